@@ -1,0 +1,145 @@
+"""The settings of where documents come from: the training data and the validation data."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from lacuna.config.errors import UserError
+from lacuna.config.fields import Names, Numbers, Path, Paths, Section, Tables, Texts
+
+
+class Source(Section):
+    """One source of documents; the fields are those of `datasets.load_dataset`."""
+
+    dataset: Path
+    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
+    name: str | None = None
+    """Configuration of the dataset."""
+    split: str = "train"
+    """Split of the dataset."""
+    dir: Path | None = None
+    """Folder inside the dataset."""
+    files: Paths = ()
+    """Files of the dataset."""
+    weight: PositiveFloat | None = None
+    """Share of the samples, relative to the other sources' weights."""
+
+
+class DataConfig(Section):
+    """Which documents are trained on, and how they become batches."""
+
+    dataset: Paths = ()
+    """Datasets: Hub ids, local folders, or readers of local files (json, parquet, csv, text, arrow)."""
+    dataset_name: Names = ()
+    """Configuration of each dataset; one value serves all."""
+    dataset_split: Names = ("train",)
+    """Split of each dataset; one value serves all."""
+    data_dir: Paths = ()
+    """Folder inside each dataset; one value serves all."""
+    data_files: Paths = ()
+    """Files of the dataset; with several datasets one per dataset, or one for all."""
+    data_probs: Numbers = ()
+    """Share of the samples from each dataset, relative to the others; needed with several datasets."""
+    sources: Annotated[tuple[Source, ...], Tables] = ()
+    """The same as [[data.sources]] tables with dataset, name, split, dir, files, weight; TOML only."""
+    streaming: bool = False
+    """Read the data while training instead of downloading it first."""
+    num_workers: NonNegativeInt | None = None
+    """Processes that prepare batches; 0 means the training process. Unset: what fits the machine."""
+    prefetch_factor: PositiveInt = 2
+    """Batches that each worker prepares ahead."""
+    document_mask: bool = True
+    """Keep the documents of one sequence from attending to each other."""
+    predict_across_documents: bool = False
+    """Train the last token of a document to predict the first of the next."""
+    shuffle: bool = True
+    """Shuffle the documents, anew in each epoch."""
+    text_column: str | None = None
+    """Column that holds the text. Unset: the first of text and content that exists."""
+    tokenization: Literal["auto", "cache", "online"] = "auto"
+    """Tokenise once into a cache on disk, or while training; auto decides by the data."""
+    max_broken_records: NonNegativeInt = 100
+    """Unreadable records that are skipped and counted before the run stops."""
+    retries: NonNegativeInt = 5
+    """Times that a failed download or read is tried again, with growing pauses."""
+
+    def resolved_sources(self) -> tuple[Source, ...]:
+        """Both spellings as one list of sources, those whose share is 0 left out.
+
+        A single source has weight 1 unless it was given one. Several sources have either all a weight,
+        relative to one another, or none (`weight` is None): then each document is seen once per epoch.
+        Raises UserError when the lists do not fit each other.
+        """
+        sources = self.sources or self._sources_of_lists()
+        weighted = [source for source in sources if source.weight is not None]
+        if weighted and len(weighted) < len(sources):
+            raise UserError("data.sources: only some have a weight; give every source its weight")
+        if len(sources) == 1 and not weighted:
+            return (sources[0].model_copy(update={"weight": 1.0}),)
+        return sources
+
+    def _sources_of_lists(self) -> tuple[Source, ...]:
+        count = len(self.dataset)
+        shares = self.data_probs or (None,) * count
+        if self.data_probs and (len(shares) != count or min(shares) < 0 or max(shares) == 0):
+            raise UserError(
+                f"data.data_probs, data.dataset: each of the {count} datasets needs a share, none below 0 "
+                f"and not all 0 (got {list(shares)})"
+            )
+        names, folders = self._per_dataset("dataset_name", None), self._per_dataset("data_dir", None)
+        splits, files = self._per_dataset("dataset_split", "train"), [self.data_files]
+        if count != 1:
+            files = [(file,) if file else () for file in self._per_dataset("data_files", "")]
+        rows = zip(self.dataset, names, splits, folders, files, shares, strict=True)
+        return tuple(
+            Source(dataset=dataset, name=name, split=split, dir=folder, files=files, weight=share)
+            for dataset, name, split, folder, files, share in rows
+            if share != 0
+        )
+
+    def _per_dataset(self, setting: str, default: str | None) -> tuple[str | None, ...]:
+        """A list with one value per dataset; one serves all, and an empty one means the default."""
+        values, count = getattr(self, setting), len(self.dataset)
+        if len(values) > 1 and len(values) != count:
+            raise UserError(
+                f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets; give one for "
+                "each, or one for all"
+            )
+        filled = tuple(value or default for value in values) or (default,)
+        return filled * count if len(filled) == 1 else filled
+
+
+class ValidationConfig(Section):
+    """What the model is tried on while it trains; one source, and prompts to continue."""
+
+    enable: bool | None = None
+    """Measure the validation loss. Unset: yes when validation.dataset is given."""
+    dataset: Path | None = None
+    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
+    dataset_name: str | None = None
+    """Configuration of the dataset."""
+    dataset_split: str = "validation"
+    """Split of the dataset."""
+    data_dir: Path | None = None
+    """Folder inside the dataset."""
+    data_files: Paths = ()
+    """Files of the dataset."""
+    freq: PositiveInt = 500
+    """Training steps between two validations."""
+    steps: int = Field(-1, ge=-1)
+    """Batches of one validation; -1 means all there are."""
+    patience: PositiveInt | None = None
+    """Stop after that many validations without a better loss. Unset: never."""
+    prompts: Texts = ()
+    """Texts continued before training, at each validation and at the end; commas do not split them."""
+    max_new_tokens: PositiveInt = 64
+    """Longest continuation of a prompt, in tokens."""
+    temperature: NonNegativeFloat = 0.8
+    """Temperature of the continuations; 0 takes the likeliest token."""
+
+    def resolved_source(self) -> Source | None:
+        """The source of the validation documents, None when no validation loss is measured."""
+        if self.enable is False or self.dataset is None:
+            return None
+        name, split, folder, files = self.dataset_name, self.dataset_split, self.data_dir, self.data_files
+        return Source(dataset=self.dataset, name=name, split=split, dir=folder, files=files)

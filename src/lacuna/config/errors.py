@@ -1,0 +1,33 @@
+"""The error that every mistake of a user raises, and the hints at what was meant."""
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class UserError(Exception):
+    """A mistake in the configuration or the input: what is wrong, where, and how to mend it.
+
+    The command line prints the message without a traceback and exits with status 2.
+    """
+
+
+class RunError(Exception):
+    """Something outside the configuration stopped a run (a full disk, a loss that is not finite).
+
+    The command line prints the message without a traceback and exits with status 1.
+    """
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message that proposes the known word most like `word`, empty when none is alike."""
+    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def nearby(path: Path) -> str:
+    """The end of a message about a missing file: what there is in its folder that resembles it."""
+    if not path.parent.is_dir():
+        return f"; there is no folder {path.parent}"
+    hint = did_you_mean(path.name, (neighbour.name for neighbour in path.parent.iterdir()))
+    return hint or f"; nothing in {path.parent.resolve()} resembles it"

@@ -1,0 +1,162 @@
+"""The settings of how the machine runs and records the training: layout, speed, checkpoints, logs."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+
+from lacuna.config.fields import Names, Path, Section
+
+
+class ParallelismConfig(Section):
+    """How the work is spread over the devices."""
+
+    data_parallel_replicate_degree: PositiveInt = 1
+    """Copies of the model, each fed its own batches."""
+    data_parallel_shard_degree: int = Field(-1, ge=-1)
+    """Ranks that each copy of the model is sharded over; -1 means all that remain."""
+    fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
+    """Free the gathered parameters between forward and backward pass: less memory, more traffic."""
+    zero_stage: Literal[1, 2, 3] | None = None
+    """ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them; 1 is not available yet."""
+    tensor_parallel_degree: PositiveInt = 1
+    """Ranks that each matrix is split over; not available yet."""
+    disable_loss_parallel: bool = False
+    """Gather the logits before the loss under tensor parallelism; not available yet."""
+    enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallelism's traffic with its computation; not available yet."""
+    context_parallel_degree: PositiveInt = 1
+    """Ranks that each sequence is split over; not available yet."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
+    """How keys and values reach the other ranks; not available yet."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Ranks that the layers are spread over; not available yet."""
+    pipeline_parallel_split_points: Names = ()
+    """Modules that begin a new stage, such as layers.4; not available yet."""
+    pipeline_parallel_schedule: str = "1F1B"
+    """Order in which the stages work; not available yet."""
+    pipeline_parallel_schedule_csv: Path | None = None
+    """File that describes a schedule of your own; not available yet."""
+    pipeline_parallel_microbatches: PositiveInt | None = None
+    """Pieces that a batch is cut into. Unset: one per stage; not available yet."""
+    enable_compiled_autograd: bool = False
+    """Compile the backward pass as a whole; not available yet."""
+    expert_parallel_degree: PositiveInt = 1
+    """Ranks that the experts of a layer are spread over; not available yet."""
+
+
+class ActivationCheckpointConfig(Section):
+    """What is computed again in the backward pass to save memory."""
+
+    mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """Which activations are recomputed; only none is available yet."""
+
+
+class CompileConfig(Section):
+    """Whether torch.compile makes the model faster."""
+
+    enable: bool | None = None
+    """Compile each layer. Unset: yes on a GPU, no on a CPU."""
+
+
+class Float8Config(Section):
+    """Matrix products in 8 bits; needs torchao and a recent GPU."""
+
+    enable_float8_linear: bool = False
+    """Compute linear layers in float8; not available yet."""
+    enable_fsdp_float8_all_gather: bool = False
+    """Gather sharded parameters in float8; not available yet."""
+    precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all parameters at once after each step; not available yet."""
+    scaling_type_input: Literal["dynamic", "delayed"] = "dynamic"
+    """Scaling of the inputs; dynamic is the only one left."""
+    scaling_type_weight: Literal["dynamic", "delayed"] = "dynamic"
+    """Scaling of the weights; dynamic is the only one left."""
+    scaling_type_grad_output: Literal["dynamic", "delayed"] = "dynamic"
+    """Scaling of the gradients; dynamic is the only one left."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """A ready-made choice of scalings; not available yet."""
+
+
+def _plural(unit: Any) -> Any:
+    return "steps" if unit == "step" else unit
+
+
+class CheckpointConfig(Section):
+    """What is saved for resuming, and when; the final model is exported to hf/ in any case."""
+
+    enable_checkpoint: bool = True
+    """Save checkpoints, and resume from the newest."""
+    folder: str = "checkpoint"
+    """Folder of the checkpoints inside job.dump_folder."""
+    interval_type: Annotated[Literal["steps", "seconds"], BeforeValidator(_plural)] = "steps"
+    """Unit of checkpoint.interval."""
+    interval: PositiveInt = 500
+    """Steps or seconds between two checkpoints."""
+    model_weights_only: bool = False
+    """Save only the weights in the last checkpoint; it cannot be resumed from."""
+    export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the exported model and of a last checkpoint of weights only."""
+    create_seed_checkpoint: bool = False
+    """Save the initial weights as step-0 and stop."""
+    async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write checkpoints while training goes on; pinned memory is faster and takes more CPU memory."""
+    keep_latest_k: NonNegativeInt = 0
+    """Checkpoints to keep, at least 2; 0 keeps all."""
+    keep_best: bool = False
+    """Also keep the checkpoint with the lowest validation loss."""
+    load_step: int = Field(-1, ge=-1)
+    """Step of the checkpoint to resume from; -1 means the newest."""
+    initial_load_path: Path | None = None
+    """Folder of a checkpoint whose weights a new run starts from."""
+
+
+class MetricsConfig(Section):
+    """What is reported while training."""
+
+    log_freq: PositiveInt = 10
+    """Steps between two reports."""
+    enable_tensorboard: bool = True
+    """Write the metrics for TensorBoard."""
+    disable_color_printing: bool = False
+    """Print without colours."""
+    save_tb_folder: str = "tb"
+    """Folder of the TensorBoard files inside job.dump_folder."""
+    rank_0_only: bool = True
+    """Only rank 0 reports; false lets every rank write its own metrics."""
+    enable_wandb: bool = False
+    """Send the metrics to Weights & Biases; needs the wandb package."""
+
+
+class ProfilingConfig(Section):
+    """Where time and memory go."""
+
+    enable_profiling: bool = False
+    """Record traces with torch's profiler."""
+    save_traces_folder: str = "profile_trace"
+    """Folder of the traces inside job.dump_folder."""
+    profile_freq: PositiveInt = 10
+    """Steps between two traces."""
+    enable_memory_snapshot: bool = False
+    """Record snapshots of the GPU's memory."""
+    save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots inside job.dump_folder."""
+
+
+class CommConfig(Section):
+    """How long ranks wait for each other."""
+
+    init_timeout_seconds: PositiveInt = 300
+    """Longest wait until the first step is done, in seconds."""
+    train_timeout_seconds: PositiveInt = 100
+    """Longest wait after the first step, in seconds."""
+    trace_buf_size: NonNegativeInt = 20000
+    """Collective operations that torch's flight recorder remembers; 0 turns it off."""
+
+
+class MemoryEstimationConfig(Section):
+    """Whether the run fits, without running it."""
+
+    enabled: bool = False
+    """Print the memory estimate and stop."""
+    disable_fake_mode: bool = False
+    """Not available: the estimate is computed from shapes, nothing runs that could be faked."""

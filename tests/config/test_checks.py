@@ -1,0 +1,206 @@
+"""Settings that contradict each other are refused before the run, with the names of both."""
+
+import pytest
+
+from lacuna.config import UserError, load_config
+from lacuna.config.documents import DataConfig, Source, ValidationConfig
+
+BASE = '[model]\nconfig = "org/model"\n'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def load(flags="", text='[data]\ndataset = "org/data"\n'):
+    with open("run.toml", "w") as file:
+        file.write(BASE + text)
+    return load_config("run.toml", flags.split())
+
+
+def error_of(flags="", **kwargs):
+    with pytest.raises(UserError) as error:
+        load(flags, **kwargs)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "first", "second"),
+    [
+        ("--model.name_or_path a/b", "model.name_or_path", "model.config"),
+        ("--model.config none", "model.name_or_path", "model.config"),
+        ("--training.steps 5 --training.epochs 1", "training.steps", "training.epochs"),
+        ("--training.epochs 1 --data.streaming", "training.epochs", "data.streaming"),
+        (
+            "--training.epochs 1 --data.dataset a/b,c/d --data.data_probs 1,1",
+            "training.epochs",
+            "data.data_probs",
+        ),
+        ("--training.varlen", "training.varlen", "raise training.seq_len instead"),
+        ("--training.context_len 64", "training.context_len", "training.varlen"),
+        (
+            "--training.context_len 4096 --training.varlen --training.batch_size 1",
+            "context_len",
+            "training.seq_len",
+        ),
+        (
+            "--training.varlen --training.batch_size 1 --data.document_mask false",
+            "training.varlen",
+            "data.document_mask",
+        ),
+        ("--training.global_batch_size 12", "training.global_batch_size", "training.batch_size"),
+        (
+            "--training.global_batch_size 24 --training.gradient_accumulation_steps 2",
+            "training.global_batch_size",
+            "8 x 2",
+        ),
+        ("--optimizer.early_step_in_backward", "optimizer.early_step_in_backward", "training.max_norm"),
+        ("--data.dataset a/b,c/d", "data.dataset", "data.data_probs"),
+        (
+            "--data.dataset a/b,c/d --data.data_probs 1",
+            "data.data_probs",
+            "each of the 2 datasets needs a share",
+        ),
+        (
+            "--data.dataset a/b,c/d --data.data_probs 1,2,3",
+            "data.data_probs",
+            "each of the 2 datasets needs a share",
+        ),
+        (
+            "--data.dataset a/b,c/d --data.dataset_name x,y,z",
+            "data.dataset_name",
+            "has 3 values for 2 datasets",
+        ),
+        ("--data.dataset_split train,test", "data.dataset_split", "has 2 values for 1 datasets"),
+        ("--data.data_dir a,b", "data.data_dir", "has 2 values for 1 datasets"),
+        (
+            "--data.dataset a/b,c/d,e/f --data.data_files x,y",
+            "data.data_files",
+            "has 2 values for 3 datasets",
+        ),
+        ("--data.dataset a/b,c/d --data.data_probs 1,-1", "data.data_probs", "none below 0"),
+        ("--data.dataset a/b,c/d --data.data_probs 0,0", "data.data_probs", "not all 0"),
+        ("--data.dataset none", "data.dataset", "data.sources"),
+        ("--data.dataset none --data.data_files a.jsonl", "data.data_files", "data.dataset"),
+        ("--data.streaming --data.tokenization cache", "data.streaming", "data.tokenization"),
+        ("--checkpoint.keep_best", "checkpoint.keep_best", "validation.dataset"),
+        ("--validation.patience 2", "validation.patience", "validation.dataset"),
+        ("--validation.enable", "validation.enable", "validation.dataset"),
+        ("--validation.data_dir x", "validation.data_dir", "validation.dataset"),
+        (
+            "--validation.dataset a/b --validation.enable false --validation.patience 2",
+            "validation.patience",
+            "validation.dataset",
+        ),
+        (
+            "--checkpoint.enable_checkpoint false --checkpoint.create_seed_checkpoint",
+            "checkpoint.enable_checkpoint",
+            "checkpoint.create_seed_checkpoint",
+        ),
+        (
+            "--parallelism.zero_stage 2 --parallelism.fsdp_reshard_after_forward always",
+            "parallelism.zero_stage",
+            "parallelism.fsdp_reshard_after_forward",
+        ),
+        ("--parallelism.zero_stage 1", "parallelism.zero_stage", "use 2 or 3"),
+        (
+            "--parallelism.data_parallel_shard_degree 0",
+            "parallelism.data_parallel_shard_degree",
+            "-1 for all",
+        ),
+        ("--validation.steps 0", "validation.steps", "-1 for all"),
+        ("--job.task sft", "job.task", "not available yet"),
+        ("--activation_checkpoint.mode full", "activation_checkpoint.mode", "not available yet"),
+        ("--float8.recipe_name rowwise", "float8.recipe_name", "not available yet"),
+        ("--parallelism.expert_parallel_degree 2", "parallelism.expert_parallel_degree", "not available yet"),
+    ],
+)
+def test_contradiction_names_both_settings(flags, first, second):
+    message = error_of(flags)
+    assert first in message and second in message
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--training.varlen --training.batch_size 1 --training.context_len 64",
+        "--training.global_batch_size 32",
+        "--training.epochs 2 --data.dataset a/b,c/d",
+        "--lr_scheduler.warmup_steps 100 --training.steps 10",
+        "--validation.dataset a/b --validation.patience 2 --checkpoint.keep_best",
+        "--parallelism.zero_stage 3 --parallelism.fsdp_reshard_after_forward always",
+        "--data.dataset none --memory_estimation.enabled",
+    ],
+)
+def test_settings_that_agree_are_accepted(flags):
+    load(flags)
+
+
+def test_two_spellings_of_sources_exclude_each_other():
+    text = '[data]\ndataset = "a/b"\n[[data.sources]]\ndataset = "c/d"\n'
+    assert "data.dataset, data.sources" in error_of(text=text)
+
+
+def test_sources_need_all_weights_or_whole_passes():
+    one, two = '[[data.sources]]\ndataset = "a/b"\n', '[[data.sources]]\ndataset = "c/d"\nweight = 2\n'
+    assert "weight" in error_of(text=one + two)
+    assert "weight" in error_of(text=one + one)
+    load("--training.epochs 1", text=one + one)
+    assert "training.epochs" in error_of("--training.epochs 1", text=two + two)
+    assert [source.weight for source in load(text=two + two).data.resolved_sources()] == [2.0, 2.0]
+
+
+def test_both_spellings_resolve_to_the_same_sources():
+    lists = DataConfig(dataset="a,b", dataset_name="x,", dataset_split="train", data_files="f,g", data_probs="1,3")
+    tables = DataConfig(
+        sources=[
+            {"dataset": "a", "name": "x", "files": ["f"], "weight": 1},
+            {"dataset": "b", "files": "g", "weight": 3},
+        ]
+    )
+    assert lists.resolved_sources() == tables.resolved_sources()
+
+
+def test_one_dataset_takes_all_files_and_the_whole_weight():
+    data = DataConfig(dataset="json", data_files=["a.jsonl", "b.jsonl"])
+    assert data.resolved_sources() == (Source(dataset="json", files=("a.jsonl", "b.jsonl"), weight=1.0),)
+
+
+def test_a_dataset_without_a_share_is_left_out():
+    data = DataConfig(dataset="a,b", data_probs=(0.0, 1.0))
+    assert [source.dataset for source in data.resolved_sources()] == ["b"]
+
+
+def test_validation_runs_when_a_source_is_given():
+    assert ValidationConfig().resolved_source() is None
+    assert ValidationConfig(dataset="a/b", enable=False).resolved_source() is None
+    assert ValidationConfig(dataset="a/b").resolved_source() == Source(dataset="a/b", split="validation")
+
+
+def test_missing_local_files_are_named_with_the_nearest(folder):
+    (folder / "configs").mkdir()
+    (folder / "configs/llama_tiny.json").write_text("{}")
+    (folder / "train.jsonl").write_text("")
+    assert "did you mean llama_tiny.json?" in error_of("--model.config configs/lama_tiny.json")
+    assert "there is no folder absent" in error_of("--model.config absent/tiny.json")
+    message = error_of("--data.dataset json --data.data_files train.jsonl,tran.jsonl")
+    assert message == f"data.data_files: {folder}/tran.jsonl does not exist; did you mean train.jsonl?"
+    assert "data.dataset: /nowhere/data" in error_of("--data.dataset /nowhere/data")
+    assert "did you mean train.jsonl?" in error_of("--data.dataset trains.jsonl")
+    assert "validation.data_files" in error_of("--validation.dataset json --validation.data_files gone.jsonl")
+    assert "checkpoint.initial_load_path" in error_of("--checkpoint.initial_load_path runs/step-5")
+    assert "model.tokenizer_path" in error_of("--model.tokenizer_path ./tokenizer")
+    source = '[[data.sources]]\ndataset = "json"\nfiles = ["gone.jsonl"]\n'
+    assert "data.sources: " in error_of(text=source)
+
+
+def test_files_that_may_be_elsewhere_are_left_to_the_reader(folder):
+    (folder / "corpus").mkdir()
+    (folder / "corpus/a.jsonl").write_text("")
+    load("--data.dataset json --data.data_files *.jsonl,https://example.org/a.jsonl")
+    load("--data.dataset org/data --data.data_files en/part.json.gz")
+    load("--data.dataset corpus --data.data_files a.jsonl")
+    load("--data.dataset json --data.data_dir corpus --data.data_files a.jsonl")
+    assert "b.jsonl does not exist" in error_of("--data.dataset corpus --data.data_files b.jsonl")
