@@ -1,0 +1,88 @@
+"""The cache of tokens: made once whoever asks, and made anew when the data or the tokenizer is another."""
+
+import multiprocessing
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Dataset
+from transformers import PreTrainedTokenizerFast
+
+from lacuna.config import UserError
+from lacuna.config.documents import DataConfig, Source
+from lacuna.data.cache import TokenTable, tokenised
+from lacuna.data.indexed import IndexedPlan, IndexedRows
+from lacuna.data.mixture import Mixture, Pool
+from lacuna.data.sources import open_source
+from lacuna.data.tokenize import BrokenRecords
+from texts import END, write_lines
+
+TEXTS = [f"text {n}" * (n % 7) for n in range(2500)]
+
+
+def table_of(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int = 0) -> TokenTable:
+    source = open_source(Source(dataset=str(path)), DataConfig(), streaming=False)
+    return tokenised(source, tokenizer, BrokenRecords(limit))
+
+
+def tokens_of(table: TokenTable, index: int) -> list[int]:
+    return table.tokens(index, 0, 10**6).tolist()
+
+
+def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    table = table_of(write_lines(tmp_path / "texts.jsonl", TEXTS), tokenizer)
+    for index in (0, 1, 999, 1000, 2499):
+        expected = [*tokenizer(TEXTS[index])["input_ids"], END] if TEXTS[index] else []
+        assert tokens_of(table, index) == expected
+        assert (table.lengths[index], table.text_bytes(index)) == (len(expected), len(TEXTS[index]))
+    assert table.tokens(1, 2, 5).tolist() == tokens_of(table, 1)[2:5]
+
+
+def test_of_many_processes_one_tokenises(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "shared.jsonl", TEXTS[:50])
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        tables = pool.starmap(table_of, [(path, tokenizer)] * 3)
+    assert len({table.folder for table in tables}) == 1
+    assert all(tokens_of(table, 1) == tokens_of(tables[0], 1) for table in tables)
+    written = (tables[0].folder / "done.json").stat().st_mtime_ns
+    assert table_of(path, tokenizer).folder == tables[0].folder
+    assert (tables[0].folder / "done.json").stat().st_mtime_ns == written
+
+
+def test_half_a_cache_is_made_again(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "killed.jsonl", TEXTS[:50])
+    folder = table_of(path, tokenizer).folder
+    (folder / "done.json").unlink()
+    (folder / "lengths.npy").write_bytes(b"half")
+    assert tokens_of(table_of(path, tokenizer), 1) == [*tokenizer(TEXTS[1])["input_ids"], END]
+
+
+def test_ready_made_tokens_are_read_in_place(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    documents = [[1, 2, 3], [], None, [4], [5, 6]]
+    Dataset.from_dict({"input_ids": documents}).to_parquet(tmp_path / "tokens.parquet")
+    table = table_of(tmp_path / "tokens.parquet", tokenizer, limit=1)
+    assert table.lengths.tolist() == [3, 0, 0, 1, 2] and tokens_of(table, 4) == [5, 6]
+    assert np.isnan(table.text_bytes(0))
+    with pytest.raises(UserError, match="document 2"):
+        table_of(tmp_path / "tokens.parquet", tokenizer, limit=0)
+
+
+def test_broken_records_are_remembered_with_the_cache(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "lines.jsonl", TEXTS[:5])
+    path.write_text(path.read_text() + "nonsense\n{}\n")
+    for _ in range(2):
+        assert table_of(path, tokenizer, limit=2).lengths.tolist()[-2:] == [0, 0]
+        with pytest.raises(UserError, match=r"lines.jsonl:6.*lines.jsonl:7"):
+            table_of(path, tokenizer, limit=1)
+
+
+def test_rows_are_slices_of_all_documents_laid_end_to_end(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    table = table_of(write_lines(tmp_path / "rows.jsonl", TEXTS[:40]), tokenizer)
+    plan = IndexedPlan(Mixture(0, (1.0,), lanes=1), (Pool(0, (40,), key=None),), (table,), row_length=50)
+    laid = [token for index in range(40) for token in tokens_of(table, index)] * 3
+    for rows in (IndexedRows(plan), IndexedRows(pickle.loads(pickle.dumps(plan)))):
+        for number in (0, 1, 25, 7):
+            tokens = np.concatenate([span.tokens for span in rows.row(number)])
+            assert tokens.tolist() == laid[number * 50 : number * 50 + 50]
+        assert sum(span.text_bytes for span in rows.row(3)) < 50

@@ -1,0 +1,239 @@
+"""Which samples a step trains on does not depend on ranks, workers or restarts."""
+
+import os
+import time
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerFast
+
+from lacuna.config import Config, UserError
+from lacuna.config.documents import DataConfig, Source
+from lacuna.config.sections import TrainingConfig
+from lacuna.data import Batch, Loader, build_loader, merge_states
+from texts import write_lines
+
+GLOBAL_BATCH = 8
+STEPS = 48
+WAYS = {
+    "cache": {"tokenization": "cache"},
+    "online": {"tokenization": "online"},
+    "streaming": {"streaming": True},
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two sources: one of two files that streams in several blocks, one of three uneven files."""
+    root = tmp_path_factory.mktemp("sources")
+    many, few = root / "many", root / "few"
+    many.mkdir()
+    few.mkdir()
+    for number in range(2):
+        write_lines(many / f"{number}.jsonl", [f"{number}:{n}" + "ab" * (n % 3) for n in range(1100)])
+    for number in range(3):
+        texts = [f"few {number} {n}" + " more" * (n * n % 5) for n in range(30 + 20 * number)]
+        write_lines(few / f"{number}.jsonl", texts)
+    return many, few
+
+
+def mixed(folders: tuple[Path, Path], way: dict, workers: int = 0, **training: object) -> Config:
+    sources = tuple(Source(dataset=str(f), weight=w) for f, w in zip(folders, (0.75, 0.25), strict=True))
+    data = DataConfig(sources=sources, num_workers=workers, **way)
+    return Config(data=data, training=TrainingConfig(seq_len=160, seed=7, **training))
+
+
+def loader_of(config: Config, tokenizer: PreTrainedTokenizerFast, rank: int, world: int, micro: int = 1) -> Loader:
+    return build_loader(
+        config, tokenizer, dp_rank=rank, dp_world=world, micro_batch=micro,
+        accumulation=GLOBAL_BATCH // world // micro, global_batch=GLOBAL_BATCH,
+    )  # fmt: skip
+
+
+def rows_of(batch: Batch) -> list[Tensor]:
+    """Each row of a batch with everything that says what it trains on."""
+    bounds = torch.zeros(batch.input_ids.numel() + 1, dtype=torch.int64)
+    bounds[batch.cu_seqlens.long()] = 1
+    starts = bounds[:-1].view_as(batch.input_ids)
+    return list(torch.stack([batch.input_ids, batch.labels, batch.position_ids, starts], dim=1))
+
+
+def take_steps(loaders: list[Loader], steps: int) -> list[Tensor]:
+    """The rows of the next steps of all ranks, in their global order."""
+    rows = []
+    for _ in range(steps):
+        for loader in loaders:
+            for batch in islice(loader, loader._layout.accumulation):
+                rows += rows_of(batch)
+    return rows
+
+
+def run(config: Config, tokenizer: PreTrainedTokenizerFast, world: int, micro: int = 1) -> Tensor:
+    loaders = [loader_of(config, tokenizer, rank, world, micro) for rank in range(world)]
+    rows = take_steps(loaders, STEPS)
+    for loader in loaders:
+        loader.close()
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("layout", [{}, {"varlen": True, "context_len": 20}], ids=["concat", "varlen"])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_world_size_changes_nothing(
+    way: dict, layout: dict, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = mixed(folders, way, **layout)
+    expected = run(config, tokenizer, world=1)
+    assert torch.equal(run(config, tokenizer, world=2, micro=2), expected)
+    assert torch.equal(run(config, tokenizer, world=4, micro=2), expected)
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_the_number_of_workers_changes_nothing(
+    way: dict, workers: int, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    expected = run(mixed(folders, way), tokenizer, world=1)
+    assert torch.equal(run(mixed(folders, way, workers), tokenizer, world=1, micro=4), expected)
+
+
+@pytest.mark.parametrize("worlds", [(2, 4), (4, 1), (1, 1)])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_restart_on_other_ranks_goes_on_with_the_same_samples(
+    way: dict, worlds: tuple[int, int], folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = mixed(folders, way)
+    expected = run(config, tokenizer, world=1)
+    rows: list[Tensor] = []
+    state = None
+    for world, steps in zip((*worlds, worlds[0]), (5, 27, STEPS - 32), strict=True):
+        loaders = [loader_of(config, tokenizer, rank, world) for rank in range(world)]
+        for loader in loaders if state else []:
+            loader.load_state_dict(state)
+        rows += take_steps(loaders, steps)
+        state = merge_states([loader.state_dict() for loader in loaders])
+    assert torch.equal(torch.stack(rows), expected)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_state_tells_what_was_handed_out_not_what_workers_prepared(
+    way: dict, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = mixed(folders, way, workers=2)
+    loader = loader_of(config, tokenizer, rank=0, world=1, micro=4)
+    take_steps([loader], 41)
+    time.sleep(0.3)
+    state = loader.state_dict()
+    expected = take_steps([loader], 4)
+    loader.close()
+    again = loader_of(config, tokenizer, rank=0, world=1, micro=4)
+    again.load_state_dict(merge_states([state]))
+    assert torch.equal(torch.stack(take_steps([again], 4)), torch.stack(expected))
+    again.close()
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_shares_are_realised(way: dict, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+    """Shares are of documents drawn; the mean lengths of the two sources turn them into shares of tokens."""
+    loader = loader_of(mixed(folders, way), tokenizer, rank=0, world=1, micro=8)
+    batches = list(islice(loader, 60))
+    tokens = torch.tensor([batch.source_tokens for batch in batches]).sum(dim=0)
+    lengths = [mean_length(folder) for folder in folders]
+    drawn = [float(tokens[n]) / lengths[n] for n in range(2)]
+    assert drawn[0] / sum(drawn) == pytest.approx(0.75, abs=0.03)
+    assert all(sum(batch.source_tokens) == batch.tokens == 8 * 160 for batch in batches)
+    assert all(0 < batch.text_bytes < batch.tokens for batch in batches)
+
+
+def mean_length(folder: Path) -> float:
+    import json
+
+    texts = [json.loads(line)["text"] for path in folder.iterdir() for line in path.open()]
+    return sum(len(text) + 1 for text in texts) / len(texts)
+
+
+def documents_in(rows: list[Tensor]) -> list[bytes]:
+    tokens = torch.cat([row[0] for row in rows]).tolist()
+    return bytes_between_ends(tokens)
+
+
+def bytes_between_ends(tokens: list[int]) -> list[bytes]:
+    documents, current = [], []
+    for token in tokens:
+        if token == 256:
+            documents.append(bytes(current))
+            current = []
+        else:
+            current.append(token if token < 256 else 0)
+    return documents
+
+
+def test_an_epoch_of_the_cache_holds_each_document_once_and_each_epoch_is_shuffled_anew(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = [f"document {n} " + "x" * (n % 40) for n in range(150)]
+    for number in range(2):
+        write_lines(tmp_path / f"{number}.jsonl", texts[number::2])
+    config = Config(
+        data=DataConfig(sources=tuple(Source(dataset=str(tmp_path / f"{n}.jsonl")) for n in range(2)), num_workers=0),
+        training=TrainingConfig(seq_len=32, epochs=2),
+    )
+    loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
+    tokens = sum(len(text) + 1 for text in texts)
+    assert loader.steps_per_epoch == -(-tokens // (8 * 32))
+    documents = documents_in(take_steps([loader], 2 * loader.steps_per_epoch + 1))
+    first, second = documents[:150], documents[150:300]
+    assert sorted(first) == sorted(second) == sorted(encoded(texts, tokenizer))
+    assert first != second != encoded(texts, tokenizer)
+
+
+def encoded(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
+    return [bytes(tokenizer(text)["input_ids"]) for text in texts]
+
+
+def test_without_shuffling_documents_come_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [f"{n} document" for n in range(50)]
+    path = write_lines(tmp_path / "in_order.jsonl", texts)
+    config = Config(
+        data=DataConfig(dataset=(str(path),), shuffle=False, num_workers=0), training=TrainingConfig(seq_len=32)
+    )
+    documents = documents_in(take_steps([loader_of(config, tokenizer, rank=0, world=1)], 2))
+    assert documents[:40] == encoded(texts, tokenizer)[:40]
+
+
+def test_a_position_in_other_data_is_refused(folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+    state = loader_of(mixed(folders, WAYS["cache"]), tokenizer, rank=0, world=1).state_dict()
+    other = loader_of(mixed(folders, WAYS["online"]), tokenizer, rank=0, world=1)
+    with pytest.raises(UserError, match="data.tokenization"):
+        other.load_state_dict(merge_states([state]))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_too_many_broken_records_stop_the_run_with_a_user_error(
+    workers: int, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = write_lines(tmp_path / "mended.jsonl", [f"good {n}" for n in range(30)])
+    path.write_text(path.read_text() + "{broken\n" * 4)
+    for limit, stops in ((4, False), (3, True)):
+        data = DataConfig(dataset=(str(path),), tokenization="online", num_workers=workers, max_broken_records=limit)
+        config = Config(data=data, training=TrainingConfig(seq_len=64))
+        loader = loader_of(config, tokenizer, rank=0, world=1)
+        if stops:
+            with pytest.raises(UserError, match=r"mended.jsonl:3\d"):
+                take_steps([loader], 30)
+        else:
+            take_steps([loader], 30)
+            assert len(loader.state_dict()["broken_records"]) == 4
+        loader.close()
+
+
+def test_workers_end_with_the_loader(folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+    loader = loader_of(mixed(folders, WAYS["online"], workers=2), tokenizer, rank=0, world=1)
+    next(loader)
+    pids = [worker.pid for worker in loader._batches._workers]
+    loader.close()
+    for pid in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)

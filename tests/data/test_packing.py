@@ -1,0 +1,63 @@
+"""Labels, positions and bounds of packed rows, worked out by hand."""
+
+import numpy as np
+import pytest
+
+from lacuna.data.packing import IGNORED, Packing, Span
+
+NO = IGNORED
+
+
+def span(tokens: list[int], following: int = NO, source: int = 0, text_bytes: float = 0.0) -> Span:
+    return Span(np.array(tokens, dtype=np.int32), following, source, text_bytes)
+
+
+ROWS = [
+    [span([1, 2, 9], text_bytes=2), span([3, 9], source=1, text_bytes=1), span([4, 5, 6], following=7, text_bytes=3)],
+    [span([7, 8, 9], text_bytes=2.5), span([5, 6, 7, 8, 9], source=1, text_bytes=4)],
+]
+"""Two rows of 8; a document of 4 5 6 | 7 8 9 is cut by the end of the first."""
+
+
+def packing(**settings: object) -> Packing:
+    defaults = {"piece_length": None, "document_mask": True, "predict_across_documents": False}
+    return Packing(row_length=8, sources=2, **(defaults | settings))
+
+
+def test_documents_are_apart() -> None:
+    batch = packing().batch(ROWS)
+    assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4, 5, 6], [7, 8, 9, 5, 6, 7, 8, 9]]
+    assert batch.labels.tolist() == [[2, 9, NO, 9, NO, 5, 6, 7], [8, 9, NO, 6, 7, 8, 9, NO]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 8, 11, 16]
+    assert (batch.max_seqlen, batch.tokens, batch.trained_tokens) == (5, 16, 12)
+    assert batch.source_tokens == (9, 7)
+    assert batch.text_bytes == pytest.approx(12.5)
+
+
+def test_varlen_cuts_documents_and_trains_across_the_cut() -> None:
+    batch = packing(piece_length=2).batch(ROWS)
+    assert batch.labels.tolist() == packing().batch(ROWS).labels.tolist()
+    assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
+    assert batch.cu_seqlens.tolist() == [0, 2, 3, 5, 7, 8, 10, 11, 13, 15, 16]
+    assert batch.max_seqlen == 2
+
+
+def test_predicting_across_documents_stops_at_the_end_of_a_row() -> None:
+    labels = packing(predict_across_documents=True).batch(ROWS).labels
+    assert labels.tolist() == [[2, 9, 3, 9, 4, 5, 6, 7], [8, 9, 5, 6, 7, 8, 9, NO]]
+
+
+def test_without_a_document_mask_only_rows_are_apart() -> None:
+    batch = packing(document_mask=False).batch(ROWS)
+    assert batch.position_ids.tolist() == [list(range(8))] * 2
+    assert batch.cu_seqlens.tolist() == [0, 8, 16]
+    assert batch.labels.tolist() == packing().batch(ROWS).labels.tolist()
+
+
+def test_a_short_row_is_padded_and_padding_is_not_trained() -> None:
+    batch = packing(padding=9).batch([[span([1, 2, 9])], []])
+    assert batch.input_ids.tolist() == [[1, 2, 9, 9, 9, 9, 9, 9], [9] * 8]
+    assert batch.labels.tolist() == [[2, 9, NO, NO, NO, NO, NO, NO], [NO] * 8]
+    assert batch.cu_seqlens.tolist() == [0, 3, 8, 16]
+    assert (batch.tokens, batch.trained_tokens) == (3, 2)

@@ -1,0 +1,103 @@
+"""Streams: nothing is lost to faults of the network, and a resumed one is read from near where it was left."""
+
+import logging
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import pytest
+from datasets import Features, IterableDataset, Value
+
+from lacuna.config import UserError
+from lacuna.data.stream import BLOCK, Snapshot, Substream, SubstreamReader, number_of_parts
+
+FEATURES = Features({"text": Value("string")})
+BEGINNING = Snapshot(index=0, epoch=0, position=0, state=None)
+
+
+def count_up(counts: list[int], log: Path, faults: int) -> Iterator[dict[str, str]]:
+    """Numbers as texts, each noted in `log` as it is read; `faults` times the connection breaks after the 1,500th."""
+    for count in counts:
+        for number in range(count):
+            if number == 1500 and faults and (log.stat().st_size < faults):
+                with log.open("a") as file:
+                    file.write("x")
+                raise ConnectionError("the line is dead")
+            yield {"text": str(number)}
+
+
+def substream(tmp_path: Path, count: int, faults: int = 0, **settings: object) -> Substream:
+    log = tmp_path / "faults"
+    log.touch()
+    dataset = IterableDataset.from_generator(
+        count_up, features=FEATURES, gen_kwargs={"counts": [count], "log": log, "faults": faults}
+    )
+    defaults = {"source": 0, "name": "numbers", "column": "text", "parts": 1, "number": 0, "key": 3, "retries": 2}
+    return Substream(dataset=dataset, **(defaults | settings))
+
+
+def texts(stream: Substream, start: Snapshot = BEGINNING, blocks: int = 6) -> list[str]:
+    return [value for _, block in islice(stream.read(start, fewest=1), blocks) for value, _ in block]
+
+
+def test_a_connection_that_breaks_twice_loses_and_repeats_nothing(tmp_path: Path) -> None:
+    undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
+    undisturbed.mkdir()
+    disturbed.mkdir()
+    expected = texts(substream(undisturbed, 2500))
+    assert sorted(map(int, expected[:2500])) == list(range(2500))
+    assert texts(substream(disturbed, 2500, faults=2)) == expected
+    assert (disturbed / "faults").read_text() == "xx"
+
+
+def test_a_connection_that_stays_broken_ends_the_run(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError, match="dead"):
+        texts(substream(tmp_path, 2500, faults=2, retries=1))
+
+
+def test_a_snapshot_leads_to_the_same_documents(tmp_path: Path) -> None:
+    stream = substream(tmp_path, 2500)
+    blocks = list(islice(stream.read(BEGINNING, fewest=1), 8))
+    for number, (snapshot, _) in enumerate(blocks):
+        assert list(islice(stream.read(snapshot, fewest=1), 8 - number)) == blocks[number:]
+
+
+def test_epochs_differ_and_each_holds_everything(tmp_path: Path) -> None:
+    documents = texts(substream(tmp_path, 1500), blocks=4)
+    assert sorted(documents[:1500]) == sorted(documents[1500:]) and documents[:1500] != documents[1500:]
+    assert texts(substream(tmp_path, 1500, key=None), blocks=2) == [str(n) for n in range(1500)]
+
+
+def test_a_reader_serves_its_lanes_and_starts_at_the_newest_snapshot_that_will_do(tmp_path: Path) -> None:
+    stream = substream(tmp_path, 5000)
+    whole = texts(stream, blocks=5)
+    reader = SubstreamReader(stream, {1: 1, 2: 2}, stride=4, snapshots=())
+    served = [reader.record(index)[0] for index in (1, 2, 6, 5, 4001)]
+    assert served == [whole[index] for index in (1, 2, 6, 5, 4001)]
+    snapshots = reader.take_snapshots()
+    assert [snapshot.index for snapshot in snapshots] == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
+    again = SubstreamReader(stream, {1: 4005, 2: 3002}, stride=4, snapshots=snapshots)
+    assert again.record(3002)[0] == whole[3002] and again.record(4005)[0] == whole[4005]
+    assert again.take_snapshots()[0].index == 2 * BLOCK
+
+
+def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with pytest.raises(UserError, match="holds no documents"):
+        texts(substream(tmp_path, 0))
+    with caplog.at_level(logging.WARNING):
+        list(islice(substream(tmp_path, 5).read(BEGINNING, fewest=8), 3))
+    assert len(caplog.records) == 1 and "only 5 documents" in caplog.text
+
+
+def test_a_source_is_split_into_equal_parts_that_go_with_the_lanes() -> None:
+    assert number_of_parts((1,) * 1024, lanes=64) == 64
+    assert number_of_parts((1,) * 1024, lanes=96) == 48
+    assert number_of_parts((1,) * 5, lanes=64) == 1
+    assert number_of_parts((10, 1000), lanes=64) == 1
+    assert number_of_parts((900, 1000, 950, 990), lanes=64) == 4
+    sizes = np.random.default_rng(0).integers(1, 100, size=300)
+    parts = [sum(part) for part in np.array_split(sizes, number_of_parts(tuple(sizes), lanes=512))]
+    assert len(parts) > 1 and max(parts) <= 1.25 * min(parts)

@@ -1,0 +1,89 @@
+"""Tokens are the tokenizer's own, with one end of text."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import processors
+from transformers import PreTrainedTokenizerFast
+
+from lacuna.config import UserError
+from lacuna.data import load_tokenizer
+from lacuna.data.tokenize import (
+    BrokenRecords,
+    checked_tokens,
+    document_of,
+    tokenize_texts,
+    tokenizer_fingerprint,
+)
+from texts import END
+
+
+def copy_of(tokenizer: PreTrainedTokenizerFast, **settings: object) -> PreTrainedTokenizerFast:
+    backend = type(tokenizer.backend_tokenizer).from_str(tokenizer.backend_tokenizer.to_str())
+    return PreTrainedTokenizerFast(tokenizer_object=backend, **({"eos_token": "<end>"} | settings))
+
+
+def test_the_end_of_text_is_added_unless_it_is_there(tokenizer: PreTrainedTokenizerFast) -> None:
+    plain, ended = tokenize_texts(tokenizer, ["ab", "ab<end>"])
+    assert plain.tolist() == ended.tolist() == [*tokenizer("ab")["input_ids"], END]
+
+
+def test_without_an_end_of_text_nothing_is_added(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(tokenize_texts(copy_of(tokenizer, eos_token=None), ["ab"])[0]) == 2
+
+
+def test_a_beginning_is_added_only_by_the_post_processor(tokenizer: PreTrainedTokenizerFast) -> None:
+    with_begin = copy_of(tokenizer, bos_token="<begin>")
+    begin = with_begin.bos_token_id
+    assert begin not in tokenize_texts(with_begin, ["ab"])[0]
+    with_begin.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<begin> $A", special_tokens=[("<begin>", begin)]
+    )
+    assert tokenize_texts(with_begin, ["ab"])[0].tolist() == [begin, *tokenizer("ab")["input_ids"], END]
+
+
+def test_a_tokenizer_that_is_set_to_truncate_does_not(tokenizer: PreTrainedTokenizerFast) -> None:
+    short = copy_of(tokenizer)
+    short.backend_tokenizer.enable_truncation(4)
+    assert len(tokenize_texts(short, ["a" * 100])[0]) == 101
+
+
+def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(tokenizer: PreTrainedTokenizerFast) -> None:
+    before = tokenizer_fingerprint(tokenizer)
+    tokenizer(["a", "bcd"], padding="longest" if tokenizer.pad_token else False, truncation=True, max_length=2)
+    assert tokenizer_fingerprint(tokenizer) == before
+    assert tokenizer_fingerprint(copy_of(tokenizer, eos_token=None)) != before
+
+
+def test_documents_count_utf8_bytes_and_broken_ones_are_none(tokenizer: PreTrainedTokenizerFast) -> None:
+    broken = BrokenRecords(limit=1)
+    document = document_of("äb", "here", False, tokenizer, broken)
+    assert document is not None and document.text_bytes == 3
+    assert document_of("", "empty is not broken", False, tokenizer, broken) is None
+    assert document_of(None, "place one", False, tokenizer, broken) is None
+    assert document_of(None, "place one", False, tokenizer, broken) is None
+    with pytest.raises(UserError, match="place one; place two"):
+        document_of(7, "place two", False, tokenizer, broken)
+    ready = document_of([1, 2], "here", True, tokenizer, broken)
+    assert ready is not None and ready.tokens.tolist() == [1, 2] and np.isnan(ready.text_bytes)
+
+
+def test_tokens_of_another_tokenizer_are_refused() -> None:
+    with pytest.raises(UserError, match="token 300.*only 257"):
+        checked_tokens([1, 300], 257, "tokens.jsonl:1")
+
+
+def test_the_built_in_tokenizer_is_trained_once_and_keeps_every_byte() -> None:
+    tokenizer = load_tokenizer("python-stdlib")
+    assert len(tokenizer) == 4096 and tokenizer.eos_token == "<|endoftext|>" == tokenizer.pad_token
+    text = "def naïve(x):\n\treturn '日本' # 😀\r\n"
+    tokens = tokenize_texts(tokenizer, [text])[0].tolist()
+    assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == tokenizer.eos_token_id
+    assert load_tokenizer("python-stdlib").get_vocab() == tokenizer.get_vocab()
+
+
+def test_an_unknown_tokenizer_is_a_user_error(tmp_path: Path) -> None:
+    for name in (str(tmp_path), str(tmp_path / "nowhere"), "nobody/has-this-tokenizer"):
+        with pytest.raises(UserError, match="model.tokenizer_path"):
+            load_tokenizer(name)
