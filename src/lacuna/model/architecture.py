@@ -1,0 +1,129 @@
+"""What lacuna needs to know of any Hugging Face causal LM: its configuration, layers, head and sizes."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from lacuna.config import Config, UserError
+
+
+def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+    """The Hugging Face configuration of the run's model, with a vocabulary that holds every token.
+
+    Raises `UserError` when it cannot be read, is no causal LM, or has fewer positions than a document may need.
+    """
+    source = config.model.name_or_path or config.model.config
+    setting = "model.name_or_path" if config.model.name_or_path else "model.config"
+    try:
+        model_config = AutoConfig.from_pretrained(source)
+    except (OSError, ValueError, KeyError) as error:
+        hint = "" if os.path.exists(str(source)) else " (no such file or folder here, and the Hub gave none)"
+        raise UserError(f"{setting}: cannot read a model configuration from {source!r}{hint}: {error}") from error
+    if type(model_config) not in AutoModelForCausalLM._model_mapping:
+        raise UserError(f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM.")
+    text_config = model_config.get_text_config()
+    if config.model.config and len(tokenizer) > text_config.vocab_size:
+        text_config.vocab_size = len(tokenizer)
+    elif len(tokenizer) > text_config.vocab_size:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model at model.name_or_path "
+            f"only {text_config.vocab_size}: use the tokenizer that belongs to the model."
+        )
+    check_positions(config, model_config)
+    model_config.use_cache = False
+    return model_config
+
+
+def check_positions(config: Config, model_config: PretrainedConfig) -> None:
+    """Raises `UserError` when a document may be longer than the model has positions."""
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    if positions and config.training.context_len > positions:
+        setting = "training.context_len" if config.training.varlen else "training.seq_len"
+        raise UserError(
+            f"{setting}: {config.training.context_len} is more than the {positions} positions of the model "
+            f"(max_position_embeddings): lower it, or raise max_position_embeddings in the model's configuration."
+        )
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of decoder layers, wherever the architecture keeps it."""
+    count = model.config.get_text_config().num_hidden_layers
+    found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
+    if not found:
+        raise UserError(
+            f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded or "
+            f"compiled layer by layer."
+        )
+    return found[0]
+
+
+def non_embedding_parameters(model: nn.Module) -> int:
+    """Parameters in matrix products with every token: all but embeddings, the head counted even when tied.
+
+    Of mixture-of-experts weights only the share of the experts that a token visits counts.
+    """
+    text_config = model.config.get_text_config()
+    experts = getattr(text_config, "num_local_experts", None) or getattr(text_config, "num_experts", None)
+    chosen = getattr(text_config, "num_experts_per_tok", None)
+    active = chosen / experts if experts and chosen else 1.0
+    embeddings = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding)
+        for parameter in module.parameters()
+    }
+    total = 0.0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in embeddings:
+            total += parameter.numel() * (active if ".experts." in name else 1.0)
+    head = model.get_output_embeddings()
+    if head is not None and id(head.weight) in embeddings:
+        total += head.weight.numel()
+    return int(total)
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One layer's attention: query heads, their width, and the window in tokens (None: all earlier tokens)."""
+
+    heads: int
+    head_dim: int
+    window: int | None
+
+
+def attention_shapes(model_config: PretrainedConfig) -> list[AttentionShape]:
+    """The attention of every layer, windows included."""
+    text_config = model_config.get_text_config()
+    heads = text_config.num_attention_heads
+    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
+    count = text_config.num_hidden_layers
+    window = getattr(text_config, "sliding_window", None)
+    if getattr(text_config, "use_sliding_window", True) is False:
+        window = None
+    kinds = getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
+    return [AttentionShape(heads, head_dim, window if kind == "sliding_attention" else None) for kind in kinds]
+
+
+def attended_pairs(lengths: torch.Tensor, window: int | None) -> float:
+    """How many (query, key) pairs causal attention computes over documents of these `lengths`: half the square."""
+    lengths = lengths.double()
+    if window is None:
+        return float((lengths * lengths / 2).sum())
+    seen = torch.where(lengths <= window, lengths * lengths / 2, window * lengths - window * window / 2)
+    return float(seen.sum())
+
+
+def step_flops(parameters: int, shapes: list[AttentionShape], tokens: int, lengths: torch.Tensor) -> float:
+    """Model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths` (PaLM, appendix B).
+
+    6 per parameter and token; for attention 12 · heads · head_dim per attended pair and layer. Nothing is added for
+    recomputation.
+    """
+    pairs = {window: attended_pairs(lengths, window) for window in {shape.window for shape in shapes}}
+    attention = sum(12.0 * shape.heads * shape.head_dim * pairs[shape.window] for shape in shapes)
+    return 6.0 * parameters * tokens + attention

@@ -1,0 +1,87 @@
+"""Initial weights of a sharded model, bit-equal to transformers' own on one process, and its buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import PreTrainedModel
+from transformers.initialization import guard_torch_init_functions
+
+
+@torch.no_grad()
+def copy_local_slice(target: Tensor, full: Tensor) -> None:
+    """Fills `target`, which may be sharded, with its part of the unsharded tensor `full`."""
+    if not isinstance(target, DTensor):
+        target.copy_(full)
+        return
+    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    if all(shape):
+        index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+        target.to_local().copy_(full[index])
+
+
+@torch.no_grad()
+def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, seed: int) -> None:
+    """Fills the sharded, materialised `model` with the weights that transformers would draw from `seed`.
+
+    `shadow` is the same model, unsharded, on the meta device. One decoder layer of it at a time is made real on
+    `device`, initialised by the model's own code, copied slice by slice and dropped, so that every rank draws the
+    same numbers and none holds more than its shards and one layer. (DTensor's own random numbers are the same on
+    every rank of a CPU mesh, and transformers' zeroing of the padding row does not reach a DTensor.)
+    """
+    torch.manual_seed(seed)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    layers = {id(layer) for child in shadow.modules() if isinstance(child, nn.ModuleList) for layer in child}
+
+    def draw(module: nn.Module, with_children: bool) -> None:
+        if with_children:  # first the children: a parent may correct what they drew (GPT-2's c_proj)
+            for child in module.children():
+                draw(child, with_children)
+        shadow._init_weights(module)
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        is_layer = id(module) in layers
+        if not is_layer:
+            for name, child in module.named_children():
+                visit(child, f"{prefix}{name}.")
+        module.to_empty(device=device, recurse=is_layer)
+        draw(module, is_layer)
+        for name, parameter in module.named_parameters(recurse=is_layer):
+            if prefix + name not in model.all_tied_weights_keys:  # what is tied follows its source
+                copy_local_slice(parameters[prefix + name], parameter)
+        module.to_empty(device="meta", recurse=is_layer)
+
+    with guard_torch_init_functions():
+        visit(shadow, "")
+    model.tie_weights()
+
+
+@torch.no_grad()
+def compute_buffers(
+    model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, loaded: Collection[str] = ()
+) -> None:
+    """Computes the buffers of `model` that no file holds (rotary frequencies, masks), by the model's own code.
+
+    `loaded` names those that already have their value. `shadow` is the same model on the meta device: working there
+    cannot touch weights that were just loaded. Raises `RuntimeError` when the model leaves a buffer unset.
+    """
+    for prefix, module in shadow.named_modules():
+        if not module._buffers:
+            continue
+        module.to_empty(device=device, recurse=False)
+        for buffer in module._buffers.values():
+            if buffer is not None and buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+        shadow._init_weights(module)
+        target = model.get_submodule(prefix)._buffers
+        for key, buffer in module._buffers.items():
+            name = f"{prefix}.{key}" if prefix else key
+            if buffer is None or name in loaded:
+                continue
+            if buffer.is_floating_point() and buffer.isnan().any():
+                raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
+            target[key] = buffer

@@ -1,0 +1,1 @@
+"""What is minimised: pairs of data and loss over the one loop."""

@@ -1,0 +1,1 @@
+"""The layout: processes, the device mesh, and how a model is spread over it."""

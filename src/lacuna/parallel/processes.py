@@ -1,0 +1,131 @@
+"""This process among the others: device, process groups, time limits, and talk that must not touch the device."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from lacuna.config import Config, UserError
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of the run.
+
+    `control` is a gloo group over all of them for talk in between steps; `background` is another one for threads,
+    whose collectives must not mix with those.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    device: torch.device
+    control: dist.ProcessGroup | None
+    background: dist.ProcessGroup | None
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the process that prints and writes files."""
+        return self.rank == 0
+
+
+def alone() -> Process:
+    """A process that has no group, for tools that work on files."""
+    return Process(0, 1, 0, torch.device("cpu"), None, None)
+
+
+def device_type() -> str:
+    """`cuda` where there is a usable GPU, else `cpu`; `LACUNA_DEVICE=cpu` keeps a run off the GPUs."""
+    if os.environ.get("LACUNA_DEVICE") == "cpu" or not torch.cuda.is_available():
+        return "cpu"
+    return "cuda"
+
+
+def check_device(config: Config, kind: str) -> None:
+    """Raises `UserError` for settings that need a GPU where there is none."""
+    gpu_only = {
+        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
+        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
+    }
+    for setting, wanted in gpu_only.items():
+        if wanted and kind != "cuda":
+            raise UserError(f"{setting} needs a GPU, and this run is on the CPU: leave it out.")
+
+
+def start_process(config: Config) -> Process:
+    """Joins the process group described by the environment (torchrun's variables), or makes a group of one."""
+    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    local_rank = int(os.environ.get("LOCAL_RANK", rank))
+    kind = device_type()
+    check_device(config, kind)
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+    if kind == "cuda":
+        if local_rank >= torch.cuda.device_count():
+            raise UserError(
+                f"{os.environ.get('LOCAL_WORLD_SIZE', world_size)} processes were started on a host with "
+                f"{torch.cuda.device_count()} GPU(s): start at most one per GPU (--gpus N)."
+            )
+        torch.cuda.set_device(local_rank)
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(config.comm.trace_buf_size))
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if config.comm.trace_buf_size else "0")
+        dump_prefix = os.path.join(str(config.job.dump_folder), "comm_trace", "rank_")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", dump_prefix)
+        if config.comm.trace_buf_size:
+            os.makedirs(os.path.dirname(dump_prefix), exist_ok=True)
+    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    backend = "nccl" if kind == "cuda" else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    # A save of a large model may outlast any step: these groups wait as long as the longest of them.
+    control, background = (dist.new_group(backend="gloo", timeout=timedelta(hours=2)) for _ in range(2))
+    return Process(rank, world_size, local_rank, device, control, background)
+
+
+def stop_process() -> None:
+    """Leaves the process group, once every rank has come to its end."""
+    if dist.get_world_size() > 1:
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+def tighten_timeout(config: Config, mesh: DeviceMesh) -> None:
+    """After the first step (compilation, first data) a collective should fail sooner."""
+    timeout = timedelta(seconds=config.comm.train_timeout_seconds)
+    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+        dist.distributed_c10d._set_pg_timeout(timeout, group)  # there is no public call yet
+
+
+def gather_objects(process: Process, value: Any) -> list[Any]:
+    """`value` of every rank, on every rank, over the control group."""
+    if process.world_size == 1:
+        return [value]
+    values: list[Any] = [None] * process.world_size
+    dist.all_gather_object(values, value, group=process.control)
+    return values
+
+
+def on_first(process: Process, action: Callable[[], Result]) -> Result:
+    """Runs `action` on the first rank and hands its result to all; an error of it is raised on all ranks alike."""
+    outcome: list[Any] = [None, None]
+    if process.is_first:
+        try:
+            outcome = [action(), None]
+        except Exception as error:  # passed on below, on every rank
+            outcome = [None, error]
+    if process.world_size > 1:
+        dist.broadcast_object_list(outcome, src=0, group=process.control)
+    if outcome[1] is not None:
+        raise outcome[1]
+    return outcome[0]

@@ -1,0 +1,136 @@
+"""Sizes and FLOPs are those worked out by hand, and a model that does not fit the run is refused."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig, Qwen2Config, ViTConfig
+
+from lacuna.config import Config, UserError
+from lacuna.config.sections import ModelConfig, TrainingConfig
+from lacuna.model.architecture import (
+    AttentionShape,
+    attended_pairs,
+    attention_shapes,
+    check_positions,
+    decoder_layers,
+    load_model_config,
+    non_embedding_parameters,
+    step_flops,
+)
+from lacuna.model.build import meta_model
+from tiny import VOCABULARY, tiny_config, tokenizer_of_words
+
+# Llama: width 32, 4 query heads of 8, 2 key-value heads, inner width 48, 2 layers, 97 tokens.
+LLAMA_LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32
+EMBEDDING = 97 * 32
+LLAMA = 2 * LLAMA_LAYER + 32 + EMBEDDING
+# Qwen3-MoE: 4 heads of 16, 2 key-value heads, norms of queries and keys, a router, 2 of 4 experts visited.
+MOE_LAYER = 2 * 32 * 64 + 2 * 32 * 32 + 2 * 16 + 4 * 32 + 2 * (3 * 32 * 24) + 2 * 32
+LENGTHS = torch.tensor([4, 10])
+
+
+def matrix_parameters(architecture: str) -> int:
+    return non_embedding_parameters(meta_model(tiny_config(architecture), "eager", torch.float32))
+
+
+def test_the_head_counts_and_the_embedding_does_not_tied_or_not() -> None:
+    assert LLAMA == 18_624
+    assert matrix_parameters("llama") == LLAMA
+    assert matrix_parameters("llama_tied") == LLAMA
+
+
+def test_learned_positions_do_not_count() -> None:
+    layer = (32 * 96 + 96) + (32 * 32 + 32) + (32 * 128 + 128) + (128 * 32 + 32) + 4 * 32
+    assert matrix_parameters("gpt2") == 2 * layer + 2 * 32 + EMBEDDING
+
+
+def test_only_the_experts_that_a_token_visits_count() -> None:
+    assert matrix_parameters("qwen3_moe") == 2 * MOE_LAYER + 32 + EMBEDDING
+    shared = 3 * 32 * 24 + 32  # the shared expert and its gate, which every token visits
+    attention = 2 * 32 * 32 + 2 * 32 * 16 + 32 + 2 * 16
+    layer = attention + 4 * 32 + 2 * (3 * 32 * 24) + shared + 2 * 32
+    assert matrix_parameters("qwen2_moe") == 2 * layer + 32 + EMBEDDING
+
+
+def test_causal_attention_counts_half_the_square_and_windows_less() -> None:
+    assert attended_pairs(LENGTHS, None) == 16 / 2 + 100 / 2
+    assert attended_pairs(LENGTHS, 4) == 16 / 2 + (4 * 10 - 16 / 2)
+    assert attended_pairs(LENGTHS, 100) == attended_pairs(LENGTHS, None)
+
+
+def test_a_step_costs_six_per_parameter_and_token_and_twelve_per_attended_pair() -> None:
+    llama = attention_shapes(tiny_config("llama"))
+    assert step_flops(LLAMA, llama, 14, LENGTHS) == 6 * LLAMA * 14 + 2 * 12 * 4 * 8 * 58
+    gemma = attention_shapes(tiny_config("gemma3"))  # one layer with a window of 4, one without
+    assert step_flops(0, gemma, 14, LENGTHS) == 12 * 4 * 16 * (40 + 58)
+
+
+@pytest.mark.parametrize(
+    ("model_config", "windows"),
+    [
+        (tiny_config("mistral"), [4, 4]),
+        (tiny_config("gemma3"), [4, None]),
+        (tiny_config("llama"), [None, None]),
+        (Qwen2Config(num_hidden_layers=2, sliding_window=4, use_sliding_window=False), [None, None]),
+    ],
+    ids=["mistral", "gemma3", "llama", "qwen2"],
+)
+def test_every_layer_has_its_own_window(model_config: PretrainedConfig, windows: list[int | None]) -> None:
+    assert [shape.window for shape in attention_shapes(model_config)] == windows
+
+
+def test_heads_are_found_under_other_names() -> None:
+    assert attention_shapes(tiny_config("gpt2")) == [AttentionShape(4, 8, None)] * 2
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox", "opt", "bloom", "qwen3_moe"])
+def test_the_decoder_layers_are_found(architecture: str) -> None:
+    layers = decoder_layers(meta_model(tiny_config(architecture), "eager", torch.float32))
+    assert len(layers) == 2
+    assert all("Layer" in type(layer).__name__ or "Block" in type(layer).__name__ for layer in layers)
+
+
+def test_documents_longer_than_the_model_has_positions_are_refused() -> None:
+    model_config = tiny_config("llama")
+    check_positions(Config(training=TrainingConfig(seq_len=64)), model_config)
+    with pytest.raises(UserError, match=r"training\.seq_len: 65 is more than the 64 positions"):
+        check_positions(Config(training=TrainingConfig(seq_len=65)), model_config)
+    with pytest.raises(UserError, match=r"training\.context_len: 128 is more than the 64 positions"):
+        check_positions(
+            Config(training=TrainingConfig(seq_len=256, context_len=128, varlen=True, batch_size=1)), model_config
+        )
+
+
+def test_a_long_row_of_short_documents_fits_a_model_with_few_positions() -> None:
+    training = TrainingConfig(seq_len=4096, context_len=64, varlen=True, batch_size=1)
+    check_positions(Config(training=training), tiny_config("llama"))
+
+
+def read(folder: Path, key: str = "config") -> PretrainedConfig:
+    config = Config(model=ModelConfig(**{key: str(folder)}), training=TrainingConfig(seq_len=32))
+    return load_model_config(config, tokenizer_of_words())
+
+
+def test_a_new_model_gets_a_vocabulary_that_holds_every_token(tmp_path: Path) -> None:
+    tiny_config("llama", vocab_size=50).save_pretrained(tmp_path / "small")
+    tiny_config("llama", vocab_size=128).save_pretrained(tmp_path / "padded")
+    assert read(tmp_path / "small").vocab_size == VOCABULARY
+    assert read(tmp_path / "padded").vocab_size == 128
+
+
+def test_a_trained_model_with_too_few_tokens_is_refused(tmp_path: Path) -> None:
+    tiny_config("llama", vocab_size=50).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=r"model\.tokenizer_path: the tokenizer has 97 tokens.*only 50"):
+        read(tmp_path, "name_or_path")
+
+
+def test_what_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
+    ViTConfig().save_pretrained(tmp_path / "vision")
+    with pytest.raises(UserError, match=r"model\.config: .*'vit' model, which is no causal LM"):
+        read(tmp_path / "vision")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(UserError, match=r"model\.config: cannot read a model configuration"):
+        read(tmp_path / "empty")
+    with pytest.raises(UserError, match=r"model\.name_or_path: .*no such file or folder here"):
+        read(tmp_path / "nowhere", "name_or_path")

@@ -1,0 +1,60 @@
+"""Initial weights do not depend on how a model is sharded: they are those that transformers draws itself."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lacuna.config import Config
+from lacuna.config.sections import TrainingConfig
+from tiny import differing, run_ranks, sharded_model, tiny_config, whole
+
+SEED = 7
+ARCHITECTURES = ("llama", "llama_tied", "qwen3", "gemma", "mistral", "gpt2", "neox", "qwen2_moe")
+
+
+def transformers_model(model_config: PretrainedConfig) -> PreTrainedModel:
+    """An unsharded model initialised by transformers alone, right after seeding: drawn first, tied then."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    model.to_empty(device="cpu")
+    torch.manual_seed(SEED)
+    model.initialize_weights()
+    model.tie_weights()
+    return model
+
+
+def check_initial_weights(architecture: str) -> None:
+    model_config = tiny_config(architecture)
+    expected = transformers_model(model_config)
+    model = sharded_model(model_config, Config(training=TrainingConfig(seed=SEED)))
+    parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
+    assert differing(parameters, dict(expected.named_parameters())) == [], architecture
+    buffers = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32).named_buffers()
+    assert differing(dict(model.named_buffers()), dict(buffers)) == [], architecture
+    embedding = whole(model.get_input_embeddings().weight)
+    assert embedding.std() > 0, architecture
+    if model.get_input_embeddings().padding_idx is not None:
+        assert not embedding[model_config.pad_token_id].any(), f"{architecture}: the padding row is not zero"
+    tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    assert tied == model_config.tie_word_embeddings, architecture
+
+
+def check_all_architectures() -> None:
+    for architecture in ARCHITECTURES:
+        check_initial_weights(architecture)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_sharded_weights_and_buffers_are_bit_equal_to_those_of_transformers(ranks: int) -> None:
+    run_ranks(ranks, check_all_architectures)
+
+
+def draw_twice() -> list[torch.Tensor]:
+    model_config = tiny_config("llama")
+    models = [sharded_model(model_config, Config(training=TrainingConfig(seed=seed))) for seed in (1, 2)]
+    return [whole(model.lm_head.weight).detach() for model in models]
+
+
+def test_another_seed_gives_other_weights() -> None:
+    first, second = run_ranks(1, draw_twice)[0]
+    assert not torch.equal(first, second)

@@ -1,0 +1,145 @@
+"""The chunked loss and its gradients are those of torch's cross-entropy over the whole matrix of logits."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from lacuna.model.loss import IGNORED, HeadTransform, chunked_linear_cross_entropy
+from tiny import relative_error
+
+TOKENS, WIDTH, WORDS = 50, 24, 97
+
+
+def problem(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Hidden states, weight and bias of a head whose logits are large enough for a soft cap to bend."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {"hidden": (TOKENS, WIDTH), "weight": (WORDS, WIDTH), "bias": (WORDS,)}
+    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+
+
+def some_labels() -> Tensor:
+    labels = torch.arange(TOKENS) * 31 % WORDS
+    labels[::3] = IGNORED
+    return labels
+
+
+def with_gradients(tensors: dict[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    return {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in tensors.items()}
+
+
+def gradients_of(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    loss.backward()
+    return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
+
+
+def truth(
+    tensors: dict[str, Tensor], labels: Tensor, bias: bool, transform: HeadTransform
+) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients in float64 from the whole matrix of logits."""
+    exact = with_gradients(tensors, torch.float64)
+    logits = F.linear(exact["hidden"], exact["weight"], exact["bias"] if bias else None) * transform.scale
+    if transform.soft_cap is not None:
+        logits = transform.soft_cap * torch.tanh(logits / transform.soft_cap)
+    loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
+    return loss.item(), gradients_of(loss, exact)
+
+
+TRANSFORMS = {
+    "plain": HeadTransform(),
+    "scale": HeadTransform(scale=0.25),
+    "soft cap": HeadTransform(soft_cap=3.0),
+    "scale and soft cap": HeadTransform(scale=1.7, soft_cap=5.0),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("chunk", [7, 25, 50, 1000, None])
+@pytest.mark.parametrize("bias", [False, True])
+def test_loss_and_gradients_equal_cross_entropy(transform: HeadTransform, chunk: int | None, bias: bool) -> None:
+    tensors, labels = problem(), some_labels()
+    expected, expected_gradients = truth(tensors, labels, bias, transform)
+    given = with_gradients(tensors, torch.float32)
+    loss = chunked_linear_cross_entropy(
+        given["hidden"], given["weight"], labels, given["bias"] if bias else None, transform, chunk
+    )
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    gradients = gradients_of(loss, given)
+    for name in expected_gradients:
+        assert relative_error({name: gradients[name]}, {name: expected_gradients[name]}) < 2e-6, name
+
+
+def test_a_scaled_loss_scales_its_gradients() -> None:
+    tensors, labels = problem(), some_labels()
+    _, expected = truth(tensors, labels, True, HeadTransform())
+    given = with_gradients(tensors, torch.float32)
+    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=8)
+    gradients = gradients_of(loss / 37, given)
+    assert relative_error(gradients, {name: gradient / 37 for name, gradient in expected.items()}) < 2e-6
+
+
+def test_rows_without_a_single_label_give_zero_and_no_gradient() -> None:
+    given = with_gradients(problem(), torch.float32)
+    labels = torch.full((TOKENS,), IGNORED)
+    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=8)
+    assert loss.item() == 0.0
+    assert all(not gradient.any() for gradient in gradients_of(loss, given).values())
+
+
+def test_ignored_rows_get_no_gradient_even_from_hidden_states_that_are_not_finite() -> None:
+    tensors, labels = problem(), some_labels()
+    tensors["hidden"][labels == IGNORED] = 1e30
+    given = with_gradients(tensors, torch.float32)
+    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, chunk=8)
+    gradients = gradients_of(loss, given)
+    assert torch.isfinite(loss) and torch.isfinite(gradients["weight"]).all()
+    assert not gradients["hidden"][labels == IGNORED].any()
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+def test_the_loss_without_gradients_is_the_same(transform: HeadTransform) -> None:
+    tensors, labels = problem(), some_labels()
+    expected, _ = truth(tensors, labels, True, transform)
+    with torch.no_grad():
+        loss = chunked_linear_cross_entropy(
+            tensors["hidden"], tensors["weight"], labels, tensors["bias"], transform, chunk=7
+        )
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert loss.dtype == torch.float32 and not loss.requires_grad
+
+
+def test_a_frozen_head_still_passes_gradients_on() -> None:
+    tensors, labels = problem(), some_labels()
+    _, expected = truth(tensors, labels, False, HeadTransform())
+    hidden = tensors["hidden"].requires_grad_()
+    chunked_linear_cross_entropy(hidden, tensors["weight"], labels, chunk=8).backward()
+    assert tensors["weight"].grad is None
+    assert relative_error({"hidden": hidden.grad}, {"hidden": expected["hidden"]}) < 2e-6
+
+
+def test_half_precision_accumulates_the_gradient_of_the_weight_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens, chunk = 4096, 16
+    tensors = {
+        "hidden": torch.randn(tokens, WIDTH, generator=generator) + 1,
+        "weight": torch.randn(WORDS, WIDTH, generator=generator) / 50,
+        "bias": torch.zeros(WORDS),
+    }
+    tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
+    labels = torch.randint(0, WORDS // 2, (tokens,), generator=generator)
+    _, expected = truth(tensors, labels, True, HeadTransform())
+    given = with_gradients(tensors, torch.bfloat16)
+    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=chunk)
+    assert loss.dtype == torch.float32
+    ours = gradients_of(loss, given)
+
+    naive = with_gradients(tensors, torch.bfloat16)
+    for start in range(0, tokens, chunk):  # autograd adds each chunk's gradient to a bfloat16 sum
+        part = slice(start, start + chunk)
+        logits = F.linear(naive["hidden"][part], naive["weight"], naive["bias"]).float()
+        F.cross_entropy(logits, labels[part], reduction="sum").backward()
+    for name in ("weight", "bias"):
+        error = relative_error({name: ours[name]}, {name: expected[name]})
+        assert error < 3e-3, name  # about one rounding to bfloat16
+        assert error < relative_error({name: naive[name].grad}, {name: expected[name]}) / 10, name
+        assert ours[name].dtype == torch.bfloat16

@@ -1,0 +1,193 @@
+"""Runs of the command line for tests: a tiny model with data, processes, and what a run folder holds."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+SOURCE = Path(__file__).parent.parent / "src"
+SENTENCE = "the a cat dog bird fish sat ran flew swam on under over near mat house tree river and then but so"
+WORDS = SENTENCE.split()
+LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NGPU")
+
+RUN = """
+[model]
+config = "{world}/model"
+[data]
+dataset = "{world}/train.jsonl"
+num_workers = 0
+[training]
+steps = 8
+batch_size = 4
+seq_len = 32
+[optimizer]
+lr = 3e-3
+[lr_scheduler]
+warmup_steps = 2
+[checkpoint]
+interval = 4
+export_dtype = "float32"
+[metrics]
+log_freq = 1
+enable_tensorboard = false
+"""
+
+
+def make_world(folder: Path) -> Path:
+    """Fills `folder` with a tiny model's configuration and tokenizer, data, and `run.toml` that trains on them."""
+    write_model(folder / "model")
+    generator = random.Random(0)
+    write_documents(folder / "train.jsonl", generator, 300)
+    write_documents(folder / "validation.jsonl", generator, 20)
+    (folder / "run.toml").write_text(RUN.format(world=folder))
+    return folder
+
+
+def write_model(folder: Path, **settings: Any) -> Path:
+    """A tiny Llama's configuration and a tokenizer of bytes."""
+    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    backend = Tokenizer(models.BPE(vocabulary | {"<end>": len(vocabulary)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
+    shape = {
+        "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "bos_token_id": None, "eos_token_id": 256,
+    }  # fmt: skip
+    LlamaConfig(**(shape | settings)).save_pretrained(folder)
+    return folder
+
+
+def write_documents(path: Path, generator: random.Random, count: int) -> Path:
+    """JSON lines with a sentence of 5 to 40 words each."""
+    texts = [" ".join(generator.choices(WORDS, k=generator.randint(5, 40))) for _ in range(count)]
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return path
+
+
+def environment(**more: str) -> dict[str, str]:
+    """A child's environment: this source tree, the CPU, no network, and no launcher around it."""
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in LAUNCHER_VARIABLES and not name.startswith("SLURM_")
+    }
+    return kept | {
+        "PYTHONPATH": str(SOURCE), "LACUNA_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "COLUMNS": "250",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **more,
+    }  # fmt: skip
+
+
+def start(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """Starts `lacuna <words>`; its standard error goes to standard output unless `options` say otherwise."""
+    settings = {
+        "env": environment(), "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
+        "stdin": subprocess.DEVNULL,
+    }  # fmt: skip
+    return subprocess.Popen([sys.executable, "-m", "lacuna", *map(str, words)], **(settings | options))
+
+
+def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any) -> str:
+    """Runs `lacuna <words>` to its end and returns what it printed, after checking its exit status."""
+    process = start(*words, **options)
+    try:
+        output, _ = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+        raise AssertionError(f"lacuna {words} did not end in {timeout} s:\n{output}") from None
+    assert process.returncode == status, f"exit status {process.returncode}, not {status}:\n{output}"
+    return output
+
+
+def train(world: Path, folder: Path, *flags: object, status: int = 0, **options: Any) -> str:
+    """`lacuna train` of the world's run.toml into `folder`; returns what it printed."""
+    return lacuna("train", world / "run.toml", "--job.dump_folder", folder, *flags, status=status, **options)
+
+
+def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 60) -> None:
+    """Waits for `condition` while `process` lives."""
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert process.poll() is None, f"the process ended early:\n{process.communicate()[0]}"
+        assert time.monotonic() < deadline, "waited in vain"
+        time.sleep(0.005)
+
+
+def stop_after(step: int, world: Path, folder: Path, *flags: object, number: int = signal.SIGTERM) -> str:
+    """Starts a run, signals it once it has logged `step`, and returns what it printed; it must end with status 0."""
+    process = start("train", world / "run.toml", "--job.dump_folder", folder, *flags)
+    wait_until(lambda: any(row["step"] >= step for row in rows(folder)), process)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0, f"exit status {process.returncode}:\n{output}"
+    return output
+
+
+def together(*calls: Callable[[], Any]) -> list[Any]:
+    """The results of the calls, which run side by side: a run's start-up keeps one core busy."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [result.result() for result in [pool.submit(call) for call in calls]]
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, training and validation."""
+    path = folder / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def curve(folder: Path, *keys: str) -> list[tuple[Any, ...]]:
+    """(step, loss, grad_norm), or the given keys, of every training row."""
+    return [
+        tuple(row[key] for key in ("step", *(keys or ("loss", "grad_norm")))) for row in rows(folder) if "loss" in row
+    ]
+
+
+def weights(folder: Path) -> bytes:
+    """The bytes of the final model's weights."""
+    return (folder / "hf" / "model.safetensors").read_bytes()
+
+
+def checkpoint(folder: Path, step: int) -> Path:
+    """Where the run keeps the checkpoint of a step."""
+    return folder / "checkpoint" / f"step-{step}"
+
+
+def steps(folder: Path) -> list[int]:
+    """The steps of the run's checkpoints, oldest first."""
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*"))
+
+
+def processes_naming(text: str) -> list[int]:
+    """The living processes, this one apart, whose command line holds `text`."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            alive = (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            if alive and text in (entry / "cmdline").read_text() and int(entry.name) != os.getpid():
+                found.append(int(entry.name))
+    return found
+
+
+@contextlib.contextmanager
+def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+    """Within it the process may run; afterwards it does not."""
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
