@@ -1,0 +1,59 @@
+"""A training loop of your own from lacuna's parts: python examples/own_loop.py [RUN.toml] [--section.key value ...]
+
+The parts are those of `lacuna train` (see lacuna/train/trainer.py): configuration, processes, data, model, one step,
+checkpoints, export. Everything between them is yours to change. Also runs under torchrun.
+"""
+
+import os
+import sys
+
+import torch
+
+from lacuna.config import load_config
+from lacuna.data import build_loader, load_tokenizer, merge_states
+from lacuna.export.huggingface import export_model
+from lacuna.model.build import build_model
+from lacuna.parallel.mesh import build_mesh, resolve_layout
+from lacuna.parallel.processes import gather_objects, start_process, stop_process
+from lacuna.train.batch import plan_batch
+from lacuna.train.checkpoint import newest_complete, read_state, read_tensors, write_checkpoint
+from lacuna.train.optimizer import allocate_state, build_optimizer, optimizer_tensors
+from lacuna.train.resume import model_tensors
+from lacuna.train.schedule import learning_rate
+from lacuna.train.setup import tokenizer_source
+from lacuna.train.step import accumulate_gradients, agree, update
+
+path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".toml") else None
+config = load_config(path, sys.argv[1:])
+process = start_process(config)
+layout = resolve_layout(config, process.world_size)
+tokenizer = load_tokenizer(tokenizer_source(config))
+plan = plan_batch(config, layout.data_parallel)
+loader = build_loader(config, tokenizer, dp_rank=process.rank, dp_world=layout.data_parallel, **vars(plan))
+built = build_model(config, tokenizer, build_mesh(layout, process.device.type), process.device)
+optimizer = build_optimizer(built.model, config)
+allocate_state(optimizer)
+tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)  # not copies: filled in place below
+
+first_step = 0
+if checkpoint := newest_complete(config.job.dump_folder, process):
+    read_tensors(checkpoint, tensors, process)
+    state = read_state(checkpoint)
+    loader.load_state_dict(merge_states(state["data"]))
+    first_step = state["step"]
+
+batches = iter(loader)
+for step in range(first_step, config.training.steps):
+    micro_batches = [next(batches) for _ in range(plan.accumulation)]
+    tokens, trained, *_ = agree(micro_batches, False, False, process.device)  # over all ranks
+    loss = accumulate_gradients(built, micro_batches, trained, process.device)
+    norm, skipped = update(config, built, optimizer, trained, learning_rate(config, step, config.training.steps))
+    if process.is_first and step % config.metrics.log_freq == 0:
+        print(f"step {step + 1}: loss {loss.item() * process.world_size / trained.item():.4f} on this rank")
+
+target = os.path.join(config.job.dump_folder, f"step-{config.training.steps}")
+state = {"step": config.training.steps, "data": gather_objects(process, loader.state_dict())}
+write_checkpoint(target, tensors, state, tokenizer.save_pretrained, process)
+export_model(built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), torch.bfloat16, process.is_first)
+loader.close()
+stop_process()

@@ -1,0 +1,72 @@
+"""The command line: finds the command, and turns errors into messages and exit statuses."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+
+from lacuna import __version__
+from lacuna.config.errors import RunError, UserError, did_you_mean
+from lacuna.launch import die_with_launcher
+
+COMMANDS = {
+    "train": "train a model: lacuna train [RUN.toml] [--section.key value ...]",
+    "generate": "text from a model: lacuna generate MODEL --prompt TEXT",
+    "convert": "between checkpoint forms: lacuna convert SOURCE TARGET --to hf|dcp",
+    "bloat": "count the package's lines of code",
+}
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _overview() -> str:
+    lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"lacuna {__version__}: trains the Hugging Face causal language model you already have.",
+            "",
+            *lines,
+            "",
+            "lacuna train alone runs the quickstart. lacuna COMMAND --help tells more.",
+        ]
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command. Exit status: 0 done, 2 the configuration or the input is wrong, 1 anything else."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    die_with_launcher()
+    if not words or words[0] in ("-h", "--help", "help"):
+        print(_overview())
+        return 0
+    if words[0] == "--version":
+        print(__version__)
+        return 0
+    command, *rest = words
+    try:
+        if command not in COMMANDS:
+            guess = did_you_mean(command, COMMANDS) or "."
+            raise UserError(f"{command!r} is no command{guess} Known: {', '.join(COMMANDS)}.")
+        return importlib.import_module(f"lacuna.commands.{command}").run(rest)
+    except UserError as error:
+        return _complain(error, 2)
+    except RunError as error:
+        return _complain(error, 1)
+    except KeyboardInterrupt:
+        return _complain("interrupted at once, without saving.", 1)
+    except OSError as error:
+        if error.errno not in DISK_FULL:
+            raise
+        return _complain(f"the disk is full: {error}. Checkpoints are intact; make room and start it again.", 1)
+
+
+def _complain(error: Exception | str, status: int) -> int:
+    """Prints the message, once for all ranks where it is likely the same on each."""
+    print(f"lacuna: {error}", file=sys.stderr, flush=True)
+    if "RANK" in os.environ:
+        # Other ranks may still wait in a collective that will never come: leave without their consent.
+        os._exit(status)
+    return status

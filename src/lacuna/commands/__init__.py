@@ -1,0 +1,1 @@
+"""One file per command; each has `run(arguments) -> exit status`."""

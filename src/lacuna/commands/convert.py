@@ -1,0 +1,48 @@
+"""`lacuna convert`: between lacuna's checkpoints and Hugging Face folders."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Sequence
+
+from lacuna.commands.generate import CommandParser
+from lacuna.commands.train import quiet_libraries
+from lacuna.config import UserError
+
+EPILOG = """flame's modules and their equivalents:
+  python -m flame.utils.convert_dcp_to_hf --path RUN --step N ...   lacuna convert RUN/checkpoint/step-N TARGET --to hf
+  python -m flame.utils.convert_hf_to_dcp --model HF --checkpoint RUN/checkpoint/step-0
+                                                                    lacuna convert HF RUN/checkpoint/step-0 --to dcp
+A run whose checkpoint folder holds a step-0 starts from its weights."""
+
+
+def parse(words: Sequence[str]) -> argparse.Namespace:
+    """The command's arguments. Raises `UserError` for wrong ones."""
+    parser = CommandParser(
+        prog="lacuna convert", description="Converts between checkpoint forms.", epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint step, or HF folder or Hub id")
+    parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
+    parser.add_argument("--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted")
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as they are"
+    )
+    arguments = parser.parse_args(list(words))
+    if arguments.to == "gguf":
+        raise UserError("convert: --to gguf is not available yet.")
+    if os.path.exists(arguments.target):
+        raise UserError(f"convert: {arguments.target} exists already: choose another target, or remove it.")
+    return arguments
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the command."""
+    arguments = parse(words)
+    quiet_libraries()
+    from lacuna.train.forms import convert
+
+    convert(arguments.source, arguments.target, arguments.to, arguments.dtype)
+    print(f"Wrote {arguments.target}.")
+    return 0

@@ -1,0 +1,1 @@
+"""Before the run: does it fit, and what will it do."""

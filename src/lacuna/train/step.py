@@ -1,0 +1,99 @@
+"""One optimizer step: micro-batches in, gradients summed over ranks, one update, and its news."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lacuna.config import Config
+from lacuna.data import Batch
+from lacuna.model.build import BuiltModel
+from lacuna.objective.language_modelling import language_modelling_loss, to_device
+from lacuna.train.optimizer import clip_gradients, optimizer_step
+
+
+@dataclass(frozen=True)
+class Status:
+    """What all ranks know of a step once its numbers are on the host."""
+
+    tokens: float
+    trained_tokens: float
+    stop: bool
+    save: bool
+    finite: bool
+    skipped: float
+    skipped_in_a_row: float
+
+
+@dataclass
+class SkipCounter:
+    """Counts skipped steps on the device."""
+
+    total: Tensor
+    in_a_row: Tensor
+
+    @classmethod
+    def create(cls, device: torch.device, total: int) -> SkipCounter:
+        """A counter that goes on from `total`."""
+        return cls(
+            torch.tensor(float(total), dtype=torch.float64, device=device),
+            torch.zeros((), dtype=torch.float64, device=device),
+        )
+
+    def count(self, skip: Tensor) -> None:
+        """Counts one step, in place: `skip` is 1 or 0."""
+        self.total += skip
+        self.in_a_row = (self.in_a_row + 1) * skip
+
+
+def agree(batches: Sequence[Batch], stop: bool, save: bool, device: torch.device) -> Tensor:
+    """Float64 [tokens, trained tokens, stop, save] summed over micro-batches and ranks, on the device."""
+    tokens = sum(batch.tokens for batch in batches)
+    trained = sum(batch.trained_tokens for batch in batches)
+    totals = to_device(torch.tensor([tokens, trained, stop, save], dtype=torch.float64), device)
+    dist.all_reduce(totals)
+    return totals
+
+
+def accumulate_gradients(built: BuiltModel, batches: Sequence[Batch], trained: Tensor, device: torch.device) -> Tensor:
+    """Backward over the micro-batches; returns this rank's summed loss.
+
+    Every micro-batch's summed loss is divided by the trained tokens of the whole step over all ranks, and gradients
+    are summed over ranks, so that neither accumulation nor the number of ranks weighs tokens differently
+    (transformers issue 34191).
+    """
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    divisor = trained.clamp(min=1).float()
+    for index, batch in enumerate(batches):
+        # Replicas exchange gradients once a step; shards are reduced every time, which bounds memory.
+        built.model.set_requires_all_reduce(index == len(batches) - 1)
+        loss = language_modelling_loss(built, batch, device)
+        (loss / divisor).backward()
+        total += loss.detach()
+    return total
+
+
+def update(
+    config: Config, built: BuiltModel, optimizer: torch.optim.Optimizer, trained: Tensor, learning_rate: float
+) -> tuple[Tensor, Tensor]:
+    """Clips and updates in place. Returns the gradient norm before clipping, and whether the step was skipped (1, 0).
+
+    A step without trained tokens is skipped; so is one whose norm is not finite, with `training.skip_nan_inf`.
+    """
+    norm = clip_gradients(built.model, config.training.max_norm)
+    skip = trained == 0
+    if config.training.skip_nan_inf:
+        skip = skip | ~torch.isfinite(norm)
+    skip = skip.float()
+    optimizer_step(optimizer, learning_rate, skip)
+    return norm, skip
+
+
+def read_status(values: list[float]) -> Status:
+    """The host's view of what `agree` and `update` computed on the device."""
+    tokens, trained, stop, save, finite, skipped, in_a_row = values
+    return Status(tokens, trained, stop > 0, save > 0, finite > 0, skipped, in_a_row)

@@ -1,0 +1,98 @@
+"""The house keeps its order: imports flow one way, files are short, the whole is small."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from lacuna.commands import bloat
+
+PACKAGE = Path(bloat.__file__).parent.parent
+STOREYS = (
+    {"__main__", "cli", "launch", "commands"},
+    {"train", "plan"},
+    {"export"},
+    {"objective"},
+    {"rollout"},
+    {"model"},
+    {"parallel"},
+    {"data"},
+    {"config"},
+    {"recipes"},
+)
+"""Rooms from the top down; those on one line do not import each other, but for the face, which is one room."""
+
+EXCEPTIONS = {("plan", "train")}
+"""What a run would refuse is found out before it by the run's own code (batch and length)."""
+
+FACE = STOREYS[0]
+STOREY_OF = {room: storey for storey, rooms in enumerate(STOREYS) for room in rooms}
+
+
+def modules() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
+    """Rooms of the package that a module imports, anywhere in it, with the line."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            names = [
+                f"{node.module}.{alias.name}" if node.module == "lacuna" else str(node.module) for alias in node.names
+            ]
+        for name in names:
+            package, _, rest = name.partition(".")
+            room = rest.partition(".")[0]
+            if package == "lacuna" and room in STOREY_OF:
+                yield room, node.lineno
+
+
+def test_every_folder_is_a_known_room() -> None:
+    assert {room_of(path) for path in modules()} - {"__init__"} <= STOREY_OF.keys()
+
+
+def test_a_room_imports_only_from_rooms_below() -> None:
+    wrong = []
+    for path in modules():
+        room = room_of(path)
+        if room == "__init__":
+            continue
+        for other, line in imported_rooms(path):
+            allowed = other == room or {other, room} <= FACE or (room, other) in EXCEPTIONS
+            if not allowed and STOREY_OF[other] <= STOREY_OF[room]:
+                wrong.append(f"{path.relative_to(PACKAGE)}:{line} imports {other}")
+    assert wrong == []
+
+
+def test_no_file_has_more_than_300_lines() -> None:
+    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in modules()}
+    assert {name: length for name, length in lengths.items() if length > 300} == {}
+
+
+def test_the_package_stays_below_its_limit_of_code_lines() -> None:
+    assert sum(bloat.code_lines(path.read_text()) for path in modules()) < bloat.LIMIT == 5000
+    assert bloat.run([]) == 0
+
+
+SOURCE = '''"""What it is for,
+in two lines."""
+
+import os  # why
+
+# a comment
+VALUE = (
+    1,
+)
+"""Its doc."""
+'''
+
+
+def test_code_lines_are_neither_blank_nor_comment_nor_docstring() -> None:
+    assert bloat.code_lines(SOURCE) == 4

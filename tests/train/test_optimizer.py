@@ -1,0 +1,219 @@
+"""AdamW on shards is torch's AdamW on the whole model; what is skipped leaves no trace."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lacuna.config import Config
+from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.model.build import BuiltModel, build_model
+from lacuna.parallel.mesh import Layout, build_mesh
+from lacuna.train.optimizer import (
+    allocate_state,
+    build_optimizer,
+    clip_gradients,
+    optimizer_step,
+    optimizer_tensors,
+)
+from lacuna.train.step import update
+from tiny import CPU, differing, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words, whole
+
+IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
+TRAINED = torch.tensor(10.0, dtype=torch.float64)
+
+
+@pytest.fixture
+def model_config(tmp_path: Path) -> Path:
+    tiny_config("llama").save_pretrained(tmp_path)
+    return tmp_path
+
+
+def configuration(folder: Path, implementation: str, **training: object) -> Config:
+    return Config(
+        model=ModelConfig(config=str(folder)),
+        training=TrainingConfig(seq_len=32, **training),
+        optimizer=OptimizerConfig(implementation=implementation, lr=1e-2, weight_decay=0.3),
+    )
+
+
+def build(config: Config) -> BuiltModel:
+    return build_model(config, tokenizer_of_words(), build_mesh(Layout(1, dist.get_world_size()), "cpu"), CPU)
+
+
+def undecayed(architecture: str) -> set[str]:
+    """The names of the parameters without weight decay."""
+    model = random_model(tiny_config(architecture))
+    groups = build_optimizer(model, Config(optimizer=OptimizerConfig(weight_decay=0.3))).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    return {names[parameter] for parameter in groups[1]["params"]}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied", "gpt2", "qwen3_moe"])
+def test_embeddings_norms_and_biases_do_not_decay(architecture: str) -> None:
+    model = random_model(tiny_config(architecture))
+    expected = {name for name, parameter in model.named_parameters() if parameter.ndim == 1}
+    embeddings = {
+        "gpt2": {"transformer.wte.weight", "transformer.wpe.weight"},  # the head is tied
+    }.get(architecture, {"model.embed_tokens.weight"})
+    assert undecayed(architecture) == expected | embeddings
+    assert "lm_head.weight" not in undecayed("llama")
+
+
+def test_frozen_parameters_are_left_alone() -> None:
+    model = random_model(tiny_config("llama"))
+    model.model.requires_grad_(False)
+    groups = build_optimizer(model, Config()).param_groups
+    assert [parameter for group in groups for parameter in group["params"]] == [model.lm_head.weight]
+
+
+def give_gradients(model: nn.Module, scale: float = 0.5) -> None:
+    """Gradients that do not depend on how the model is sharded."""
+    for parameter in model.parameters():
+        parameter.grad = parameter.detach() * scale + 0.01
+
+
+def snapshot(built: BuiltModel, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """Whole copies of parameters and optimizer state."""
+    tensors = dict(built.model.named_parameters()) | optimizer_tensors(built.model, optimizer)
+    return {name: whole(tensor.detach()).clone() for name, tensor in tensors.items()}
+
+
+def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The whole sharded model after three clipped steps, and torch's own unsharded one."""
+    config = configuration(folder, implementation)
+    built = build(config)
+    plain = random_model(tiny_config("llama"))
+    plain.load_state_dict({name: whole(tensor) for name, tensor in built.model.state_dict().items()})
+    matrices = [p for name, p in plain.named_parameters() if p.ndim > 1 and "embed" not in name]
+    others = [p for name, p in plain.named_parameters() if p.ndim == 1 or "embed" in name]
+    groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    optimizer = build_optimizer(built.model, config)
+    for step in range(3):
+        give_gradients(built.model, step + 0.5)
+        norm, _ = update(config, built, optimizer, TRAINED, 1e-2 * (step + 1))
+        give_gradients(plain, step + 0.5)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), config.training.max_norm)
+        assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
+        for group in reference.param_groups:
+            group["lr"] = 1e-2 * (step + 1)
+        reference.step()
+    assert all(parameter.grad is None for parameter in built.model.parameters())
+    return snapshot(built, optimizer), {name: p.detach() for name, p in plain.named_parameters()}
+
+
+def three_steps_each(folder: Path) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return [three_steps(folder, implementation) for implementation in IMPLEMENTATIONS]
+
+
+def test_three_steps_on_shards_are_torchs_steps_on_the_whole(model_config: Path) -> None:
+    for results in run_ranks(2, three_steps_each, model_config):
+        for implementation, (ours, expected) in zip(IMPLEMENTATIONS, results, strict=True):
+            assert relative_error({name: ours[name] for name in expected}, expected) < 1e-6, implementation
+            assert ours["optimizer.lm_head.weight.step"].item() == 3, implementation
+
+
+def poison(model: nn.Module) -> None:
+    """A NaN in the last rank's shard of one gradient; the others must learn of it."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        model.lm_head.weight.grad.to_local()[0, 0] = torch.nan
+
+
+def skipped_steps(folder: Path, implementation: str) -> None:
+    """Two good steps with skipped ones between must equal the two good steps."""
+    config = configuration(folder, implementation, skip_nan_inf=True)
+    built, untroubled = build(config), build(config)
+    optimizer, calm = build_optimizer(built.model, config), build_optimizer(untroubled.model, config)
+    nothing_trained = torch.zeros_like(TRAINED)
+
+    initial = snapshot(built, optimizer)
+    give_gradients(built.model)
+    _, skip = update(config, built, optimizer, nothing_trained, 1e-2)
+    after = snapshot(built, optimizer)
+    assert skip.item() == 1
+    assert not any(after[name].any() for name in after if name.startswith("optimizer."))
+    assert differing({name: after[name] for name in initial}, initial) == []
+
+    for trained, broken in ((TRAINED, False), (TRAINED, True), (nothing_trained, False), (TRAINED, False)):
+        before = snapshot(built, optimizer)
+        give_gradients(built.model)
+        if broken:
+            poison(built.model)
+        norm, skip = update(config, built, optimizer, trained, 1e-2)
+        assert norm.isnan() == broken
+        assert skip.item() == (broken or trained == 0)
+        if skip:
+            assert differing(snapshot(built, optimizer), before) == []
+        else:
+            assert differing(snapshot(built, optimizer), before) != []
+            give_gradients(untroubled.model)
+            update(config, untroubled, calm, trained, 1e-2)
+    assert differing(snapshot(built, optimizer), snapshot(untroubled, calm)) == []
+    assert snapshot(built, optimizer)["optimizer.lm_head.weight.step"].item() == 2
+
+
+def skipped_steps_each(folder: Path) -> None:
+    for implementation in IMPLEMENTATIONS:
+        skipped_steps(folder, implementation)
+
+
+def test_a_skipped_step_leaves_parameters_state_and_step_count_untouched(model_config: Path) -> None:
+    run_ranks(2, skipped_steps_each, model_config)
+
+
+def broken_step(folder: Path) -> tuple[float, bool]:
+    config = configuration(folder, "fused", skip_nan_inf=False)
+    built = build(config)
+    optimizer = build_optimizer(built.model, config)
+    give_gradients(built.model)
+    poison(built.model)
+    _, skip = update(config, built, optimizer, TRAINED, 1e-2)
+    return skip.item(), bool(whole(built.model.lm_head.weight).isnan().any())
+
+
+def test_without_skip_nan_inf_nothing_is_hidden(model_config: Path) -> None:
+    assert run_ranks(2, broken_step, model_config) == [(0.0, True)] * 2
+
+
+def clipped(folder: Path, limits: list[float]) -> list[tuple[float, dict[str, Tensor]]]:
+    """The norm before, and the whole gradients after clipping to each of the limits."""
+    built = build(configuration(folder, "fused"))
+    results = []
+    for max_norm in limits:
+        give_gradients(built.model)
+        norm = clip_gradients(built.model, max_norm)
+        gradients = {name: whole(parameter.grad).clone() for name, parameter in built.model.named_parameters()}
+        results.append((norm.item(), gradients))
+    return results
+
+
+def test_clipping_shards_is_clipping_the_whole(model_config: Path) -> None:
+    limits = [0.0, 0.5, 1000.0]
+    for results in run_ranks(2, clipped, model_config, limits):
+        _, unclipped = results[0]
+        for limit, (norm, gradients) in zip(limits, results, strict=True):
+            plain = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in unclipped.items()}
+            for name, parameter in plain.items():
+                parameter.grad = unclipped[name].clone()
+            expected = nn.utils.clip_grad_norm_(plain.values(), limit or torch.inf)
+            assert 0.5 < norm == pytest.approx(expected.item(), rel=1e-6)
+            assert relative_error(gradients, {name: parameter.grad for name, parameter in plain.items()}) < 1e-6
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None:
+    model = random_model(tiny_config("llama"))
+    config = Config(optimizer=OptimizerConfig(implementation=implementation))
+    allocated, stepped = build_optimizer(model, config), build_optimizer(model, config)
+    allocate_state(allocated)
+    give_gradients(model)
+    optimizer_step(stepped, 1e-3, None)
+    ours, theirs = (optimizer_tensors(model, optimizer) for optimizer in (allocated, stepped))
+    described = [{name: (t.shape, t.dtype, t.device) for name, t in state.items()} for state in (ours, theirs)]
+    assert described[0] == described[1]
+    assert not any(tensor.any() for tensor in ours.values())
