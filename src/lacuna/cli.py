@@ -1,7 +1,5 @@
 """The command line: finds the command, and turns errors into messages and exit statuses."""
 
-from __future__ import annotations
-
 import errno
 import importlib
 import os

@@ -1,7 +1,5 @@
 """Starts one process per GPU on this machine and looks after them."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

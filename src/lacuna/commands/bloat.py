@@ -1,7 +1,5 @@
 """`lacuna bloat`: counts the package's lines of code, by folder."""
 
-from __future__ import annotations
-
 import ast
 import io
 import tokenize

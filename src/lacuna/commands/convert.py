@@ -1,7 +1,5 @@
 """`lacuna convert`: between lacuna's checkpoints and Hugging Face folders."""
 
-from __future__ import annotations
-
 import argparse
 import os
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """`lacuna generate`: text from a Hugging Face model, a checkpoint step or a run folder."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

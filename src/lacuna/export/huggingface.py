@@ -1,7 +1,5 @@
 """A trained model as a Hugging Face folder: safetensors with an index, configuration, tokenizer."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What lacuna needs to know of any Hugging Face causal LM: its configuration, layers, head and sizes."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 

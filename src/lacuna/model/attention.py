@@ -1,7 +1,5 @@
 """Attention that keeps packed documents apart: which implementation, and the one of ours for GPUs."""
 
-from __future__ import annotations
-
 import inspect
 from typing import Any
 

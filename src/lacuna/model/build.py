@@ -1,7 +1,5 @@
 """The model of a run, in the order of the lines of `build_model`."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """From token ids to the loss of any Hugging Face causal LM: how its head makes logits, found out by asking it."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 from types import MethodType

@@ -1,7 +1,5 @@
 """Initial weights of a sharded model, bit-equal to transformers' own on one process, and its buffers."""
 
-from __future__ import annotations
-
 from collections.abc import Collection
 
 import torch

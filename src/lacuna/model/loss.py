@@ -1,7 +1,5 @@
 """Cross-entropy of a linear head, a chunk of tokens at a time: the (tokens × vocabulary) matrix never exists."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Hugging Face safetensors, read straight into the shards of a model on the meta device."""
 
-from __future__ import annotations
-
 import json
 import os
 from typing import Any

@@ -1,7 +1,5 @@
 """Next-token prediction: the summed cross-entropy of one micro-batch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

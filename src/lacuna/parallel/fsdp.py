@@ -1,7 +1,5 @@
 """Data parallelism: DDP, ZeRO-2, ZeRO-3 (FSDP2) and HSDP are one `fully_shard` over a two-dimensional mesh."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 

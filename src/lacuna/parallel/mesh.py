@@ -1,7 +1,5 @@
 """From degrees to one named device mesh."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

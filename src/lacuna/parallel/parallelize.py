@@ -1,7 +1,5 @@
 """The recipe: what is done to a model on the meta device, in this order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from torch import nn

@@ -1,7 +1,5 @@
 """This process among the others: device, process groups, time limits, and talk that must not touch the device."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """`--dry-run`: everything is resolved and checked, nothing is started."""
 
-from __future__ import annotations
-
 import torch
 from rich.console import Console
 from rich.table import Table

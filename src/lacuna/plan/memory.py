@@ -1,7 +1,5 @@
 """How much memory a rank will need, estimated from shapes alone."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

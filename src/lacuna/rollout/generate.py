@@ -1,7 +1,5 @@
 """Text from a model by transformers' own `generate`, also while it is sharded and compiled for training."""
 
-from __future__ import annotations
-
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 

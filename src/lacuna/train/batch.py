@@ -1,7 +1,5 @@
 """How many sequences a step trains on, and how they are cut into micro-batches."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Checkpoints on disk: written whole or not at all, checked before they are believed, readable in any layout."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

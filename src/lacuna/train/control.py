@@ -1,7 +1,5 @@
 """Signals, the run folder's lock, and news from the device that nobody waits for."""
 
-from __future__ import annotations
-
 import fcntl
 import gc
 import os

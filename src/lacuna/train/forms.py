@@ -1,7 +1,5 @@
 """The forms a trained model has on disk (Hugging Face folder, checkpoint step, run folder): open and convert them."""
 
-from __future__ import annotations
-
 import os
 
 import torch

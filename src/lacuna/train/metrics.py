@@ -1,7 +1,5 @@
 """What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, and the terminal."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

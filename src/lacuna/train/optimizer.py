@@ -1,7 +1,5 @@
 """AdamW over a sharded model: parameter groups, one step without waiting for the device, state for checkpoints."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor

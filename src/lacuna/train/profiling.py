@@ -1,7 +1,5 @@
 """Profiler traces and memory snapshots, on request."""
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

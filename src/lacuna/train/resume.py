@@ -1,7 +1,5 @@
 """The state of a run that survives it, and where a run starts from."""
 
-from __future__ import annotations
-
 import os
 import random
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """When checkpoints are written, in the foreground or behind the training, and which ones are kept."""
 
-from __future__ import annotations
-
 import logging
 import os
 import threading

@@ -1,7 +1,5 @@
 """Learning rates: warmup, a stable stretch, then decay."""
 
-from __future__ import annotations
-
 import math
 
 from lacuna.config import Config

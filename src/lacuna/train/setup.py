@@ -1,7 +1,5 @@
 """Everything a run needs, made in the right order from its configuration."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,9 +1,7 @@
 """One optimizer step: micro-batches in, gradients summed over ranks, one update, and its news."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,38 +14,21 @@ from lacuna.objective.language_modelling import language_modelling_loss, to_devi
 from lacuna.train.optimizer import clip_gradients, optimizer_step
 
 
-@dataclass(frozen=True)
-class Status:
-    """What all ranks know of a step once its numbers are on the host."""
+class Status(NamedTuple):
+    """What all ranks know of a step once its numbers are on the host; `stop` and `save` count the ranks that ask."""
 
     tokens: float
     trained_tokens: float
-    stop: bool
-    save: bool
-    finite: bool
+    stop: float
+    save: float
+    finite: float
     skipped: float
     skipped_in_a_row: float
 
 
-@dataclass
-class SkipCounter:
-    """Counts skipped steps on the device."""
-
-    total: Tensor
-    in_a_row: Tensor
-
-    @classmethod
-    def create(cls, device: torch.device, total: int) -> SkipCounter:
-        """A counter that goes on from `total`."""
-        return cls(
-            torch.tensor(float(total), dtype=torch.float64, device=device),
-            torch.zeros((), dtype=torch.float64, device=device),
-        )
-
-    def count(self, skip: Tensor) -> None:
-        """Counts one step, in place: `skip` is 1 or 0."""
-        self.total += skip
-        self.in_a_row = (self.in_a_row + 1) * skip
+def count_skip(skipped: Tensor, skip: Tensor) -> Tensor:
+    """[skipped steps, those in a row] on the device after one more step, which was skipped if `skip` is 1."""
+    return torch.stack([skipped[0] + skip, (skipped[1] + 1) * skip])
 
 
 def agree(batches: Sequence[Batch], stop: bool, save: bool, device: torch.device) -> Tensor:
@@ -91,9 +72,3 @@ def update(
     skip = skip.float()
     optimizer_step(optimizer, learning_rate, skip)
     return norm, skip
-
-
-def read_status(values: list[float]) -> Status:
-    """The host's view of what `agree` and `update` computed on the device."""
-    tokens, trained, stop, save, finite, skipped, in_a_row = values
-    return Status(tokens, trained, stop > 0, save > 0, finite > 0, skipped, in_a_row)

@@ -1,7 +1,5 @@
 """The one loop: step, log, validate, save."""
 
-from __future__ import annotations
-
 import gc
 import logging
 import math
@@ -23,7 +21,7 @@ from lacuna.train.profiling import profiled
 from lacuna.train.resume import model_tensors, random_states, sample_settings
 from lacuna.train.schedule import learning_rate
 from lacuna.train.setup import Run
-from lacuna.train.step import SkipCounter, Status, accumulate_gradients, agree, read_status, update
+from lacuna.train.step import Status, accumulate_gradients, agree, count_skip, update
 from lacuna.train.validation import evaluate, write_samples
 
 logger = logging.getLogger(__name__)
@@ -64,7 +62,7 @@ class _Loop:
         self.stop = stop
         self.batches: Iterator[Batch] = iter(run.loader)
         self.readback = Readback(run.process.device)
-        self.skips = SkipCounter.create(run.process.device, run.state.skipped_steps)
+        self.skipped = torch.tensor([run.state.skipped_steps, 0.0], dtype=torch.float64, device=run.process.device)
         self.interval = Interval()
         self.stopping = self.out_of_patience = self.save_wanted = False
         self.first_step = True
@@ -80,9 +78,9 @@ class _Loop:
         loss = accumulate_gradients(run.built, batches, totals[1], device)
         rate = learning_rate(config, state.step, run.total_steps)
         norm, skip = update(config, run.built, run.optimizer, totals[1], rate)
-        self.skips.count(skip)
+        self.skipped = count_skip(self.skipped, skip)
         state.step += 1
-        news = torch.stack([*totals, torch.isfinite(norm).double(), self.skips.total, self.skips.in_a_row])
+        news = torch.stack([*totals, torch.isfinite(norm).double(), *self.skipped])
         self._take(self.readback.exchange(news))
         self._count(batches)
         run.metrics.advance(state.step)
@@ -117,13 +115,13 @@ class _Loop:
     def _take(self, arrived: list[list[float]]) -> None:
         """Acts on news that reached the host; every rank gets the same, at the same step."""
         for values in arrived:
-            status = read_status(values)
+            status = Status(*values)
             self._judge(status)
             self.run.state.tokens += int(status.tokens)
             self.run.state.skipped_steps = int(status.skipped)
             self.interval.tokens += status.tokens
-            self.stopping = self.stopping or status.stop
-            self.save_wanted = self.save_wanted or status.save
+            self.stopping = self.stopping or status.stop > 0
+            self.save_wanted = self.save_wanted or status.save > 0
 
     def _judge(self, status: Status) -> None:
         training = self.run.config.training

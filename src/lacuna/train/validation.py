@@ -1,7 +1,5 @@
 """Loss on held-out data, and text sampled on the way."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
