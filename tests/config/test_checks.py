@@ -163,6 +163,11 @@ def test_both_spellings_resolve_to_the_same_sources():
     assert lists.resolved_sources() == tables.resolved_sources()
 
 
+def test_one_of_several_datasets_takes_several_files():
+    data = DataConfig(dataset="json,csv", data_files=["a.jsonl,b.jsonl", "c.csv"], data_probs="1,1")
+    assert [source.files for source in data.resolved_sources()] == [("a.jsonl", "b.jsonl"), ("c.csv",)]
+
+
 def test_one_dataset_takes_all_files_and_the_whole_weight():
     data = DataConfig(dataset="json", data_files=["a.jsonl", "b.jsonl"])
     assert data.resolved_sources() == (Source(dataset="json", files=("a.jsonl", "b.jsonl"), weight=1.0),)

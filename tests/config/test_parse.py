@@ -7,7 +7,7 @@ import pydantic
 import pytest
 
 from lacuna.config import Config, UserError, load_config
-from lacuna.config.sections import TrainingConfig
+from lacuna.config.sections import LRSchedulerConfig, TrainingConfig
 
 BASE = '[model]\nconfig = "org/model"\n[data]\ndataset = "org/data"\n'
 
@@ -106,6 +106,11 @@ def test_integers_serve_as_numbers(toml):
     assert load_config(toml("[optimizer]\nlr = 1\n"), []).optimizer.lr == 1.0
 
 
+@pytest.mark.parametrize(("word", "value"), [(".9", 0.9), ("9e-1", 0.9), ("0", 0.0)])
+def test_numbers_after_a_flag_may_be_written_in_any_way(toml, word, value):
+    assert load_config(toml(""), ["--optimizer.beta1", word]).optimizer.beta1 == value
+
+
 def test_home_folder_is_expanded(toml, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_config(toml(""), ["--data.dataset=~/"]).data.dataset == (f"{tmp_path}/",)
@@ -195,8 +200,8 @@ def test_all_mistakes_are_reported_together(toml):
     path = toml('[training]\nsteps = "9"\nseq_ln = 3\nvarlen = true\n')
     names = [line.partition(":")[0] for line in error_of(path, "--optimizer.lr", "fast").splitlines()]
     assert names == [
-        "training.seq_ln",
         "training.steps",
+        "training.seq_ln",
         "optimizer.lr",
         "training.batch_size, training.varlen",
     ]
@@ -244,6 +249,9 @@ def test_wsd_leaves_a_given_decay_ratio_alone(toml):
     assert load_config(path, []).lr_scheduler.decay_ratio == 0.1
     assert load_config(path, ["--lr_scheduler.decay_ratio", "0.3"]).lr_scheduler.decay_ratio == 0.3
     assert load_config(path, ["--optimizer.scheduler", "cosine"]).lr_scheduler.decay_ratio is None
+    scheduler = LRSchedulerConfig(decay_type="wsd")
+    assert (scheduler.decay_type, scheduler.decay_ratio) == ("linear", 0.1)
+    assert Config(lr_scheduler=scheduler).lr_scheduler == scheduler
 
 
 @pytest.mark.parametrize(
@@ -265,8 +273,10 @@ def test_names_of_torchtitan(toml, flags, section, field, value):
 
 
 def test_wrong_value_of_a_converted_name_lists_its_values(toml):
-    assert "linear, cosine, wsd" in error_of(toml(""), "--optimizer.scheduler", "wds")
-    assert "true, false" in error_of(toml('[optimizer]\nfused = "yes"\n'))
+    message = error_of(toml(""), "--optimizer.scheduler", "wds")
+    assert "'linear'" in message and "'cosine'" in message and "did you mean wsd?" in message
+    message = error_of(toml('[optimizer]\nfused = "yes"\n'))
+    assert "'fused', 'foreach'" in message and "as optimizer.fused" in message
 
 
 @pytest.mark.parametrize("section", ["lora", "quantization", "grpo", "chat"])

@@ -5,67 +5,51 @@ from collections.abc import Iterator
 from glob import has_magic
 from pathlib import Path
 
-from lacuna.config.aliases import NOT_YET, REFUSED_VALUES
+from lacuna.config.aliases import UNAVAILABLE, refusal
 from lacuna.config.documents import Source
 from lacuna.config.errors import UserError, nearby
+from lacuna.config.fields import shown
 from lacuna.config.sections import Config
-from lacuna.config.values import to_toml_value
 
 READERS = ("json", "text", "parquet", "csv", "arrow")
 """Datasets that are readers of local files; the files are data_files."""
 
 _ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2")
-_DEFAULTS = Config()
 
 
 def problems_of(config: Config) -> list[str]:
     """Everything about the configuration that is known to be wrong before the machine is looked at."""
-    checks = (_refused, _model, _length, _batch, _data, _validation, _switches)
+    checks = (_unavailable, _model, _length, _batch, _data, _validation, _switches)
     return [problem for check in checks for problem in check(config)]
 
 
-def _value(config: Config, setting: str) -> object:
-    section, field = setting.split(".")
-    return getattr(getattr(config, section), field)
-
-
-def _refused(config: Config) -> Iterator[str]:
-    for setting, (refused, reason) in REFUSED_VALUES.items():
-        value = _value(config, setting)
-        if value == refused and type(value) is type(refused):
-            yield f"{setting}: {to_toml_value(value)} is not accepted: {reason}"
-    for setting, feature in NOT_YET.items():
-        value = _value(config, setting)
-        if value != _value(_DEFAULTS, setting):
-            yield f"{setting}: {feature} is not available yet (got {to_toml_value(value)}; leave it out)"
+def _unavailable(config: Config) -> Iterator[str]:
+    for (section, table), (_, defaults) in zip(config, Config(), strict=True):
+        for name, value in table:
+            reason = refusal(UNAVAILABLE, f"{section}.{name} = {shown(value)}")
+            if reason and value != getattr(defaults, name):
+                yield f"{section}.{name}: {reason} (got {shown(value)}; leave it out)"
 
 
 def _model(config: Config) -> Iterator[str]:
     model = config.model
-    if bool(model.name_or_path) == bool(model.config):
-        yield (
-            f"model.name_or_path, model.config: {'both' if model.config else 'none'} given; keep the "
-            "first to start from its weights, or the second to start from scratch (a flag takes a setting of "
-            "the file away with the word none: --model.config none)"
-        )
-    for setting in ("model.name_or_path", "model.config", "model.tokenizer_path"):
-        yield from _missing(setting, str(_value(config, setting) or ""))
-    if config.checkpoint.initial_load_path is not None:
+    if model.name_or_path and model.config:
+        yield "model.name_or_path, model.config: both are given; keep one (--model.config none takes the file's away)"
+    if not model.name_or_path and not model.config:
+        yield "model.name_or_path, model.config: give the first to start from its weights, or the second from scratch"
+    for field in ("name_or_path", "config", "tokenizer_path"):
+        yield from _missing(f"model.{field}", getattr(model, field))
+    if config.checkpoint.initial_load_path:
         yield from _missing("checkpoint.initial_load_path", os.path.abspath(config.checkpoint.initial_load_path))
 
 
 def _length(config: Config) -> Iterator[str]:
     training, data = config.training, config.data
-    if training.epochs is None:
-        return
-    if training.steps is not None:
-        yield (
-            f"training.steps, training.epochs: both are given ({training.steps} and {training.epochs}); "
-            "keep one (--training.steps none takes the file's away)"
-        )
-    if data.streaming:
+    if training.epochs and training.steps:
+        yield "training.steps, training.epochs: both are given; keep one (--training.steps none takes the file's away)"
+    if training.epochs and data.streaming:
         yield "training.epochs, data.streaming: a stream has no known length; give training.steps instead"
-    if data.data_probs or any(source.weight is not None for source in data.sources):
+    if training.epochs and (data.data_probs or any(source.weight for source in data.sources)):
         yield (
             "training.epochs, data.data_probs: shares and whole passes contradict each other; give "
             "training.steps with shares, or training.epochs without data.data_probs and weights"
@@ -75,16 +59,15 @@ def _length(config: Config) -> Iterator[str]:
 def _batch(config: Config) -> Iterator[str]:
     training = config.training
     size, accumulation = training.batch_size, training.gradient_accumulation_steps or 1
+    context, length = training.context_len, training.seq_len
     if training.varlen and size != 1:
         yield f"training.batch_size, training.varlen: the first must be 1 (got {size}); raise training.seq_len instead"
     if training.varlen and not config.data.document_mask:
         yield "training.varlen, data.document_mask: varlen masks documents; drop varlen, or keep the mask"
-    longer = training.context_len - training.seq_len
-    if longer > 0 or (longer and not training.varlen):
-        yield (
-            f"training.context_len, training.seq_len: {training.context_len} and {training.seq_len} must be "
-            "equal (with training.varlen, the first may be smaller); leave out training.context_len"
-        )
+    if context > length:
+        yield f"training.context_len, training.seq_len: {context} is more than {length}; leave out training.context_len"
+    if context < length and not training.varlen:
+        yield f"training.context_len, training.varlen: {context} is not seq_len ({length}); leave it out, or set varlen"
     if training.global_batch_size and training.global_batch_size % (size * accumulation):
         yield (
             "training.global_batch_size, training.batch_size, training.gradient_accumulation_steps: "
@@ -96,14 +79,13 @@ def _data(config: Config) -> Iterator[str]:
     data = config.data
     if data.dataset and data.sources:
         yield "data.dataset, data.sources: two spellings of the same; keep one"
-    if not data.dataset and not data.sources:
-        if data.data_files:
-            yield f"data.data_files, data.dataset: set the second to the files' reader: {', '.join(READERS)}"
-        elif not config.memory_estimation.enabled and not config.checkpoint.create_seed_checkpoint:
-            yield "data.dataset: no data is given; set data.dataset, or write [[data.sources]] tables"
-        return
     if data.streaming and data.tokenization == "cache":
         yield "data.streaming, data.tokenization: a stream cannot be cached; keep one of them"
+    needed = not (config.memory_estimation.enabled or config.checkpoint.create_seed_checkpoint)
+    if not data.dataset and not data.sources and data.data_files:
+        yield f"data.data_files, data.dataset: set the second to the files' reader: {', '.join(READERS)}"
+    elif not data.dataset and not data.sources and needed:
+        yield "data.dataset: no data is given; set data.dataset, or write [[data.sources]] tables"
     try:
         sources = data.resolved_sources()
     except UserError as error:
@@ -119,32 +101,28 @@ def _data(config: Config) -> Iterator[str]:
 
 
 def _validation(config: Config) -> Iterator[str]:
-    for setting in ("checkpoint.keep_best", "validation.patience"):
-        if _value(config, setting) and config.validation.resolved_source() is None:
+    validation, source = config.validation, config.validation.resolved_source()
+    needing = {"checkpoint.keep_best": config.checkpoint.keep_best, "validation.patience": validation.patience}
+    for setting, value in needing.items():
+        if value and source is None:
             yield f"{setting}, validation.dataset: needs the validation loss; set validation.dataset"
     for field in ("enable", "dataset_name", "data_dir", "data_files"):
-        if getattr(config.validation, field) and config.validation.dataset is None:
+        if getattr(validation, field) and validation.dataset is None:
             yield f"validation.{field}, validation.dataset: the second is not given; set it, or drop both"
-    source = config.validation.resolved_source()
     if source is not None:
         yield from _missing_files("validation.data_files", source)
 
 
 def _switches(config: Config) -> Iterator[str]:
-    checkpoint, layout = config.checkpoint, config.parallelism
+    checkpoint, stage = config.checkpoint, config.parallelism.zero_stage
+    reshard = config.parallelism.fsdp_reshard_after_forward
     for field in ("keep_best", "create_seed_checkpoint"):
         if getattr(checkpoint, field) and not checkpoint.enable_checkpoint:
             yield f"checkpoint.{field}, checkpoint.enable_checkpoint: nothing is saved; drop one of them"
     if config.optimizer.early_step_in_backward and config.training.max_norm > 0:
-        yield (
-            "optimizer.early_step_in_backward, training.max_norm: an early step leaves no gradients to clip; "
-            "set training.max_norm to 0, or drop the early step"
-        )
-    if (layout.zero_stage, layout.fsdp_reshard_after_forward) in ((2, "always"), (3, "never")):
-        yield (
-            f"parallelism.zero_stage, parallelism.fsdp_reshard_after_forward: stage {layout.zero_stage} "
-            f"contradicts {layout.fsdp_reshard_after_forward}; keep one of them"
-        )
+        yield "optimizer.early_step_in_backward, training.max_norm: early steps leave nothing to clip; set max_norm = 0"
+    if (stage, reshard) in ((2, "always"), (3, "never")):
+        yield f"parallelism.zero_stage, parallelism.fsdp_reshard_after_forward: {stage} contradicts {reshard}; keep one"
 
 
 def _missing_files(setting: str, source: Source) -> Iterator[str]:
@@ -156,8 +134,8 @@ def _missing_files(setting: str, source: Source) -> Iterator[str]:
             yield from _missing(setting, os.path.abspath(os.path.join(folder, source.dir or "", file)))
 
 
-def _missing(setting: str, path: str) -> Iterator[str]:
+def _missing(setting: str, path: str | None) -> Iterator[str]:
     """A problem when a path can only be local (not the Hub's, no address, no pattern) and is not there."""
-    only_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_ENDINGS)
+    only_local = path and (path.startswith(("/", "./", "../", "~")) or path.endswith(_ENDINGS))
     if only_local and "://" not in path and not has_magic(path) and not os.path.exists(path):
         yield f"{setting}: {path} does not exist{nearby(Path(path))}"

@@ -3,48 +3,42 @@
 import textwrap
 from typing import Any
 
-from pydantic import BaseModel
-
+from lacuna.config.fields import shown
 from lacuna.config.sections import Config
-from lacuna.config.values import to_toml_value, type_name
+
+_TYPES = {"boolean": "true|false", "integer": "int", "number": "float", "array": "list", "string": "text"}
 
 
 def help_text(width: int = 100) -> str:
     """Every flag with its type, default and description as plain text, a group per section."""
     lines = ["Settings, in the TOML file or as flags; the word none gives a setting its default."]
     for section, info in Config.model_fields.items():
-        table = info.annotation
-        lines += ["", f"[{section}]  {table.__doc__}"]
-        for name, field in table.model_fields.items():
-            default = "" if field.default in (None, ()) else f" (default: {to_toml_value(field.default)})"
-            lines.append(f"  --{section}.{name} {type_name(field.annotation)}")
-            lines += textwrap.wrap(
-                f"{field.description}{default}", width, initial_indent=" " * 6, subsequent_indent=" " * 6
-            )
+        schema = info.annotation.model_json_schema()
+        lines += ["", f"[{section}]  {schema['description']}"]
+        for name, field in schema["properties"].items():
+            default = "" if field.get("default") in (None, []) else f" (default: {shown(field['default'])})"
+            lines.append(f"  --{section}.{name} {_type_name(field)}")
+            lines.append(textwrap.indent(textwrap.fill(f"{field['description']}{default}", width - 6), " " * 6))
     lines += ["", "The names that flame and torchtitan use (training.dataset, experimental.*, ...) work too."]
     return "\n".join(lines)
+
+
+def _type_name(schema: dict[str, Any]) -> str:
+    kind = schema.get("anyOf", [schema])[0]
+    return "|".join(map(str, kind.get("enum", [kind.get("const", _TYPES[kind["type"]])])))
 
 
 def to_toml(config: Config) -> str:
     """Every setting as TOML that `load_config` reads back to an equal configuration."""
     lines = []
-    for section in type(config).model_fields:
-        lines.append(f"[{section}]")
-        table = getattr(config, section)
-        nested = []
-        for name in type(table).model_fields:
-            value = getattr(table, name)
-            if isinstance(value, tuple) and value and isinstance(value[0], BaseModel):
-                nested.append((name, value))
-            else:
-                lines.append(_assignment(name, value))
-        for name, entries in nested:
-            for entry in entries:
-                lines += ["", f"[[{section}.{name}]]"]
-                lines += [_assignment(field, getattr(entry, field)) for field in type(entry).model_fields]
+    for section, table in config.model_dump().items():
+        sources = table.pop("sources") if table.get("sources") else ()
+        lines += [f"[{section}]", *_assignments(table)]
+        for source in sources:
+            lines += ["", f"[[{section}.sources]]", *_assignments(source)]
         lines.append("")
     return "\n".join(lines)
 
 
-def _assignment(name: str, value: Any) -> str:
-    return f"# {name} is not set" if value is None else f"{name} = {to_toml_value(value)}"
+def _assignments(table: dict[str, Any]) -> list[str]:
+    return [f"# {key} is not set" if value is None else f"{key} = {shown(value)}" for key, value in table.items()]

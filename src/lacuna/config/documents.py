@@ -1,11 +1,11 @@
 """The settings of where documents come from: the training data and the validation data."""
 
-from typing import Annotated, Literal
+from typing import Any, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lacuna.config.errors import UserError
-from lacuna.config.fields import Names, Numbers, Path, Paths, Section, Tables, Texts
+from lacuna.config.fields import Names, Numbers, Path, Paths, Section, Texts
 
 
 class Source(Section):
@@ -25,6 +25,10 @@ class Source(Section):
     """Share of the samples, relative to the other sources' weights."""
 
 
+_LISTS = {"name": "dataset_name", "split": "dataset_split", "dir": "data_dir", "files": "data_files"}
+"""Field of a source -> setting with one value per dataset, where one serves all and none means the default."""
+
+
 class DataConfig(Section):
     """Which documents are trained on, and how they become batches."""
 
@@ -37,10 +41,10 @@ class DataConfig(Section):
     data_dir: Paths = ()
     """Folder inside each dataset; one value serves all."""
     data_files: Paths = ()
-    """Files of the dataset; with several datasets one per dataset, or one for all."""
+    """Files of the dataset; with several datasets one per dataset (or several with commas), or one for all."""
     data_probs: Numbers = ()
     """Share of the samples from each dataset, relative to the others; needed with several datasets."""
-    sources: Annotated[tuple[Source, ...], Tables] = ()
+    sources: tuple[Source, ...] = Field((), strict=False)
     """The same as [[data.sources]] tables with dataset, name, split, dir, files, weight; TOML only."""
     streaming: bool = False
     """Read the data while training instead of downloading it first."""
@@ -79,34 +83,28 @@ class DataConfig(Section):
         return sources
 
     def _sources_of_lists(self) -> tuple[Source, ...]:
-        count = len(self.dataset)
-        shares = self.data_probs or (None,) * count
-        if self.data_probs and (len(shares) != count or min(shares) < 0 or max(shares) == 0):
+        count, shares = len(self.dataset), self.data_probs
+        if shares and (len(shares) != count or min(shares) < 0 or max(shares) == 0):
             raise UserError(
                 f"data.data_probs, data.dataset: each of the {count} datasets needs a share, none below 0 "
                 f"and not all 0 (got {list(shares)})"
             )
-        names, folders = self._per_dataset("dataset_name", None), self._per_dataset("data_dir", None)
-        splits, files = self._per_dataset("dataset_split", "train"), [self.data_files]
-        if count != 1:
-            files = [(file,) if file else () for file in self._per_dataset("data_files", "")]
-        rows = zip(self.dataset, names, splits, folders, files, shares, strict=True)
+        columns: dict[str, tuple[Any, ...]] = {"dataset": self.dataset, "weight": shares}
+        for field, setting in _LISTS.items():
+            values = getattr(self, setting)
+            if setting == "data_files" and count == 1:
+                values = (values,)
+            if len(values) not in (0, 1, count):
+                raise UserError(
+                    f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets; give one for "
+                    "each, or one for all"
+                )
+            columns[field] = values * count if len(values) == 1 else values
         return tuple(
-            Source(dataset=dataset, name=name, split=split, dir=folder, files=files, weight=share)
-            for dataset, name, split, folder, files, share in rows
-            if share != 0
+            Source(**{field: values[row] for field, values in columns.items() if values and values[row]})
+            for row in range(count)
+            if not shares or shares[row]
         )
-
-    def _per_dataset(self, setting: str, default: str | None) -> tuple[str | None, ...]:
-        """A list with one value per dataset; one serves all, and an empty one means the default."""
-        values, count = getattr(self, setting), len(self.dataset)
-        if len(values) > 1 and len(values) != count:
-            raise UserError(
-                f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets; give one for "
-                "each, or one for all"
-            )
-        filled = tuple(value or default for value in values) or (default,)
-        return filled * count if len(filled) == 1 else filled
 
 
 class ValidationConfig(Section):

@@ -1,17 +1,16 @@
-"""What all sections share: the strict frozen base class and the kinds of values."""
+"""What all sections share: the strict frozen base class, the kinds of values, and how values are read and shown."""
 
+import json
 import os
+from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, TypeAdapter, ValidationError
+from pydantic.fields import FieldInfo
 
 
-class Section(BaseModel):
+class Section(BaseModel, frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False):
     """One table of the TOML file; the text below a field is its help."""
-
-    model_config = ConfigDict(
-        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
-    )
 
 
 class Words(tuple[str, ...]):
@@ -29,18 +28,19 @@ def _split_commas(value: Any) -> Any:
 
 def _split_numbers(value: Any) -> Any:
     parts = _split_commas(value)
-    if not isinstance(value, str | Words):
-        return parts
     try:
-        return tuple(float(part) for part in parts)
+        return tuple(map(float, parts)) if isinstance(value, str | Words) else parts
     except ValueError as error:
         raise ValueError(f"should be numbers separated by commas: {error}") from None
 
 
 def _one_or_many(value: Any) -> Any:
-    if isinstance(value, str):
-        return (value,)
-    return tuple(value) if isinstance(value, list | Words) else value
+    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | Words) else value
+
+
+def also(**spellings: str) -> BeforeValidator:
+    """Values that a setting is given as elsewhere, each with ours; upper and lower case are the same."""
+    return BeforeValidator(lambda value: spellings.get(str(value).lower(), value))
 
 
 Path = Annotated[str, AfterValidator(os.path.expanduser)]
@@ -48,6 +48,35 @@ Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
 Paths = Annotated[tuple[Path, ...], BeforeValidator(_split_commas)]
 Numbers = Annotated[tuple[float, ...], BeforeValidator(_split_numbers)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-BelowOne = Annotated[float, Field(ge=0, lt=1)]
-Tables = BeforeValidator(_one_or_many)
+
+
+def read_value(field: FieldInfo, given: Any) -> Any:
+    """The value that a setting gets from TOML, or from the `Words` after a flag; None means its default.
+
+    A word is a text where the setting takes one, else a number, true or false; no word at all is true.
+    Raises ValidationError for a wrong value, ValueError for too many or too few words.
+    """
+    validate = TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python
+    if given == Words(("none",)):
+        return None
+    if not isinstance(given, Words) or (given and isinstance(field.default, tuple)):
+        return validate(given)
+    if len(given) > 1:
+        raise ValueError(f"takes one value (got {' '.join(given)}); the TOML file goes before all flags")
+    with suppress(ValidationError):
+        return validate(given[0] if given else True)
+    if not given:
+        raise ValueError("needs a value")
+    return validate(_number_or_truth(given[0]))
+
+
+def _number_or_truth(word: str) -> Any:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return {"true": True, "false": False}.get(word.lower(), word)
+
+
+def shown(value: Any) -> str:
+    """A value as TOML writes it; the word none for none."""
+    return "none" if value is None else json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")

@@ -1,10 +1,10 @@
 """The settings of how the machine runs and records the training: layout, speed, checkpoints, logs."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
-from lacuna.config.fields import Names, Path, Section
+from lacuna.config.fields import Names, Path, Section, also
 
 
 class ParallelismConfig(Section):
@@ -77,10 +77,6 @@ class Float8Config(Section):
     """A ready-made choice of scalings; not available yet."""
 
 
-def _plural(unit: Any) -> Any:
-    return "steps" if unit == "step" else unit
-
-
 class CheckpointConfig(Section):
     """What is saved for resuming, and when; the final model is exported to hf/ in any case."""
 
@@ -88,7 +84,7 @@ class CheckpointConfig(Section):
     """Save checkpoints, and resume from the newest."""
     folder: str = "checkpoint"
     """Folder of the checkpoints inside job.dump_folder."""
-    interval_type: Annotated[Literal["steps", "seconds"], BeforeValidator(_plural)] = "steps"
+    interval_type: Annotated[Literal["steps", "seconds"], also(step="steps")] = "steps"
     """Unit of checkpoint.interval."""
     interval: PositiveInt = 500
     """Steps or seconds between two checkpoints."""

@@ -2,19 +2,11 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveFloat,
-    PositiveInt,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from lacuna.config import machine
 from lacuna.config.documents import DataConfig, ValidationConfig
-from lacuna.config.fields import BelowOne, Fraction, Path, Section
+from lacuna.config.fields import Path, Section, also
 from lacuna.config.packaged import packaged
 
 
@@ -52,10 +44,10 @@ class ModelConfig(Section):
 class TrainingConfig(Section):
     """How long, on how much at once, and in which precision."""
 
-    steps: PositiveInt | None = None
-    """Optimizer steps. Unset: 10000, or as many as training.epochs takes."""
     epochs: PositiveInt | None = None
     """Passes over the data, instead of training.steps."""
+    steps: PositiveInt | None = Field(default_factory=lambda given: None if given["epochs"] else 10_000)
+    """Optimizer steps. Unset: 10000, or as many as training.epochs takes."""
     batch_size: PositiveInt = 8
     """Sequences per data-parallel rank and micro-batch; 1 with training.varlen."""
     gradient_accumulation_steps: PositiveInt | None = None
@@ -64,7 +56,7 @@ class TrainingConfig(Section):
     """Sequences per optimizer step over all ranks. Unset: batch size x accumulation x data-parallel ranks."""
     seq_len: PositiveInt = 2048
     """Tokens per sequence of the batch."""
-    context_len: PositiveInt | None = None
+    context_len: PositiveInt = Field(default_factory=lambda given: given["seq_len"])
     """Longest document in tokens with training.varlen; longer ones are cut into pieces. Unset: seq_len."""
     varlen: bool = False
     """Pack documents of any length into one row per rank, each attending to itself alone."""
@@ -89,39 +81,23 @@ class TrainingConfig(Section):
     gc_freq: PositiveInt = 50
     """Steps between two collections of Python's garbage, at the same step on all ranks."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fill_what_follows(cls, given: Any) -> Any:
-        """Steps when no length is given, and the context length from the sequence length."""
-        values = dict(given)
-        if values.get("steps") is None and values.get("epochs") is None:
-            values["steps"] = 10_000
-        seq_len = values.get("seq_len", cls.model_fields["seq_len"].default)
-        if values.get("context_len") is None and isinstance(seq_len, int) and seq_len > 0:
-            values["context_len"] = seq_len
-        return values
-
-
-def _usual_spelling(name: Any) -> Any:
-    return "AdamW" if isinstance(name, str) and name.lower() == "adamw" else name
-
 
 class OptimizerConfig(Section):
     """What moves the weights."""
 
-    name: Annotated[Literal["AdamW"], BeforeValidator(_usual_spelling)] = "AdamW"
+    name: Annotated[Literal["AdamW"], also(adamw="AdamW")] = "AdamW"
     """Optimizer; upper and lower case are the same."""
     lr: NonNegativeFloat = 8e-4
     """Learning rate at the end of the warmup."""
-    beta1: BelowOne = 0.9
+    beta1: float = Field(0.9, ge=0, lt=1)
     """Decay of the running mean of gradients."""
-    beta2: BelowOne = 0.95
+    beta2: float = Field(0.95, ge=0, lt=1)
     """Decay of the running mean of squared gradients."""
-    eps: PositiveFloat = 1e-8
+    eps: float = Field(1e-8, gt=0)
     """Added to the denominator."""
     weight_decay: NonNegativeFloat = 0.1
     """Share of a weight taken away per step, times the learning rate."""
-    implementation: Literal["fused", "foreach", "for-loop"] = "fused"
+    implementation: Annotated[Literal["fused", "foreach", "for-loop"], also(true="fused", false="foreach")] = "fused"
     """How torch applies the update; fused is the fastest."""
     early_step_in_backward: bool = False
     """Apply the update during the backward pass; not available yet."""
@@ -132,12 +108,18 @@ class LRSchedulerConfig(Section):
 
     warmup_steps: NonNegativeInt = 200
     """Steps over which the learning rate rises from near 0."""
-    decay_ratio: Fraction | None = None
+    decay_ratio: float | None = Field(None, ge=0, le=1)
     """Share of all steps over which it falls at the end. Unset: all steps after the warmup."""
-    decay_type: Literal["linear", "sqrt", "cosine", "constant"] = "linear"
-    """Shape of the fall; constant means none."""
-    lr_min: Fraction = 0.0
+    decay_type: Literal["linear", "sqrt", "cosine", "constant", "wsd"] = "linear"
+    """Shape of the fall; constant means none, wsd is linear over the last tenth unless decay_ratio is given."""
+    lr_min: float = Field(0.0, ge=0, le=1)
     """Where the fall ends, as a ratio of optimizer.lr."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _meaning_of_wsd(cls, given: Any) -> Any:
+        wsd = dict(given).get("decay_type") == "wsd"
+        return {"decay_ratio": 0.1, **given, "decay_type": "linear"} if wsd else given
 
 
 class Config(Section):
