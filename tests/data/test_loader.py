@@ -173,20 +173,37 @@ def bytes_between_ends(tokens: list[int]) -> list[bytes]:
 def test_an_epoch_of_the_cache_holds_each_document_once_and_each_epoch_is_shuffled_anew(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    texts = [f"document {n} " + "x" * (n % 40) for n in range(150)]
+    texts = [f"document {n}".ljust(31 if n % 2 else 15, "x") for n in range(144)]  # 32 and 16 tokens: 216 full rows
     for number in range(2):
         write_lines(tmp_path / f"{number}.jsonl", texts[number::2])
     config = Config(
         data=DataConfig(sources=tuple(Source(dataset=str(tmp_path / f"{n}.jsonl")) for n in range(2)), num_workers=0),
-        training=TrainingConfig(seq_len=32, epochs=2),
+        training=TrainingConfig(seq_len=16, epochs=2),
     )
     loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
-    tokens = sum(len(text) + 1 for text in texts)
-    assert loader.steps_per_epoch == -(-tokens // (8 * 32))
-    documents = documents_in(take_steps([loader], 2 * loader.steps_per_epoch + 1))
-    first, second = documents[:150], documents[150:300]
-    assert sorted(first) == sorted(second) == sorted(encoded(texts, tokenizer))
-    assert first != second != encoded(texts, tokenizer)
+    assert loader.steps_per_epoch == 216 / 8
+    first, second = (sorted_and_not(take_steps([loader], 27)) for _ in range(2))
+    laid_out = sorted_and_not([torch.tensor([row]) for text in texts for row in rows_alone(text, tokenizer)])
+    assert first[0] == second[0] == laid_out[0]
+    assert first[1] != second[1] and laid_out[1] not in (first[1], second[1])
+
+
+def sorted_and_not(rows: list[Tensor]) -> tuple[list[list[int]], list[list[int]]]:
+    tokens = [row[0].tolist() for row in rows]
+    return sorted(tokens), tokens
+
+
+def rows_alone(text: str, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
+    tokens = [*tokenizer(text)["input_ids"], 256]
+    return [tokens[start : start + 16] for start in range(0, len(tokens), 16)]
+
+
+def test_a_step_on_long_documents_sees_parts_of_many(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "long.jsonl", [chr(97 + n) * 1000 for n in range(20)])
+    config = Config(data=DataConfig(dataset=(str(path),), num_workers=0), training=TrainingConfig(seq_len=16, steps=1))
+    loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
+    seen = [len({int(row[0][0]) for row in take_steps([loader], 1)}) for _ in range(50)]
+    assert sum(seen) / len(seen) > 6, "8 rows drawn at random come from 6.7 of the 20 documents"
 
 
 def encoded(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[bytes]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lacuna.data.mixture import Mixture, Pool, permute, random_key, shuffled_index
+from lacuna.data.mixture import Mixture, Pool, permute, random_key
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 16, 17, 1000, 4097])
@@ -14,7 +14,8 @@ def test_permute_hits_every_place_once(size: int) -> None:
 
 def test_every_place_is_equally_likely_for_every_document() -> None:
     size, epochs = 6, 6000
-    index = shuffled_index(np.arange(size * epochs), size, random_key(3)).reshape(epochs, size)
+    _, index = Pool(0, (size,), random_key(3)).locate(np.arange(size * epochs))
+    index = index.reshape(epochs, size)
     for place in range(size):
         counts = np.bincount(index[:, place], minlength=size)
         assert np.abs(counts / epochs - 1 / size).max() < 0.03
@@ -23,21 +24,27 @@ def test_every_place_is_equally_likely_for_every_document() -> None:
 def test_a_hundred_million_documents_need_no_memory() -> None:
     size = 10**8
     ordinals = np.array([0, 5, size - 1, size, 7 * size + 5])
-    index = shuffled_index(ordinals, size, random_key(0))
+    _, index = Pool(0, (size,), random_key(0)).locate(ordinals)
     assert len(set(index.tolist())) == 5 and index.max() < size
 
 
+def in_order(sources: int) -> tuple[Pool, ...]:
+    """Pools whose documents are their ordinals."""
+    return tuple(Pool(source, (10**9,), key=None) for source in range(sources))
+
+
 def test_draws_do_not_depend_on_where_one_starts() -> None:
-    mixture = Mixture(seed=5, probabilities=(0.2, 0.5, 0.3), lanes=4)
-    sources, ordinals = mixture.draw(lane=3, first=0, cursors=np.zeros(3, dtype=np.int64), count=200)
+    mixture = Mixture(seed=5, pools=in_order(3), shares=(0.2, 0.5, 0.3), lanes=4)
+    choices, sources, ordinals = mixture.draw(lane=3, cursors=[0, 0, 0], count=200)
     cursors = np.bincount(sources[:77], minlength=3)
-    later_sources, later_ordinals = mixture.draw(lane=3, first=77, cursors=cursors, count=123)
+    _, later_sources, later_ordinals = mixture.draw(lane=3, cursors=cursors, count=123)
+    assert np.array_equal(choices, sources)
     assert np.array_equal(sources[77:], later_sources) and np.array_equal(ordinals[77:], later_ordinals)
 
 
 def test_together_the_lanes_take_every_document_once_and_the_shares_hold() -> None:
-    mixture = Mixture(seed=5, probabilities=(3.0, 1.0), lanes=8)
-    drawn = [mixture.draw(lane, 0, np.zeros(2, dtype=np.int64), 1000) for lane in range(8)]
+    mixture = Mixture(seed=5, pools=in_order(2), shares=(3.0, 1.0), lanes=8)
+    drawn = [mixture.draw(lane, [0, 0], 1000)[1:] for lane in range(8)]
     sources, ordinals = (np.concatenate(part) for part in zip(*drawn, strict=True))
     assert (sources == 0).mean() == pytest.approx(0.75, abs=0.02)
     for source in range(2):

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
-from lacuna.data.packing import IGNORED, Packing, Span
+from lacuna.config import Config
+from lacuna.config.documents import DataConfig
+from lacuna.config.sections import TrainingConfig
+from lacuna.data.packing import IGNORED, Batch, Span, pack
 
 NO = IGNORED
 
@@ -19,13 +22,13 @@ ROWS = [
 """Two rows of 8; a document of 4 5 6 | 7 8 9 is cut by the end of the first."""
 
 
-def packing(**settings: object) -> Packing:
-    defaults = {"piece_length": None, "document_mask": True, "predict_across_documents": False}
-    return Packing(row_length=8, sources=2, **(defaults | settings))
+def packed(rows: list[list[Span]] = ROWS, padding: int = 0, pieces: int | None = None, **data: bool) -> Batch:
+    training = TrainingConfig(seq_len=8, varlen=pieces is not None, context_len=pieces or 8)
+    return pack(rows, Config(training=training, data=DataConfig(**data)), sources=2, padding=padding)
 
 
 def test_documents_are_apart() -> None:
-    batch = packing().batch(ROWS)
+    batch = packed()
     assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4, 5, 6], [7, 8, 9, 5, 6, 7, 8, 9]]
     assert batch.labels.tolist() == [[2, 9, NO, 9, NO, 5, 6, 7], [8, 9, NO, 6, 7, 8, 9, NO]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4]]
@@ -36,27 +39,27 @@ def test_documents_are_apart() -> None:
 
 
 def test_varlen_cuts_documents_and_trains_across_the_cut() -> None:
-    batch = packing(piece_length=2).batch(ROWS)
-    assert batch.labels.tolist() == packing().batch(ROWS).labels.tolist()
+    batch = packed(pieces=2)
+    assert batch.labels.tolist() == packed().labels.tolist()
     assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 5, 7, 8, 10, 11, 13, 15, 16]
     assert batch.max_seqlen == 2
 
 
 def test_predicting_across_documents_stops_at_the_end_of_a_row() -> None:
-    labels = packing(predict_across_documents=True).batch(ROWS).labels
+    labels = packed(predict_across_documents=True).labels
     assert labels.tolist() == [[2, 9, 3, 9, 4, 5, 6, 7], [8, 9, 5, 6, 7, 8, 9, NO]]
 
 
 def test_without_a_document_mask_only_rows_are_apart() -> None:
-    batch = packing(document_mask=False).batch(ROWS)
+    batch = packed(document_mask=False)
     assert batch.position_ids.tolist() == [list(range(8))] * 2
     assert batch.cu_seqlens.tolist() == [0, 8, 16]
-    assert batch.labels.tolist() == packing().batch(ROWS).labels.tolist()
+    assert batch.labels.tolist() == packed().labels.tolist()
 
 
 def test_a_short_row_is_padded_and_padding_is_not_trained() -> None:
-    batch = packing(padding=9).batch([[span([1, 2, 9])], []])
+    batch = packed([[span([1, 2, 9])], []], padding=9)
     assert batch.input_ids.tolist() == [[1, 2, 9, 9, 9, 9, 9, 9], [9] * 8]
     assert batch.labels.tolist() == [[2, 9, NO, NO, NO, NO, NO, NO], [NO] * 8]
     assert batch.cu_seqlens.tolist() == [0, 3, 8, 16]

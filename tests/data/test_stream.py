@@ -10,10 +10,11 @@ import pytest
 from datasets import Features, IterableDataset, Value
 
 from lacuna.config import UserError
-from lacuna.data.stream import BLOCK, Snapshot, Substream, SubstreamReader, number_of_parts
+from lacuna.data.sources import Documents
+from lacuna.data.stream import BLOCK, PartReader, Snapshot, Stream, number_of_parts
 
 FEATURES = Features({"text": Value("string")})
-BEGINNING = Snapshot(index=0, epoch=0, position=0, state=None)
+BEGINNING = Snapshot()
 
 
 def count_up(counts: list[int], log: Path, faults: int) -> Iterator[dict[str, str]]:
@@ -27,68 +28,70 @@ def count_up(counts: list[int], log: Path, faults: int) -> Iterator[dict[str, st
             yield {"text": str(number)}
 
 
-def substream(tmp_path: Path, count: int, faults: int = 0, **settings: object) -> Substream:
+def stream_of(tmp_path: Path, count: int, faults: int = 0, **settings: object) -> Stream:
     log = tmp_path / "faults"
     log.touch()
     dataset = IterableDataset.from_generator(
         count_up, features=FEATURES, gen_kwargs={"counts": [count], "log": log, "faults": faults}
     )
-    defaults = {"source": 0, "name": "numbers", "column": "text", "parts": 1, "number": 0, "key": 3, "retries": 2}
-    return Substream(dataset=dataset, **(defaults | settings))
+    defaults = {"first_source": 0, "sizes": (1,), "key": 3, "retries": 2}
+    return Stream(documents=Documents("numbers", dataset, "text"), **(defaults | settings))
 
 
-def texts(stream: Substream, start: Snapshot = BEGINNING, blocks: int = 6) -> list[str]:
-    return [value for _, block in islice(stream.read(start, fewest=1), blocks) for value, _ in block]
+def texts(stream: Stream, start: Snapshot = BEGINNING, blocks: int = 6) -> list[str]:
+    return [record["text"] for block in islice(stream.read(0, start, fewest=1), blocks) for record, *_ in block]
 
 
 def test_a_connection_that_breaks_twice_loses_and_repeats_nothing(tmp_path: Path) -> None:
     undisturbed, disturbed = tmp_path / "a", tmp_path / "b"
     undisturbed.mkdir()
     disturbed.mkdir()
-    expected = texts(substream(undisturbed, 2500))
+    expected = texts(stream_of(undisturbed, 2500))
     assert sorted(map(int, expected[:2500])) == list(range(2500))
-    assert texts(substream(disturbed, 2500, faults=2)) == expected
+    assert texts(stream_of(disturbed, 2500, faults=2)) == expected
     assert (disturbed / "faults").read_text() == "xx"
 
 
 def test_a_connection_that_stays_broken_ends_the_run(tmp_path: Path) -> None:
     with pytest.raises(ConnectionError, match="dead"):
-        texts(substream(tmp_path, 2500, faults=2, retries=1))
+        texts(stream_of(tmp_path, 2500, faults=2, retries=1))
 
 
 def test_a_snapshot_leads_to_the_same_documents(tmp_path: Path) -> None:
-    stream = substream(tmp_path, 2500)
-    blocks = list(islice(stream.read(BEGINNING, fewest=1), 8))
-    for number, (snapshot, _) in enumerate(blocks):
-        assert list(islice(stream.read(snapshot, fewest=1), 8 - number)) == blocks[number:]
+    stream = stream_of(tmp_path, 2500)
+    blocks = list(islice(stream.read(0, BEGINNING, fewest=1), 8))
+    for number, block in enumerate(blocks):
+        assert list(islice(stream.read(0, block[0][2], fewest=1), 8 - number)) == blocks[number:]
 
 
 def test_epochs_differ_and_each_holds_everything(tmp_path: Path) -> None:
-    documents = texts(substream(tmp_path, 1500), blocks=4)
+    documents = texts(stream_of(tmp_path, 1500), blocks=4)
     assert sorted(documents[:1500]) == sorted(documents[1500:]) and documents[:1500] != documents[1500:]
-    assert texts(substream(tmp_path, 1500, key=None), blocks=2) == [str(n) for n in range(1500)]
+    assert texts(stream_of(tmp_path, 1500, key=None), blocks=2) == [str(n) for n in range(1500)]
 
 
-def test_a_reader_serves_its_lanes_and_starts_at_the_newest_snapshot_that_will_do(tmp_path: Path) -> None:
-    stream = substream(tmp_path, 5000)
+def test_a_stream_that_is_not_endless_ends_with_its_last_document(tmp_path: Path) -> None:
+    assert len(texts(stream_of(tmp_path, 1500, endless=False))) == 1500
+
+
+def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(tmp_path: Path) -> None:
+    stream = stream_of(tmp_path, 5000)
     whole = texts(stream, blocks=5)
-    reader = SubstreamReader(stream, {1: 1, 2: 2}, stride=4, snapshots=())
-    served = [reader.record(index)[0] for index in (1, 2, 6, 5, 4001)]
-    assert served == [whole[index] for index in (1, 2, 6, 5, 4001)]
-    snapshots = reader.take_snapshots()
-    assert [snapshot.index for snapshot in snapshots] == [0, BLOCK, 2 * BLOCK, 3 * BLOCK]
-    again = SubstreamReader(stream, {1: 4005, 2: 3002}, stride=4, snapshots=snapshots)
-    assert again.record(3002)[0] == whole[3002] and again.record(4005)[0] == whole[4005]
-    assert again.take_snapshots()[0].index == 2 * BLOCK
+    reader = PartReader(stream, 0, {1: 1, 2: 2}, stride=4, first=BEGINNING)
+    served = {index: reader.record(index) for index in (1, 2, 6, 5, 3002, 4001)}
+    assert all(record["text"] == whole[index] for index, (record, _, _) in served.items())
+    assert [served[index][2].index for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
+    again = PartReader(stream, 0, {1: 4005, 2: 3002}, stride=4, first=served[3002][2])
+    assert again.record(3002) == served[3002] and again.record(4005)[0]["text"] == whole[4005]
 
 
 def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with pytest.raises(UserError, match="holds no documents"):
-        texts(substream(tmp_path, 0))
+        texts(stream_of(tmp_path, 0))
     with caplog.at_level(logging.WARNING):
-        list(islice(substream(tmp_path, 5).read(BEGINNING, fewest=8), 3))
+        list(islice(stream_of(tmp_path, 5).read(0, BEGINNING, fewest=8), 3))
     assert len(caplog.records) == 1 and "only 5 documents" in caplog.text
 
 

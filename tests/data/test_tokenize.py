@@ -9,13 +9,8 @@ from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import UserError
 from lacuna.data import load_tokenizer
-from lacuna.data.tokenize import (
-    BrokenRecords,
-    checked_tokens,
-    document_of,
-    tokenize_texts,
-    tokenizer_fingerprint,
-)
+from lacuna.data.sources import Documents
+from lacuna.data.tokenize import BrokenRecords, Document, document_of, tokenize_text, tokenizer_fingerprint
 from texts import END
 
 
@@ -25,28 +20,28 @@ def copy_of(tokenizer: PreTrainedTokenizerFast, **settings: object) -> PreTraine
 
 
 def test_the_end_of_text_is_added_unless_it_is_there(tokenizer: PreTrainedTokenizerFast) -> None:
-    plain, ended = tokenize_texts(tokenizer, ["ab", "ab<end>"])
+    plain, ended = (tokenize_text(tokenizer, text) for text in ("ab", "ab<end>"))
     assert plain.tolist() == ended.tolist() == [*tokenizer("ab")["input_ids"], END]
 
 
 def test_without_an_end_of_text_nothing_is_added(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert len(tokenize_texts(copy_of(tokenizer, eos_token=None), ["ab"])[0]) == 2
+    assert len(tokenize_text(copy_of(tokenizer, eos_token=None), "ab")) == 2
 
 
 def test_a_beginning_is_added_only_by_the_post_processor(tokenizer: PreTrainedTokenizerFast) -> None:
     with_begin = copy_of(tokenizer, bos_token="<begin>")
     begin = with_begin.bos_token_id
-    assert begin not in tokenize_texts(with_begin, ["ab"])[0]
+    assert begin not in tokenize_text(with_begin, "ab")
     with_begin.backend_tokenizer.post_processor = processors.TemplateProcessing(
         single="<begin> $A", special_tokens=[("<begin>", begin)]
     )
-    assert tokenize_texts(with_begin, ["ab"])[0].tolist() == [begin, *tokenizer("ab")["input_ids"], END]
+    assert tokenize_text(with_begin, "ab").tolist() == [begin, *tokenizer("ab")["input_ids"], END]
 
 
 def test_a_tokenizer_that_is_set_to_truncate_does_not(tokenizer: PreTrainedTokenizerFast) -> None:
     short = copy_of(tokenizer)
     short.backend_tokenizer.enable_truncation(4)
-    assert len(tokenize_texts(short, ["a" * 100])[0]) == 101
+    assert len(tokenize_text(short, "a" * 100)) == 101
 
 
 def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(tokenizer: PreTrainedTokenizerFast) -> None:
@@ -58,27 +53,36 @@ def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(tokenizer: Pr
 
 def test_documents_count_utf8_bytes_and_broken_ones_are_none(tokenizer: PreTrainedTokenizerFast) -> None:
     broken = BrokenRecords(limit=1)
-    document = document_of("äb", "here", False, tokenizer, broken)
-    assert document is not None and document.text_bytes == 3
-    assert document_of("", "empty is not broken", False, tokenizer, broken) is None
-    assert document_of(None, "place one", False, tokenizer, broken) is None
-    assert document_of(None, "place one", False, tokenizer, broken) is None
-    with pytest.raises(UserError, match="place one; place two"):
-        document_of(7, "place two", False, tokenizer, broken)
-    ready = document_of([1, 2], "here", True, tokenizer, broken)
+
+    def document(text: object, place: str) -> Document | None:
+        return document_of(Documents("lines", None, "text"), {"text": text}, place, tokenizer, broken)
+
+    found = document("äb", "here")
+    assert found is not None and found.text_bytes == 3
+    assert document("", "empty is not broken") is None
+    assert document(None, "place one") is None
+    assert document(None, "place one") is None
+    with pytest.raises(UserError, match="lines, place one; lines, place two"):
+        document(7, "place two")
+
+
+def test_tokens_that_came_ready_made_are_checked(tokenizer: PreTrainedTokenizerFast) -> None:
+    def document(tokens: list[int]) -> Document | None:
+        source = Documents("tokens", None, "input_ids")
+        return document_of(source, {"input_ids": tokens}, "document 1", tokenizer, BrokenRecords(limit=0))
+
+    ready = document([1, 2])
     assert ready is not None and ready.tokens.tolist() == [1, 2] and np.isnan(ready.text_bytes)
-
-
-def test_tokens_of_another_tokenizer_are_refused() -> None:
-    with pytest.raises(UserError, match="token 300.*only 257"):
-        checked_tokens([1, 300], 257, "tokens.jsonl:1")
+    for tokens, wrong in (([1, 300], 300), ([-1, 2], -1)):
+        with pytest.raises(UserError, match=f"tokens, document 1: holds token {wrong}, .*only 257"):
+            document(tokens)
 
 
 def test_the_built_in_tokenizer_is_trained_once_and_keeps_every_byte() -> None:
     tokenizer = load_tokenizer("python-stdlib")
     assert len(tokenizer) == 4096 and tokenizer.eos_token == "<|endoftext|>" == tokenizer.pad_token
     text = "def naïve(x):\n\treturn '日本' # 😀\r\n"
-    tokens = tokenize_texts(tokenizer, [text])[0].tolist()
+    tokens = tokenize_text(tokenizer, text).tolist()
     assert tokenizer.decode(tokens[:-1]) == text and tokens[-1] == tokenizer.eos_token_id
     assert load_tokenizer("python-stdlib").get_vocab() == tokenizer.get_vocab()
 

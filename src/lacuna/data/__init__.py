@@ -1,7 +1,7 @@
 """Documents to batches: which samples step t trains on is a function of the configuration and t alone.
 
-The way of a document: `sources` opens what the configuration names (`files` reads lines and texts, `corpus` is
-the one that needs no download); `mixture` decides the order of documents from the seed and their positions;
+The way of a document: `sources` opens what the configuration names (`files` reads local JSON and texts, `corpus`
+is the one that needs no download); `mixture` decides the order of documents from the seed and their positions;
 `tokenize` makes tokens of them; `packing` makes rows and batches of tokens; `loader` hands batches out and
 saves its position. `plan` chooses between two ways to rows:
 
@@ -9,7 +9,8 @@ saves its position. `plan` chooses between two ways to rows:
   all documents in their order, so that any process can make any row and the position is the step alone.
 - `lanes`: documents are dealt to 8 lanes per sequence of the global batch, each of which packs its own; row R is
   the next row of lane R mod lanes. Documents are tokenised by the worker that owns the lane, and local sources
-  stay where they are; streams are read through `stream`. The position is a few integers per lane.
+  stay where they are; streams are read through `stream`. The position is a few integers per lane and, for each
+  stream, the place to read it on from.
 
 Row R belongs to step R // global_batch. Neither way knows how many ranks or workers there are.
 """

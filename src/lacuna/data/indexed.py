@@ -1,109 +1,94 @@
-"""Rows cut from tokenised documents laid end to end: any row can be made at once, in any process."""
+"""Rows cut from tokenised documents laid end to end, in shuffled order; any process can make any row."""
 
-from bisect import bisect_right
-from dataclasses import dataclass
+import math
 from typing import NamedTuple
 
 import numpy as np
 
-from lacuna.data.cache import TokenTable
-from lacuna.data.mixture import Mixture, Pool
+from lacuna.data.mixture import permute, random_key
 from lacuna.data.packing import IGNORED, Span
+from lacuna.data.plan import Plan
+from lacuna.data.tokenize import BrokenRecords
 
 _BLOCK = 16384
-_BLOCKS_KEPT = 4
+_WINDOW = 8192
 
 
 class _Block(NamedTuple):
-    """Consecutive draws: sources, documents in them, and where each ends in the endless run of tokens."""
+    """Consecutive draws: sources, documents in them, and where each ends in the endless run of tokens.
+
+    `cursors` counts the draws from each pool up to the end of the block.
+    """
 
     sources: np.ndarray
     indices: np.ndarray
     ends: np.ndarray
-
-
-@dataclass(frozen=True)
-class IndexedPlan:
-    """Everything that decides the rows of tokenised sources; `mixture` has one lane."""
-
-    mixture: Mixture
-    pools: tuple[Pool, ...]
-    tables: tuple[TokenTable, ...]
-    row_length: int
-
-    @property
-    def tokens_per_pass(self) -> int | None:
-        """Tokens of all documents together; None when sources are mixed by weight and so have no common pass."""
-        return sum(int(table.lengths.sum()) for table in self.tables) if len(self.pools) == 1 else None
-
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return sum(table.dataset.data.nbytes for table in self.tables)
+    cursors: np.ndarray
 
 
 class IndexedRows:
-    """Row R is the tokens [R * row_length, (R + 1) * row_length) of all drawn documents laid end to end."""
+    """The tokens [P * seq_len, (P + 1) * seq_len) of all drawn documents laid end to end are place P.
 
-    def __init__(self, plan: IndexedPlan) -> None:
+    Rows are the places, shuffled within windows: side by side in one step, the parts of a long document teach hardly
+    more than one of them. A pass over the documents is cut into even windows.
+    """
+
+    def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._starts = [0]
-        self._cursors = [np.zeros(len(plan.pools), dtype=np.int64)]
-        self._blocks: dict[int, _Block] = {}
+        self._end = math.inf if plan.endless else plan.tokens_per_pass
+        self._pass = -(-(plan.tokens_per_pass or 0) // plan.config.training.seq_len) or _WINDOW
+        self._blocks = [self._make_block(0, np.zeros(len(plan.mixture.pools), dtype=np.int64))]
+        self.broken = BrokenRecords(0)
 
     def row(self, number: int) -> list[Span]:
-        """The spans of a row, which always fill it."""
-        return self.spans(number * self._plan.row_length, (number + 1) * self._plan.row_length)
-
-    def spans(self, position: int, stop: int) -> list[Span]:
-        """The spans of the tokens [position, stop) of the endless run of documents."""
+        """The spans of a row, which fill it but at the end of the documents; rows are asked for in order."""
+        length = self._plan.config.training.seq_len
+        window, place = self._place(number)
+        while len(self._blocks) > 1 and self._blocks[0].ends[-1] <= window * length:
+            del self._blocks[0]
+        position, stop = place * length, min((place + 1) * length, self._end)
         spans = []
         while position < stop:
-            block = self._block_of(position)
-            first = int(np.searchsorted(block.ends, position, side="right"))
-            last = int(np.searchsorted(block.ends, stop, side="left"))
-            for draw in range(first, min(last + 1, len(block.ends))):
-                end = int(block.ends[draw])
-                if end > position:
-                    span = self._span(int(block.sources[draw]), int(block.indices[draw]), position, end, stop)
-                    spans.append(span)
-                    position += len(span.tokens)
+            spans.append(self._span(position, stop))
+            position += len(spans[-1].tokens)
         return spans
 
-    def _span(self, source: int, index: int, position: int, end: int, stop: int) -> Span:
+    def _place(self, row: int) -> tuple[int, int]:
+        """The first place of the window that a row is shuffled in, and the row's own."""
+        key = self._plan.mixture.pools[0].key
+        if key is None:
+            return row, row
+        epoch, within = divmod(row, self._pass)
+        windows = -(-self._pass // _WINDOW)
+        window = within * windows // self._pass
+        first, end = (-(-number * self._pass // windows) for number in (window, window + 1))
+        keys = np.array([random_key(key, epoch, window)], dtype=np.uint64)
+        shuffled = int(permute(np.array([within - first]), end - first, keys)[0])
+        return epoch * self._pass + first, epoch * self._pass + first + shuffled
+
+    def states(self, rows: range) -> dict[int, None]:
+        """Nothing: the number of a row says all."""
+        return {}
+
+    def _span(self, position: int, stop: int) -> Span:
+        """The tokens [position, stop) of the documents laid end to end, as far as they are of one document."""
+        while position >= self._blocks[-1].ends[-1]:
+            self._blocks.append(self._make_block(int(self._blocks[-1].ends[-1]), self._blocks[-1].cursors))
+        block = next(block for block in self._blocks if position < block.ends[-1])
+        draw = int(np.searchsorted(block.ends, position, side="right"))
+        source, index, end = (int(column[draw]) for column in block[:3])
         table = self._plan.tables[source]
         length = int(table.lengths[index])
-        start = length - (end - position)
-        count = min(end, stop) - position
+        start, count = length - (end - position), min(end, stop) - position
         tokens = table.tokens(index, start, start + count + 1)
         following = int(tokens[count]) if len(tokens) > count else IGNORED
-        return Span(tokens[:count], following, source, table.text_bytes(index) * count / length)
+        return Span(tokens[:count], following, source, float(table.text_bytes[index]) * count / length)
 
-    def _block_of(self, position: int) -> _Block:
-        """The block that holds a position; blocks are walked from the beginning, but once only."""
-        while True:
-            number = bisect_right(self._starts, position) - 1
-            block = self._block(number)
-            if position < block.ends[-1]:
-                return block
-
-    def _block(self, number: int) -> _Block:
-        if number in self._blocks:
-            return self._blocks[number]
-        plan = self._plan
-        drawn, ordinals = plan.mixture.draw(0, number * _BLOCK, self._cursors[number], _BLOCK)
-        sources, indices, lengths = np.empty((3, _BLOCK), dtype=np.int64)
-        for choice, pool in enumerate(plan.pools):
-            chosen = drawn == choice
-            sources[chosen], indices[chosen] = pool.locate(ordinals[chosen])
-        for source, table in enumerate(plan.tables):
+    def _make_block(self, start: int, cursors: np.ndarray) -> _Block:
+        choices, sources, indices = self._plan.mixture.draw(0, cursors, _BLOCK)
+        lengths = np.empty_like(indices)
+        for source, table in enumerate(self._plan.tables):
             chosen = sources == source
             lengths[chosen] = table.lengths[indices[chosen]]
-        block = _Block(sources, indices, self._starts[number] + np.cumsum(lengths))
-        if number + 1 == len(self._starts):
-            self._starts.append(int(block.ends[-1]))
-            self._cursors.append(self._cursors[number] + np.bincount(drawn, minlength=len(plan.pools)))
-        self._blocks[number] = block
-        if len(self._blocks) > _BLOCKS_KEPT:
-            del self._blocks[next(iter(self._blocks))]
-        return block
+        passed = cursors + np.bincount(choices, minlength=len(cursors))
+        return _Block(sources, indices, start + np.cumsum(lengths), passed)

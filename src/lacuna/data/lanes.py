@@ -1,149 +1,104 @@
 """Rows packed while training, in many independent lanes, so that no process needs another's documents."""
 
-from collections import deque
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-
-import numpy as np
-from transformers import PreTrainedTokenizerBase
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
 
 from lacuna.config import UserError
-from lacuna.data.files import BROKEN
-from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.packing import IGNORED, Span
-from lacuna.data.sources import Documents
-from lacuna.data.stream import Snapshot, Substream, SubstreamReader
+from lacuna.data.plan import Plan
+from lacuna.data.stream import PartReader, Snapshot, Stream
 from lacuna.data.tokenize import BrokenRecords, Document, document_of
 
 _DRAWN_AHEAD = 64
 _MOST_EMPTY = 100_000
 
-Snapshots = dict[tuple[int, int], list[Snapshot]]
-"""Starts to read on from, by source and substream."""
-
-
-@dataclass(frozen=True)
-class LanePlan:
-    """Everything that decides the rows of sources tokenised while training.
-
-    Row R is the next row of lane R mod `mixture.lanes`. `pools` holds a local pool or, for a streaming source, its
-    substreams; draw by draw the mixture chooses one of them.
-    """
-
-    mixture: Mixture
-    sources: tuple[Documents, ...]
-    pools: tuple[Pool | tuple[Substream, ...], ...]
-    row_length: int
-    tokenizer: PreTrainedTokenizerBase
-    max_broken_records: int
-
-    @property
-    def state_width(self) -> int:
-        """Numbers in the state of a lane: draws done, tokens used of the current document, draws from each pool."""
-        return 2 + len(self.pools)
+LaneState = tuple[int, list[int], list[tuple | None]]
+"""Tokens used of the current document, documents passed of each pool, where to read each stream from."""
 
 
 @dataclass
 class _Lane:
     number: int
-    draws: int
     offset: int
-    cursors: np.ndarray
-    document: Document | None = None
+    cursors: list[int]
+    snapshots: list[tuple | None]
+    upcoming: Iterator[tuple[int, int, int]] = iter(())
+    choice: int = 0
     source: int = 0
-    upcoming: deque[tuple[int, int, int]] = field(default_factory=deque)
-
-    def state(self) -> tuple[int, ...]:
-        return (self.draws, self.offset, *map(int, self.cursors))
+    document: Document | None = None
 
     def pass_document(self) -> None:
-        self.draws += 1
-        self.cursors[self.upcoming.popleft()[0]] += 1
+        self.cursors[self.choice] += 1
         self.offset = 0
         self.document = None
 
 
 class LaneRows:
-    """The lanes that one worker owns, each from its own state onwards.
+    """The lanes that one worker owns, each from its own state onwards; None is the beginning."""
 
-    Args:
-        states: int64 [state_width] of every lane owned, by lane; zeros are the beginning.
-        snapshots: of the streaming sources, from a checkpoint.
-    """
-
-    def __init__(self, plan: LanePlan, states: dict[int, np.ndarray], snapshots: Snapshots) -> None:
+    def __init__(self, plan: Plan, states: dict[int, LaneState | None]) -> None:
         self._plan = plan
-        self._lanes = {n: _Lane(n, int(s[0]), int(s[1]), s[2:].astype(np.int64)) for n, s in states.items()}
-        self._snapshots = snapshots
-        self._readers: dict[tuple[int, int], SubstreamReader] = {}
-        self.broken = BrokenRecords(plan.max_broken_records)
+        self._lanes: dict[int, _Lane] = {}
+        pools = len(plan.mixture.pools)
+        for number, state in states.items():
+            offset, cursors, snapshots = state or (0, [0] * pools, [None] * pools)
+            lane = self._lanes[number] = _Lane(number, offset, list(cursors), list(snapshots))
+            lane.upcoming = self._draws(lane)
+        self._readers: dict[tuple[int, int], PartReader] = {}
+        self.broken = BrokenRecords(plan.config.data.max_broken_records)
 
     def row(self, number: int) -> list[Span]:
-        """The spans of a row, which always fill it. The rows of a lane must be asked for in order."""
+        """The spans of a row, which fill it but at the end of the documents; those of a lane are asked for in order."""
         lane = self._lanes[number % self._plan.mixture.lanes]
-        spans, space = [], self._plan.row_length
-        while space:
-            document = lane.document or self._load(lane)
-            start, stop = lane.offset, min(lane.offset + space, len(document.tokens))
-            ended = stop == len(document.tokens)
-            following = IGNORED if ended else int(document.tokens[stop])
-            share = document.text_bytes * (stop - start) / len(document.tokens)
-            spans.append(Span(document.tokens[start:stop], following, lane.source, share))
-            space -= stop - start
-            lane.offset = stop
-            if ended:
-                lane.pass_document()
+        spans, space = [], self._plan.config.training.seq_len
+        with suppress(StopIteration):  # where a stream ends, the row is left short
+            while space:
+                document = lane.document or self._load(lane)
+                start, size = lane.offset, len(document.tokens)
+                stop = lane.offset = min(start + space, size)
+                following = int(document.tokens[stop]) if stop < size else IGNORED
+                share = document.text_bytes * (stop - start) / size
+                spans.append(Span(document.tokens[start:stop], following, lane.source, share))
+                space -= stop - start
+                if stop == size:
+                    lane.pass_document()
         return spans
 
-    def states(self, rows: Iterable[int]) -> np.ndarray:
-        """int64 [rows, state_width]: the state of each row's lane as it is now."""
-        return np.array([self._lanes[row % self._plan.mixture.lanes].state() for row in rows], dtype=np.int64)
+    def states(self, rows: range) -> dict[int, LaneState]:
+        """The state of each row's lane as it is now, by lane."""
+        lanes = [self._lanes[row % self._plan.mixture.lanes] for row in rows]
+        return {lane.number: (lane.offset, list(lane.cursors), list(lane.snapshots)) for lane in lanes}
 
-    def take_snapshots(self) -> Snapshots:
-        """The snapshots taken since the last call."""
-        return {key: taken for key, reader in self._readers.items() if (taken := reader.take_snapshots())}
+    def _draws(self, lane: _Lane) -> Iterator[tuple[int, int, int]]:
+        while True:
+            drawn = self._plan.mixture.draw(lane.number, lane.cursors, _DRAWN_AHEAD)
+            yield from zip(*(array.tolist() for array in drawn), strict=True)
 
     def _load(self, lane: _Lane) -> Document:
-        """The lane's current document; those that are empty or broken are passed over."""
+        """The lane's current document, passing over those that are empty or broken."""
         for _ in range(_MOST_EMPTY):
-            if not lane.upcoming:
-                lane.upcoming.extend(self._draw(lane))
-            choice, lane.source, index = lane.upcoming[0]
+            lane.choice, lane.source, index = next(lane.upcoming)
             documents = self._plan.sources[lane.source]
-            if documents.streaming:
-                parts = len(self._plan.pools[choice])
-                value, place = self._reader(choice, lane.number % parts).record(index // parts)
+            if isinstance(self._plan.mixture.pools[lane.choice], Stream):
+                record, place, snapshot = self._reader(lane).record(index)
+                lane.snapshots[lane.choice] = tuple(snapshot)
             else:
-                record = documents.dataset[index]
-                value, place = record[documents.column], record.get(BROKEN) or f"{documents.name}, document {index}"
-            lane.document = document_of(value, place, documents.pretokenised, self._plan.tokenizer, self.broken)
+                record, place = documents.dataset[index], f"document {index}"
+            lane.document = document_of(documents, record, place, self._plan.tokenizer, self.broken)
             if lane.document is not None:
                 return lane.document
             lane.pass_document()
         raise UserError(f"{documents.name}: {_MOST_EMPTY} records in a row hold no text; check data.text_column")
 
-    def _draw(self, lane: _Lane) -> Iterable[tuple[int, int, int]]:
-        """The lane's next draws: choice, source, and the document in it (the ordinal where it is a stream)."""
-        choices, index = self._plan.mixture.draw(lane.number, lane.draws, lane.cursors, _DRAWN_AHEAD)
-        sources = np.empty_like(choices)
-        for choice, pool in enumerate(self._plan.pools):
-            chosen = choices == choice
-            if isinstance(pool, Pool):
-                sources[chosen], index[chosen] = pool.locate(index[chosen])
-            else:
-                sources[chosen] = pool[0].source
-        return zip(choices.tolist(), sources.tolist(), index.tolist(), strict=True)
-
-    def _reader(self, choice: int, number: int) -> SubstreamReader:
-        """The reader of a substream, made when it is first needed and shared by the lanes that it feeds."""
-        if (choice, number) not in self._readers:
-            parts, lanes = len(self._plan.pools[choice]), self._plan.mixture.lanes
-            needs = {
-                lane.number // parts: (int(lane.cursors[choice]) * lanes + lane.number) // parts
-                for lane in self._lanes.values()
-                if lane.number % parts == number
-            }
-            substream = self._plan.pools[choice][number]
-            known = self._snapshots.get((choice, number), ())
-            self._readers[choice, number] = SubstreamReader(substream, needs, lanes // parts, known)
-        return self._readers[choice, number]
+    def _reader(self, lane: _Lane) -> PartReader:
+        """What reads the stream of the lane's draw, made when first needed and shared by the lanes of its part."""
+        choice, stream = lane.choice, self._plan.mixture.pools[lane.choice]
+        part, stride = lane.number % stream.parts, self._plan.mixture.lanes // stream.parts
+        if (choice, part) not in self._readers:
+            sharing = [other for other in self._lanes.values() if other.number % stream.parts == part]
+            places = [other.number // stream.parts for other in sharing]
+            needs = {p: other.cursors[choice] * stride + p for p, other in zip(places, sharing, strict=True)}
+            first = min((Snapshot(*other.snapshots[choice] or ()) for other in sharing), key=lambda start: start.index)
+            self._readers[choice, part] = PartReader(stream, part, needs, stride, first)
+        return self._readers[choice, part]

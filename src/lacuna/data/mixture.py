@@ -1,11 +1,11 @@
 """The order of documents: a function of the seed and the position alone, computed where it is needed."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 _GOLDEN = 0x9E3779B97F4A7C15
-_ALL_BITS = 0xFFFFFFFFFFFFFFFF
 _FEISTEL_ROUNDS = 6
 
 
@@ -18,10 +18,7 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 def random_key(*parts: int) -> int:
     """Derive one 64-bit key from a few integers, so that every use of randomness has its own stream."""
-    state = np.zeros(1, dtype=np.uint64)
-    for part in parts:
-        state = mix(state + np.uint64((part * _GOLDEN + _GOLDEN) & _ALL_BITS))
-    return int(state[0])
+    return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 
 def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
@@ -43,7 +40,7 @@ def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
     def feistel(value: np.ndarray, keys: np.ndarray) -> np.ndarray:
         left, right = value >> half, value & mask
         for number in range(_FEISTEL_ROUNDS):
-            salt = np.uint64((number * _GOLDEN) & _ALL_BITS)
+            salt = np.uint64(number * _GOLDEN % 2**64)
             left, right = right, left ^ (mix(right + keys + salt) & mask)
         return (left << half) | right
 
@@ -53,59 +50,6 @@ def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
         result[outside] = feistel(result[outside], keys[outside])
         outside = outside[result[outside] >= size]
     return result.astype(np.int64)
-
-
-def shuffled_index(ordinals: np.ndarray, size: int, key: int | None) -> np.ndarray:
-    """The document at each ordinal of a source of `size` documents that is passed over again and again.
-
-    Args:
-        ordinals: int64 [n], positions in the endless order.
-        size: documents in the source.
-        key: a `random_key`; None keeps the source's own order. Every epoch has its own permutation.
-
-    Returns:
-        int64 [n], indices in [0, size).
-    """
-    epochs, index = np.divmod(ordinals, size)
-    if key is None:
-        return index
-    return permute(index, size, mix(np.uint64(key) + epochs.astype(np.uint64) * np.uint64(_GOLDEN)))
-
-
-@dataclass(frozen=True)
-class Mixture:
-    """Which source each draw of each lane takes, and which of that source's documents.
-
-    The documents are dealt to `lanes` independent sequences, so that a sequence can be made without the others.
-    The c-th draw that lane l makes from a source is that source's ordinal c * lanes + l: together the lanes
-    use every ordinal once.
-    """
-
-    seed: int
-    probabilities: tuple[float, ...]
-    lanes: int
-
-    def draw(self, lane: int, first: int, cursors: np.ndarray, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """The draws [first, first + count) of one lane.
-
-        Args:
-            cursors: int64 [sources], draws this lane has made from each source before `first`.
-
-        Returns:
-            (sources, ordinals), int64 [count] each.
-        """
-        if len(self.probabilities) == 1:
-            counts = np.arange(count, dtype=np.int64) + cursors[0]
-            return np.zeros(count, dtype=np.int64), counts * self.lanes + lane
-        positions = np.arange(first, first + count, dtype=np.uint64) * np.uint64(_GOLDEN)
-        uniform = mix(positions + np.uint64(random_key(self.seed, lane))) >> np.uint64(11)
-        bounds = np.cumsum(self.probabilities) / np.sum(self.probabilities) * 2.0**53
-        sources = np.searchsorted(bounds[:-1], uniform, side="right").astype(np.int64)
-        counts = np.empty(count, dtype=np.int64)
-        for source, cursor in enumerate(cursors):
-            chosen = sources == source
-            counts[chosen] = np.arange(chosen.sum(), dtype=np.int64) + cursor
-        return sources, counts * self.lanes + lane
 
 
 @dataclass(frozen=True)
@@ -123,8 +67,49 @@ class Pool:
     key: int | None
 
     def locate(self, ordinals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source and the document in it, int64 [n] each, at each ordinal of the endless order."""
-        index = shuffled_index(ordinals, sum(self.sizes), self.key)
+        """The source and the document in it, int64 [n] each, at each ordinal of the endless order.
+
+        All documents are passed over again and again; every epoch has its own permutation.
+        """
+        size = sum(self.sizes)
+        epochs, index = np.divmod(ordinals, size)
+        if self.key is not None:
+            index = permute(index, size, mix(np.uint64(self.key) + epochs.astype(np.uint64) * np.uint64(_GOLDEN)))
         starts = np.concatenate(([0], np.cumsum(self.sizes)))
         within = np.searchsorted(starts[1:], index, side="right")
         return self.first_source + within, index - starts[within]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Which pool each draw of each lane takes, and which of its documents.
+
+    The documents are dealt to `lanes` independent sequences, so that a sequence can be made without the others.
+    The c-th draw that lane l makes from a pool is that pool's ordinal c * lanes + l: together the lanes use every
+    ordinal once. Pool p is drawn in proportion to `shares[p]`.
+    """
+
+    seed: int
+    pools: tuple[Pool, ...]
+    shares: tuple[float, ...]
+    lanes: int
+
+    def draw(self, lane: int, cursors: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The next `count` draws of one lane.
+
+        Args:
+            cursors: for each pool, the draws this lane has made from it.
+
+        Returns:
+            (pools, sources, documents in them), int64 [count] each.
+        """
+        positions = np.arange(count, dtype=np.uint64) + np.uint64(sum(cursors))
+        uniform = mix(positions * np.uint64(_GOLDEN) + np.uint64(random_key(self.seed, lane))) >> np.uint64(11)
+        bounds = np.cumsum(self.shares) / np.sum(self.shares) * 2.0**53
+        choices = np.searchsorted(bounds[:-1], uniform, side="right")
+        sources, index = np.empty((2, count), dtype=np.int64)
+        for choice, (pool, cursor) in enumerate(zip(self.pools, cursors, strict=True)):
+            chosen = np.flatnonzero(choices == choice)
+            ordinals = (np.arange(len(chosen)) + cursor) * self.lanes + lane
+            sources[chosen], index[chosen] = pool.locate(ordinals)
+        return choices, sources, index

@@ -8,6 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from lacuna.config import Config
+
 IGNORED = -100
 
 
@@ -68,71 +70,45 @@ class Batch:
         return replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, Tensor)})
 
 
-@dataclass(frozen=True)
-class Packing:
-    """How rows are laid out; see the settings of the same names.
+def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: int) -> Batch:
+    """Lay out rows, each a sequence of spans of at most seq_len tokens together, as training and data are set.
 
-    `piece_length` is training.context_len under training.varlen and None otherwise; `padding` the id that fills
-    rows with too few tokens (only validation has them).
+    Args:
+        sources: how many there are in all.
+        padding: the id that fills rows with too few tokens (only validation has them).
     """
-
-    row_length: int
-    piece_length: int | None
-    document_mask: bool
-    predict_across_documents: bool
-    sources: int
-    padding: int = 0
-
-    def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
-        """Lay out rows, each a sequence of spans of at most `row_length` tokens together."""
-        shape = (len(rows), self.row_length)
-        input_ids = np.full(shape, self.padding, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
-        positions = np.empty(shape, dtype=np.int64)
-        bounds = [np.zeros(1, dtype=np.int64)]
-        source_tokens = [0] * self.sources
-        for number, spans in enumerate(rows):
-            _fill_row(input_ids[number], labels[number], spans, self.predict_across_documents)
-            ends = self._piece_ends(spans)
-            starts = np.concatenate(([0], ends[:-1]))
-            positions[number] = np.arange(self.row_length) - np.repeat(starts, ends - starts)
-            bounds.append(ends + number * self.row_length)
-            for span in spans:
-                source_tokens[span.source] += len(span.tokens)
-        cu_seqlens = np.concatenate(bounds)
-        return Batch(
-            input_ids=torch.from_numpy(input_ids),
-            labels=torch.from_numpy(labels),
-            position_ids=torch.from_numpy(positions),
-            cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
-            max_seqlen=int(np.diff(cu_seqlens).max()),
-            tokens=sum(source_tokens),
-            trained_tokens=int((labels != IGNORED).sum()),
-            text_bytes=float(sum(span.text_bytes for spans in rows for span in spans)),
-            source_tokens=tuple(source_tokens),
-        )
-
-    def _piece_ends(self, spans: Sequence[Span]) -> np.ndarray:
-        ends: list[int] = []
-        if self.document_mask:
-            end = 0
-            for span in spans:
-                start, end = end, end + len(span.tokens)
-                if self.piece_length is not None:
-                    ends.extend(range(start + self.piece_length, end, self.piece_length))
-                ends.append(end)
-        if not ends or ends[-1] < self.row_length:
-            ends.append(self.row_length)
-        return np.array(ends, dtype=np.int64)
-
-
-def _fill_row(input_ids: np.ndarray, labels: np.ndarray, spans: Sequence[Span], across: bool) -> None:
-    end = 0
-    for number, span in enumerate(spans):
-        start, end = end, end + len(span.tokens)
-        input_ids[start:end] = span.tokens
-        labels[start : end - 1] = span.tokens[1:]
-        following = span.following
-        if following == IGNORED and across and number + 1 < len(spans):
-            following = int(spans[number + 1].tokens[0])
-        labels[end - 1] = following
+    training, data = config.training, config.data
+    piece_length = training.context_len if training.varlen else training.seq_len
+    length = training.seq_len
+    input_ids = np.full(len(rows) * length, padding, dtype=np.int64)
+    labels = np.full_like(input_ids, IGNORED)
+    source_tokens = [0] * sources
+    starts: list[int] = []
+    for row, spans in enumerate(rows):
+        first = end = row * length
+        starts.append(first)
+        for span in spans:
+            start, end = end, end + len(span.tokens)
+            input_ids[start:end] = span.tokens
+            labels[start : end - 1] = span.tokens[1:]
+            labels[end - 1] = span.following
+            if data.predict_across_documents and start > first:
+                labels[start - 1] = span.tokens[0]
+            if data.document_mask:
+                starts.extend(range(start, end, piece_length))
+            source_tokens[span.source] += len(span.tokens)
+        if data.document_mask:
+            starts.append(end)  # of the padding; nothing where the row is full
+    bounds = np.unique([*starts, len(input_ids)])
+    positions = np.arange(len(input_ids)) - np.repeat(bounds[:-1], np.diff(bounds))
+    return Batch(
+        input_ids=torch.from_numpy(input_ids).view(-1, length),
+        labels=torch.from_numpy(labels).view(-1, length),
+        position_ids=torch.from_numpy(positions).view(-1, length),
+        cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
+        max_seqlen=int(np.diff(bounds).max()),
+        tokens=sum(source_tokens),
+        trained_tokens=int((labels != IGNORED).sum()),
+        text_bytes=float(sum(span.text_bytes for spans in rows for span in spans)),
+        source_tokens=tuple(source_tokens),
+    )

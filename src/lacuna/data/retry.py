@@ -4,9 +4,7 @@ import http.client
 import logging
 import time
 from collections.abc import Callable
-from typing import TypeVar
-
-Result = TypeVar("Result")
+from typing import Any
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 60.0
@@ -19,17 +17,16 @@ _PASSING_STATUS = {408, 425, 429}
 
 def may_pass(error: BaseException) -> bool:
     """Whether an error is a fault of the network or of storage that another attempt may not meet."""
-    kinds = type(error).__mro__
     if isinstance(error, _LASTING) or str(error).startswith(_GAVE_UP):
         return False
     status = getattr(getattr(error, "response", None), "status_code", None)
     if status is not None:
         return status >= 500 or status in _PASSING_STATUS
-    libraries = {kind.__module__.partition(".")[0] for kind in kinds}
+    libraries = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
     return isinstance(error, OSError | http.client.HTTPException) or bool(libraries & _HTTP_LIBRARIES)
 
 
-def with_retries(action: Callable[[], Result], retries: int, what: str) -> Result:
+def with_retries(action: Callable[[], Any], retries: int, what: str) -> Any:
     """Return what `action` returns, calling it up to `retries` times more when a passing fault stops it.
 
     Raises the last fault when there is no attempt left, and any other error at once.

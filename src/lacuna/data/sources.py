@@ -1,32 +1,30 @@
 """A source of the configuration to an opened dataset with one column of documents."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from glob import has_magic
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetDict, Features, IterableDataset, List, Value
-from datasets.data_files import DataFilesDict, EmptyDatasetError, get_data_patterns
+from datasets import Dataset, DatasetBuilder, DatasetDict, Features, IterableDataset, List, ReadInstruction, Value
 from datasets.exceptions import DatasetGenerationError
+from datasets.load import infer_module_for_data_files_list
+from fsspec.core import url_to_fs
 
 from lacuna.config import UserError
 from lacuna.config.documents import DataConfig, Source
 from lacuna.data import corpus, files
-from lacuna.data.files import BROKEN, File
 from lacuna.data.retry import with_retries
 
-Result = TypeVar("Result")
-
 _READERS = {"json", "parquet", "csv", "text", "arrow"}
-_READER_VERSION = 1
+_READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
+_STREAMED_SHARDS = 64
 
 
 @dataclass(frozen=True)
 class Documents:
-    """An opened source: `column` of `dataset` holds a text per record, or tokens when `pretokenised`.
+    """An opened source: `column` of `dataset` holds a text per record, or, called input_ids, its tokens.
 
     A streaming source also has `shard_sizes`: how big each of the dataset's shards is, in a unit of their own.
     """
@@ -36,164 +34,95 @@ class Documents:
     column: str
     shard_sizes: tuple[int, ...] = ()
 
-    @property
-    def pretokenised(self) -> bool:
-        return self.column == "input_ids"
-
-    @property
-    def streaming(self) -> bool:
-        return isinstance(self.dataset, IterableDataset)
-
 
 def open_source(source: Source, data: DataConfig, streaming: bool) -> Documents:
     """Open a source of documents.
 
     Raises UserError when there is no such dataset, file, split or column, or nothing in it.
     """
-    name = describe(source)
-    opened = _with_user_errors(lambda: _open(source, name, data, streaming), name)
+    parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
+    name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
+    try:
+        opened = _open(source, name, data, streaming)
+    except (DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
+        cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
+        if isinstance(cause, UserError):
+            raise cause from None
+        reason = str(cause).strip().partition("\n")[0]
+        raise UserError(
+            f"{name}: cannot be opened: {reason}; check data.dataset (or validation.dataset), its name, split, "
+            "folder and files, and whether the Hub can be reached"
+        ) from error
     if not streaming and not len(opened.dataset):
         raise UserError(f"{name}: holds no documents; check data.dataset_split, data.data_dir and data.data_files")
     return opened
 
 
-def describe(source: Source) -> str:
-    """How messages and logs call a source."""
-    parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
-    return f"{source.dataset} ({', '.join(part for part in parts if part)})"
-
-
-def _with_user_errors(action: Callable[[], Result], name: str) -> Result:
-    try:
-        return action()
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, UserError):
-            raise error.__cause__ from None
-        raise UserError(f"{name}: cannot be read: {error.__cause__ or error}") from error
-    except (FileNotFoundError, ValueError, ConnectionError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"{name}: cannot be opened: {reason}; check data.dataset (or validation.dataset), its name, split, "
-            "folder and files, and whether the Hub can be reached"
-        ) from error
-
-
 def _open(source: Source, name: str, data: DataConfig, streaming: bool) -> Documents:
+    split, bracket, _ = source.split.partition("[")
+    if bracket and streaming:
+        raise UserError(
+            f"{name}: a stream has no length to take a part of; give a whole split, or set data.streaming=false"
+        )
     folder = Path(source.dataset, source.dir or "")
     if source.dataset == corpus.NAME:
-        found = [file for path in corpus.stdlib_files(source.split) for file in files.find_files(str(path))]
-        return _from_lines(found, "text", name, source, data, streaming)
+        return _from_files(corpus.stdlib_files(), "text", source, name, data, streaming)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        return _from_saved_folder(folder, name, source, data, streaming)
-    found = _local_files(source, folder, name)
-    if found is None:
-        return _from_library(source.dataset, {"data_files": list(source.files) or None}, name, source, data, streaming)
-    kind = source.dataset if source.dataset in _READERS else _only_kind(found, name)
-    if kind in files.LINE_KINDS:
-        return _from_lines(found, kind, name, source, data, streaming)
-    base, _ = _split_and_slice(source.split)
-    arguments = {"data_files": {base: [file.path for file in found]}}
-    return _from_library(kind, arguments, name, source, data, streaming)
-
-
-def _local_files(source: Source, folder: Path, name: str) -> list[File] | None:
-    """The files of a source that lies in files, None when it is a dataset of the Hub."""
-    is_file = has_magic(source.dataset) or "://" in source.dataset or files.kind_of(source.dataset) is not None
-    if source.dataset in _READERS and not source.files:
-        raise UserError(f"{name}: a reader of local files needs data.data_files")
-    if source.dataset in _READERS:
-        patterns = [str(Path(source.dir or "", file)) if "://" not in file else file for file in source.files]
-    elif folder.is_dir() and source.files:
-        patterns = [str(folder / file) for file in source.files]
-    elif folder.is_dir():
-        return _files_of_split(folder, source, name)
-    elif is_file or folder.is_file():
-        patterns = [source.dataset]
-    elif source.dataset.startswith((".", "/", "~")):
-        raise UserError(f"{name}: no such file or folder; check data.dataset")
+        saved = datasets.load_from_disk(str(folder))
+        dataset: Any = _part(saved if isinstance(saved, DatasetDict) else {split: saved}, source.split)
+        if streaming:
+            dataset = dataset.to_iterable_dataset(min(_STREAMED_SHARDS, len(dataset)))
     else:
-        return None
-    return [file for pattern in patterns for file in files.find_files(pattern)]
-
-
-def _files_of_split(folder: Path, source: Source, name: str) -> list[File] | None:
-    """The files of one split of a folder by the Hub's habits of naming; None when it has a dataset card's settings."""
-    if source.name is not None:
-        return None
-    try:
-        splits = DataFilesDict.from_patterns(get_data_patterns(str(folder)), base_path=str(folder))
-    except EmptyDatasetError:
-        raise UserError(f"{name}: the folder holds no data files") from None
-    base, _ = _split_and_slice(source.split)
-    if base not in splits:
-        raise UserError(f"{name}: no files of this split; the folder has {', '.join(map(str, splits))}")
-    paths = [path for path in splits[base] if files.kind_of(path) is not None]
-    if not paths:
-        raise UserError(f"{name}: no files of a known kind; known are {', '.join(sorted(files.KINDS))}")
-    return [file for path in paths for file in files.find_files(path)]
-
-
-def _only_kind(found: list[File], name: str) -> str:
-    kinds = {files.kind_of(file.path) for file in found}
-    if len(kinds) != 1 or None in kinds:
-        raise UserError(
-            f"{name}: the files are of {'several kinds' if None not in kinds else 'an unknown kind'}; choose files of "
-            f"one kind by data.data_files; known are {', '.join(sorted(files.KINDS))}, also with "
-            f"{', '.join(sorted(files.COMPRESSIONS))}"
-        )
-    return str(kinds.pop())
-
-
-def _from_lines(
-    found: list[File], kind: str, name: str, source: Source, data: DataConfig, streaming: bool
-) -> Documents:
-    found = [file for file in found if file.size]
-    if not found:
-        raise UserError(f"{name}: all files are empty")
-    column = _choose_column(files.columns_of(found, kind), data.text_column if kind == "json" else None, name)
-    features = Features({column: List(Value("int64")) if column == "input_ids" else Value("large_string"),
-                         BROKEN: Value("string")})  # fmt: skip
-    arguments = {"files": found, "kind": kind, "column": column, "version": _READER_VERSION}
-    if streaming:
-        _refuse_slice(source, name)
-        stream = IterableDataset.from_generator(files.read_records, features=features, gen_kwargs=arguments)
-        return Documents(name, stream, column, tuple(file.size for file in found))
-    dataset = with_retries(
-        lambda: Dataset.from_generator(files.read_records, features=features, gen_kwargs=arguments), data.retries, name
-    )
-    return Documents(name, _sliced(dataset, source.split), column)
-
-
-def _from_saved_folder(folder: Path, name: str, source: Source, data: DataConfig, streaming: bool) -> Documents:
-    dataset: Any = datasets.load_from_disk(str(folder))
-    if isinstance(dataset, DatasetDict):
-        base, _ = _split_and_slice(source.split)
-        if base not in dataset:
-            raise UserError(f"{name}: no such split; the folder has {', '.join(map(str, dataset))}")
-        dataset = dataset[base]
-    dataset = _sliced(dataset, source.split)
-    column = _choose_column(dataset.column_names, data.text_column, name)
-    if not streaming:
-        return Documents(name, dataset.select_columns([column]), column)
-    shards = min(64, len(dataset))
-    return Documents(name, dataset.select_columns([column]).to_iterable_dataset(shards), column, (1,) * shards)
-
-
-def _from_library(
-    path: str, arguments: dict[str, Any], name: str, source: Source, data: DataConfig, streaming: bool
-) -> Documents:
-    if streaming:
-        _refuse_slice(source, name)
-    dataset: Any = with_retries(
-        lambda: datasets.load_dataset(
-            path, source.name, data_dir=source.dir if path == source.dataset else None, split=source.split,
-            streaming=streaming, **arguments,
-        ), data.retries, name,
-    )  # fmt: skip
+        builder = with_retries(lambda: _builder(source, split, name), data.retries, name)
+        if builder.repo_id is None and builder.name in ("json", "text"):
+            return _from_files(builder.config.data_files, builder.name, source, name, data, streaming)
+        if not streaming:
+            with_retries(builder.download_and_prepare, data.retries, name)
+        load = builder.as_streaming_dataset if streaming else builder.as_dataset
+        dataset = with_retries(lambda: load(source.split), data.retries, name)
     columns = dataset.column_names or with_retries(lambda: list(next(iter(dataset), {})), data.retries, name)
     column = _choose_column(columns, data.text_column, name)
-    sizes = (1,) * dataset.num_shards if streaming else ()
-    return Documents(name, dataset.select_columns([column]), column, sizes)
+    return Documents(name, dataset.select_columns([column]), column, (1,) * dataset.num_shards if streaming else ())
+
+
+def _builder(source: Source, split: str, name: str) -> DatasetBuilder:
+    """What `datasets` makes of a source: its files by split, and the kind of their records."""
+    kind, options = infer_module_for_data_files_list([source.dataset])
+    if Path(source.dataset).is_dir() or kind is None:
+        if source.dataset in _READERS and not source.files:
+            raise UserError(f"{name}: a reader of local files needs data.data_files")
+        if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
+            raise UserError(f"{name}: no such file or folder; check data.dataset")
+        chosen = {split: list(source.files)} if source.files else None
+        return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
+    return datasets.load_dataset_builder(kind, data_files={split: [source.dataset]}, **options)
+
+
+def _from_files(
+    by_split: dict[str, list[str]], kind: str, source: Source, name: str, data: DataConfig, streaming: bool
+) -> Documents:
+    """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
+    split = source.split.partition("[")[0]
+    found = by_split.get(split)
+    if not found:
+        raise UserError(f"{name}: no files of this split; there are {', '.join(map(str, by_split))}")
+    column = _choose_column(files.columns_of(found, kind), data.text_column if kind == "json" else None, name)
+    value = List(Value("int64")) if column == "input_ids" else Value("large_string")
+    features = Features({column: value, files.BROKEN: Value("string")})
+    arguments = {"files": found, "kind": kind, "column": column, "version": _READER_VERSION}
+    opener = IterableDataset if streaming else Dataset
+    read = partial(opener.from_generator, files.read_records, features=features, gen_kwargs=arguments)
+    dataset = with_retries(read, data.retries, name)
+    if streaming:
+        return Documents(name, dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found))
+    return Documents(name, _part({split: dataset}, source.split), column)
+
+
+def _part(splits: dict[str, Dataset], split: str) -> Dataset:
+    """The split, or the part of it, that such as train or train[:90%] names."""
+    part = ReadInstruction.from_spec(split).to_absolute({name: len(dataset) for name, dataset in splits.items()})[0]
+    whole = splits[part.splitname]
+    return whole.select(range(part.from_ or 0, len(whole) if part.to is None else part.to))
 
 
 def _choose_column(columns: list[str], wanted: str | None, name: str) -> str:
@@ -204,24 +133,3 @@ def _choose_column(columns: list[str], wanted: str | None, name: str) -> str:
     raise UserError(
         f"{name}: no column {' or '.join(candidates)}; it has {', '.join(columns)}; name one by data.text_column"
     )
-
-
-def _split_and_slice(split: str) -> tuple[str, str]:
-    base, bracket, rest = split.partition("[")
-    return base, bracket + rest
-
-
-def _sliced(dataset: Dataset, split: str) -> Dataset:
-    """The part of a dataset that a split such as train[:90%] names."""
-    _, slice_ = _split_and_slice(split)
-    if not slice_:
-        return dataset
-    bounds = datasets.ReadInstruction.from_spec("train" + slice_).to_absolute({"train": len(dataset)})[0]
-    return dataset.select(range(bounds.from_ or 0, len(dataset) if bounds.to is None else bounds.to))
-
-
-def _refuse_slice(source: Source, name: str) -> None:
-    if "[" in source.split:
-        raise UserError(
-            f"{name}: a stream has no length to take a part of; give a whole split, or set data.streaming=false"
-        )

@@ -1,7 +1,7 @@
 """A part of a streaming dataset read forward, block by block, for the lanes of one worker."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -9,157 +9,144 @@ import numpy as np
 from datasets import IterableDataset
 
 from lacuna.config import UserError
-from lacuna.data.files import BROKEN
-from lacuna.data.mixture import permute, random_key
+from lacuna.data.mixture import Pool, random_key
 from lacuna.data.retry import with_retries
+from lacuna.data.sources import Documents
 
 _LOG = logging.getLogger(__name__)
 BLOCK = 1024
 """Documents shuffled among each other; they are in memory together."""
-_MOST_SUBSTREAMS = 64
+_MOST_PARTS = 64
 
 
 class Snapshot(NamedTuple):
-    """Where a substream stood at the start of a block: enough to read on from there.
+    """Where a part stood at the start of a block: enough to read on from there.
 
     `index` counts documents over all epochs, `position` those of the `epoch`; `state` is the dataset's own, None
     at the start of an epoch.
     """
 
-    index: int
-    epoch: int
-    position: int
-    state: dict[str, Any] | None
+    index: int = 0
+    epoch: int = 0
+    position: int = 0
+    state: dict[str, Any] | None = None
+
+
+StreamRecord = tuple[dict[str, Any], str, Snapshot]
+"""A record, its place in the source, and the start of the block that it came in."""
 
 
 @dataclass(frozen=True)
-class Substream:
-    """Part `number` of the `parts` that a streaming source is split into.
+class Stream(Pool):
+    """A streaming source that is split into parts, read once or, when `endless`, again and again.
 
     A lane always reads the same part: lane l part l mod parts. The lane's ordinal o is document o // parts of the
-    part's endless order: pass after pass, the blocks of each shuffled anew.
+    part's order: pass after pass, the blocks of each shuffled anew. `sizes` holds the number of parts alone.
     """
 
-    source: int
-    name: str
-    column: str
-    dataset: IterableDataset
-    parts: int
-    number: int
-    key: int | None
+    documents: Documents
     retries: int
+    endless: bool = True
 
-    def read(self, first: Snapshot, fewest: int) -> Iterator[tuple[Snapshot, list[tuple[Any, str]]]]:
-        """Yield each block's snapshot and its records in shuffled order, (value, place in the source), for ever.
+    @property
+    def parts(self) -> int:
+        return self.sizes[0]
+
+    def locate(self, ordinals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """The source and, int64 [n], the document in the lane's part at each ordinal."""
+        return np.full_like(ordinals, self.first_source), ordinals // self.parts
+
+    def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[list[StreamRecord]]:
+        """Yield the blocks of a part, each in shuffled order.
 
         Raises UserError when there are no documents, and the last fault when reading failed too often. Warns when
         there are less than `fewest` documents.
         """
-        shard = self.dataset.shard(self.parts, self.number)
+        name = self.documents.name
+        where = f"part {part} of {self.parts}"
+        shard = self.documents.dataset.shard(self.parts, part)
         start = shard.state_dict()
         index, epoch, position, state = first
-        while True:
-            for batch, following in read_pass(shard, state or start, self.retries, self.name):
-                count = len(batch[self.column])
-                order = self._order(count, epoch, position)
-                yield Snapshot(index, epoch, position, state), [self._record(batch, position, i) for i in order]
-                index, position, state = index + count, position + count, following
+        while self.endless or not epoch:
+            for records, following in _read_pass(shard, state or start, self.retries, name):
+                snapshot = Snapshot(index, epoch, position, state)
+                places = [f"{where}, document {position + n}" for n in range(len(records))]
+                shuffled = Pool(0, (len(records),), self.key and random_key(self.key, part, epoch, position))
+                _, order = shuffled.locate(np.arange(len(records)))
+                yield [(records[n], places[n], snapshot) for n in order]
+                index, position, state = index + len(records), position + len(records), following
             if not position:
-                raise UserError(
-                    f"{self.name}: part {self.number} of {self.parts} holds no documents; leave out empty files"
-                )
+                raise UserError(f"{name}: {where} holds no documents; leave out empty files")
             if not epoch and position < fewest:
                 _LOG.warning(
-                    "%s: part %d of %d has only %d documents for %d sequences packed in parallel, so that some are "
-                    "seen again before others are seen at all; set data.streaming=false for small data",
-                    self.name, self.number, self.parts, position, fewest,
+                    "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen again "
+                    "before others are seen at all; set data.streaming=false for small data",
+                    name, where, position, fewest,
                 )  # fmt: skip
             epoch, position, state = epoch + 1, 0, None
 
-    def _order(self, count: int, epoch: int, position: int) -> np.ndarray:
-        natural = np.arange(count, dtype=np.int64)
-        if self.key is None:
-            return natural
-        key = random_key(self.key, self.number, epoch, position)
-        return permute(natural, count, np.full(count, key, dtype=np.uint64))
 
-    def _record(self, batch: dict[str, list], position: int, number: int) -> tuple[Any, str]:
-        broken = batch[BROKEN][number] if BROKEN in batch else None
-        place = broken or f"{self.name}, part {self.number} of {self.parts}, document {position + int(number)}"
-        return batch[self.column][number], place
-
-
-class SubstreamReader:
-    """Reads a substream as far as its lanes ask, and keeps for them what they have not asked for yet.
+class PartReader:
+    """Reads a part as far as its lanes ask, and keeps for them what they have not asked for yet.
 
     Args:
-        needs: for each lane served, its place among the lanes of the substream and the first index it still needs.
-        stride: lanes of the substream; index i belongs to the lane at place i mod stride.
-        snapshots: known starts; the newest that is early enough for every lane is read from.
+        needs: for each lane served, its place among the lanes of the part and the first index it still needs.
+        stride: lanes of the part; index i belongs to the lane at place i mod stride.
+        first: where to begin, early enough for every lane.
     """
 
-    def __init__(self, substream: Substream, needs: dict[int, int], stride: int, snapshots: Iterable[Snapshot]) -> None:
+    def __init__(self, stream: Stream, part: int, needs: dict[int, int], stride: int, first: Snapshot) -> None:
         self._needs = needs
         self._stride = stride
-        self._kept: dict[int, tuple[Any, str]] = {}
-        self._new_snapshots: list[Snapshot] = []
-        self._blocks = substream.read(newest_before(snapshots, min(needs.values())), stride)
+        self._kept: dict[int, StreamRecord] = {}
+        self._blocks = stream.read(part, first, stride)
 
-    def record(self, index: int) -> tuple[Any, str]:
-        """The record at an index, which is then forgotten: each is asked for once."""
+    def record(self, index: int) -> StreamRecord:
+        """The record at an index, which is then forgotten: each is asked for once.
+
+        Raises StopIteration after the last.
+        """
         while index not in self._kept:
-            snapshot, records = next(self._blocks)
-            self._new_snapshots.append(snapshot)
-            for offset, record in enumerate(records, start=snapshot.index):
+            block = next(self._blocks)
+            for offset, record in enumerate(block, start=block[0][2].index):
                 if offset >= self._needs.get(offset % self._stride, offset + 1):
                     self._kept[offset] = record
         return self._kept.pop(index)
 
-    def take_snapshots(self) -> list[Snapshot]:
-        """The snapshots of the blocks read since the last call."""
-        taken, self._new_snapshots = self._new_snapshots, []
-        return taken
 
-
-def read_pass(
+def _read_pass(
     dataset: IterableDataset, state: dict[str, Any], retries: int, name: str
-) -> Iterator[tuple[dict[str, list], dict[str, Any]]]:
-    """The blocks of the rest of one pass over a dataset, by column, each with the dataset's state after it.
+) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
+    """The blocks of the rest of one pass over a dataset, each with the dataset's state after it.
 
     After a passing fault the block is read again from where it starts.
     """
     iterator: Iterator[dict[str, list]] | None = None
 
-    def read_block() -> dict[str, list] | None:
+    def read_block() -> dict[str, list]:
         nonlocal iterator
         if iterator is None:
             dataset.load_state_dict(state)
-            iterator = dataset.iter(BLOCK)
+            iterator = dataset.iter(BLOCK)  # not iter(): that leaves parts to torch's other workers
         try:
-            return next(iterator, None)
+            return next(iterator, {})
         except Exception:
             iterator = None  # a generator that raised is finished; the next attempt opens the source again
             raise
 
-    while (block := with_retries(read_block, retries, name)) is not None:
+    while block := with_retries(read_block, retries, name):
         state = dataset.state_dict()
-        yield block, state
-
-
-def newest_before(snapshots: Iterable[Snapshot], index: int) -> Snapshot:
-    """The newest snapshot from which the document at `index` can still be reached."""
-    beginning = Snapshot(index=0, epoch=0, position=0, state=None)
-    return max((s for s in snapshots if s.index <= index), key=lambda s: s.index, default=beginning)
+        yield [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)], state
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
-    """Into how many substreams to split a source: as many as go with the lanes and leave the parts about equal.
+    """Into how many parts to split a source: as many as go with the lanes and leave the parts about equal.
 
     Every lane reads one part, so the parts must divide the lanes evenly; and as each part feeds equally many
     lanes, documents of a small part would be seen more often. At most 64.
     """
     best = 1
-    for parts in range(2, min(len(shard_sizes), _MOST_SUBSTREAMS) + 1):
+    for parts in range(2, min(len(shard_sizes), _MOST_PARTS) + 1):
         sizes = [sum(part) for part in np.array_split(np.array(shard_sizes), parts)]
         if lanes % parts == 0 and max(sizes) <= 1.25 * min(sizes):
             best = parts

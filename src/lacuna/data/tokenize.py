@@ -1,17 +1,18 @@
 """Text to tokens: the tokenizer, and one document of a record."""
 
-import hashlib
 import json
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from datasets.fingerprint import Hasher
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lacuna.config import UserError
 from lacuna.data import corpus
+from lacuna.data.files import BROKEN
+from lacuna.data.sources import Documents
 
 _LOG = logging.getLogger(__name__)
 
@@ -33,14 +34,11 @@ class BrokenRecords:
 
     limit: int
     places: list[str] = field(default_factory=list)
-    _taken: int = 0
     _reported: bool = False
 
-    def add(self, place: str) -> None:
+    def add(self, *places: str) -> None:
         """Raises UserError with the first few places when there are too many."""
-        if place in self.places:
-            return
-        self.places.append(place)
+        self.places += [place for place in places if place not in self.places]
         if len(self.places) > self.limit:
             raise UserError(
                 f"more than {self.limit} unreadable records, the first: {'; '.join(self.places[:3])}; "
@@ -51,13 +49,7 @@ class BrokenRecords:
         """Warn, once, that there are some."""
         if self.places and not self._reported:
             self._reported = True
-            count, first = len(self.places), "; ".join(self.places[:3])
-            _LOG.warning("%d unreadable records are left out so far, more are skipped silently: %s", count, first)
-
-    def take_new(self) -> tuple[str, ...]:
-        """The places added since the last call."""
-        new, self._taken = tuple(self.places[self._taken :]), len(self.places)
-        return new
+            _LOG.warning("unreadable records are left out, further ones silently: %s", "; ".join(self.places[:3]))
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -85,47 +77,44 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
         content["truncation"] = content["padding"] = None  # set anew by every call
     else:
         content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), repr(tokenizer.init_kwargs)]
-    text = json.dumps([content, tokenizer.eos_token_id], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()
+    return Hasher.hash(json.dumps([content, tokenizer.eos_token_id], sort_keys=True))
 
 
-def tokenize_texts(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[np.ndarray]:
-    """The tokens of each text, int32: as its tokenizer's post-processor has them, with one end of text at the end."""
+def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """The tokens of a text, int32: as its tokenizer's post-processor has them, with one end of text at the end."""
     if tokenizer.is_fast:  # around transformers' own call, which also tracks offsets: a third faster
         backend = tokenizer.backend_tokenizer
         backend.no_truncation()
         backend.no_padding()
         backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-        batch = [encoding.ids for encoding in backend.encode_batch_fast(list(texts))]
+        tokens = backend.encode_batch_fast([text])[0].ids
     else:
-        batch = tokenizer(list(texts), return_attention_mask=False, verbose=False)["input_ids"]
-    end = tokenizer.eos_token_id
-    for tokens in batch:
-        if end is not None and (not tokens or tokens[-1] != end):
-            tokens.append(end)
-    return [np.array(tokens, dtype=np.int32) for tokens in batch]
-
-
-def checked_tokens(tokens: Any, vocabulary: int, place: str) -> np.ndarray:
-    """Tokens that came ready-made, int32. Raises UserError when the tokenizer does not know one of them."""
-    array = np.asarray(tokens, dtype=np.int64)
-    if array.size and not 0 <= array.min() <= array.max() < vocabulary:
-        raise UserError(
-            f"{place}: holds token {array.max() if array.min() >= 0 else array.min()}, but the tokenizer has only "
-            f"{vocabulary}; the data was made with another tokenizer (model.tokenizer_path)"
-        )
-    return array.astype(np.int32)
+        tokens = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+    if tokenizer.eos_token_id not in (None, *tokens[-1:]):
+        tokens.append(tokenizer.eos_token_id)
+    return np.array(tokens, dtype=np.int32)
 
 
 def document_of(
-    value: Any, place: str, pretokenised: bool, tokenizer: PreTrainedTokenizerBase, broken: BrokenRecords
+    source: Documents, record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, broken: BrokenRecords
 ) -> Document | None:
-    """The document of a record's value; None when it is empty, or broken, which is counted."""
+    """The document of a record found at `place` in a source; None when it is empty, or broken, which is counted.
+
+    Raises UserError when it came as tokens of which the tokenizer does not know one, or too many were broken.
+    """
+    value, place = record[source.column], record.get(BROKEN) or f"{source.name}, {place}"
+    pretokenised = source.column == "input_ids"
     if not isinstance(value, list if pretokenised else str):
         broken.add(place)
         return None
     if not value:
         return None
-    if pretokenised:
-        return Document(checked_tokens(value, len(tokenizer), place), float("nan"))
-    return Document(tokenize_texts(tokenizer, [value])[0], float(len(value.encode())))
+    if not pretokenised:
+        return Document(tokenize_text(tokenizer, value), float(len(value.encode())))
+    lowest, highest = min(value), max(value)
+    if lowest < 0 or highest >= len(tokenizer):
+        raise UserError(
+            f"{place}: holds token {lowest if lowest < 0 else highest}, but the tokenizer has only {len(tokenizer)}; "
+            "the data was made with another tokenizer (model.tokenizer_path)"
+        )
+    return Document(np.array(value, dtype=np.int32), float("nan"))
