@@ -1,6 +1,7 @@
 """Rows cut from tokenised documents laid end to end, in shuffled order; any process can make any row."""
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,11 @@ class _Block(NamedTuple):
     indices: np.ndarray
     ends: np.ndarray
     cursors: np.ndarray
+
+
+@lru_cache(maxsize=2)
+def _shuffled(size: int, *key: int) -> np.ndarray:
+    return permute(np.arange(size), size, np.full(size, random_key(*key), dtype=np.uint64))
 
 
 class IndexedRows:
@@ -62,9 +68,8 @@ class IndexedRows:
         windows = -(-self._pass // _WINDOW)
         window = within * windows // self._pass
         first, end = (-(-number * self._pass // windows) for number in (window, window + 1))
-        keys = np.array([random_key(key, epoch, window)], dtype=np.uint64)
-        shuffled = int(permute(np.array([within - first]), end - first, keys)[0])
-        return epoch * self._pass + first, epoch * self._pass + first + shuffled
+        order = _shuffled(end - first, key, epoch, window)
+        return epoch * self._pass + first, epoch * self._pass + first + int(order[within - first])
 
     def states(self, rows: range) -> dict[int, None]:
         """Nothing: the number of a row says all."""
