@@ -1,7 +1,5 @@
 """Runs of the command line for tests: a tiny model with data, processes, and what a run folder holds."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -13,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
@@ -22,6 +20,13 @@ SOURCE = Path(__file__).parent.parent / "src"
 SENTENCE = "the a cat dog bird fish sat ran flew swam on under over near mat house tree river and then but so"
 WORDS = SENTENCE.split()
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NGPU")
+METRICS = (
+    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "data_wait_fraction",
+    "skipped_steps",
+)  # fmt: skip
+"""The keys of a row about training, in their order."""
+
+AT_ONCE = 4
 
 RUN = """
 [model]
@@ -101,8 +106,15 @@ def start(*words: object, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen([sys.executable, "-m", "lacuna", *map(str, words)], **(settings | options))
 
 
-def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any) -> str:
-    """Runs `lacuna <words>` to its end and returns what it printed, after checking its exit status."""
+class Ended(NamedTuple):
+    """A process that came to its end: its exit status, and what it printed."""
+
+    status: int
+    output: str
+
+
+def run_to_end(*words: object, timeout: float = 120, **options: Any) -> Ended:
+    """Runs `lacuna <words>` to its end, whatever that is."""
     process = start(*words, **options)
     try:
         output, _ = process.communicate(timeout=timeout)
@@ -110,8 +122,14 @@ def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any
         process.kill()
         output, _ = process.communicate()
         raise AssertionError(f"lacuna {words} did not end in {timeout} s:\n{output}") from None
-    assert process.returncode == status, f"exit status {process.returncode}, not {status}:\n{output}"
-    return output
+    return Ended(process.returncode, output)
+
+
+def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any) -> str:
+    """Runs `lacuna <words>` to its end and returns what it printed, after checking its exit status."""
+    outcome = run_to_end(*words, timeout=timeout, **options)
+    assert outcome.status == status, f"exit status {outcome.status}, not {status}:\n{outcome.output}"
+    return outcome.output
 
 
 def train(world: Path, folder: Path, *flags: object, status: int = 0, **options: Any) -> str:
@@ -119,13 +137,15 @@ def train(world: Path, folder: Path, *flags: object, status: int = 0, **options:
     return lacuna("train", world / "run.toml", "--job.dump_folder", folder, *flags, status=status, **options)
 
 
-def wait_until(condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 60) -> None:
-    """Waits for `condition` while `process` lives."""
+def wait_until(
+    condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 180, pause: float = 0.005
+) -> None:
+    """Waits for `condition`, looking every `pause` seconds, while `process` lives."""
     deadline = time.monotonic() + timeout
     while not condition():
         assert process.poll() is None, f"the process ended early:\n{process.communicate()[0]}"
         assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.005)
+        time.sleep(pause)
 
 
 def stop_after(step: int, world: Path, folder: Path, *flags: object, number: int = signal.SIGTERM) -> str:
@@ -139,8 +159,8 @@ def stop_after(step: int, world: Path, folder: Path, *flags: object, number: int
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of the calls, which run side by side: a run's start-up keeps one core busy."""
-    with ThreadPoolExecutor(len(calls)) as pool:
+    """The results of the calls, which run side by side, a few at a time: a run's start-up keeps one core busy."""
+    with ThreadPoolExecutor(min(len(calls), AT_ONCE)) as pool:
         return [result.result() for result in [pool.submit(call) for call in calls]]
 
 
@@ -190,4 +210,6 @@ def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
         yield process
     finally:
         process.kill()
-        process.communicate()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()

@@ -1,7 +1,5 @@
 """Tiny models of many architectures, and functions run on several gloo ranks."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import tempfile

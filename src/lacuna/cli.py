@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from lacuna import __version__
 from lacuna.config.errors import RunError, UserError, did_you_mean
-from lacuna.launch import die_with_launcher
+from lacuna.launch import LAUNCHER, RUN_FAILED, die_with_launcher
 
 COMMANDS = {
     "train": "train a model: lacuna train [RUN.toml] [--section.key value ...]",
@@ -66,5 +66,5 @@ def _complain(error: Exception | str, status: int) -> int:
     print(f"lacuna: {error}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         # Other ranks may still wait in a collective that will never come: leave without their consent.
-        os._exit(status)
+        os._exit(RUN_FAILED if status == 1 and LAUNCHER in os.environ else status)
     return status

@@ -17,6 +17,8 @@ POLL_SECONDS = 0.1
 # After one process failed, the others cannot go on; they get this long to say why.
 GRACE_SECONDS = 5.0
 LAUNCHER = "LACUNA_LAUNCHER_PID"
+# Statuses of a worker that has said itself what went wrong: in the input (2), or in the run, as likely on every rank.
+INPUT_WRONG, RUN_FAILED = 2, 3
 
 
 def runs_here(gpus: int | None, cpus: int | None) -> int:
@@ -130,14 +132,13 @@ def _stop_after_failure(workers: list[subprocess.Popen], first: list[int], logs:
         if worker.poll() is None:
             worker.kill()
             worker.wait()
-    # The others fail because one did: a wrong input is to blame first, then who failed first, then who was killed.
-    failed = min(
-        (rank for rank, code in enumerate(codes) if code),
-        key=lambda rank: (codes[rank] != 2, rank not in first, codes[rank] > 0),
-    )
+    # The others fail because one did: who says why is to blame first, then who failed first, then who was killed.
+    failing = [rank for rank, code in enumerate(codes) if code]
+    said = [rank for rank in failing if codes[rank] in (INPUT_WRONG, RUN_FAILED)]
+    failed = said[0] if said else min(failing, key=lambda rank: (rank not in first, codes[rank] > 0))
     code = codes[failed]
     if failed or code < 0:  # else the first rank has said itself what went wrong
-        how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else f"failed with status {code}"
+        how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else "failed"
         print(f"lacuna: rank {failed} {how}; all ranks are stopped.", file=sys.stderr)
         path = _log_path(logs, failed)
         if failed and os.path.exists(path):
@@ -145,7 +146,7 @@ def _stop_after_failure(workers: list[subprocess.Popen], first: list[int], logs:
                 end = "".join(file.readlines()[-20:])
             if end:
                 print(f"The end of {path}:\n{end}", file=sys.stderr)
-    return 2 if code == 2 else 1
+    return 2 if code == INPUT_WRONG else 1
 
 
 def die_with_launcher() -> None:

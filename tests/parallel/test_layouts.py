@@ -1,7 +1,5 @@
 """A step's loss, gradients and update are the same on any number of ranks, in any layout, cut in any way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

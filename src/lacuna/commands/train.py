@@ -72,8 +72,8 @@ def run(words: Sequence[str]) -> int:
     config = load_config(arguments.path, arguments.flags)
     if arguments.cpus:
         os.environ["LACUNA_DEVICE"] = "cpu"
-    processes = runs_here(arguments.gpus, arguments.cpus)
     quiet_libraries()
+    processes = runs_here(arguments.gpus, arguments.cpus)
     if arguments.dry_run or config.memory_estimation.enabled:  # torch takes seconds to import: not before it is needed
         from lacuna.plan.dry_run import dry_run
 

@@ -124,7 +124,8 @@ class MetricWriter:
         self._progress.update(self._task, summary=f"loss {row['loss']:.4f}  {speed}")
         self.console.print(
             f"step {row['step']:>6}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.1e}  "
-            f"{speed}{mfu}  {row['memory_gib']:.1f} GiB  wait {row['data_wait_fraction']:.1%}"
+            f"{speed}{mfu}  {row['memory_gib']:.1f} GiB  wait {row['data_wait_fraction']:.0%}",
+            soft_wrap=True,
         )
 
     def show_sample(self, step: int, prompt: str, text: str) -> None:

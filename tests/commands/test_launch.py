@@ -1,0 +1,67 @@
+"""Processes may be started by lacuna itself, by torchrun or by Slurm; the run is the same."""
+
+import random
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runs import curve, environment, start, together, train, weights
+
+
+def torchrun(world: Path, folder: Path) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lacuna",
+               "train", str(world / "run.toml"), "--job.dump_folder", str(folder)]  # fmt: skip
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Done: 8 steps") == 1
+
+
+def free_job_number() -> int:
+    """A Slurm job's number whose port, 20000 and the number, is free."""
+    while True:
+        number = random.randrange(10_000)
+        with socket.socket() as listener:
+            if listener.connect_ex(("127.0.0.1", 20_000 + number)):
+                return number
+
+
+def slurm(world: Path, folder: Path) -> None:
+    common = {"SLURM_JOB_ID": str(free_job_number()), "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+              "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
+    tasks = [
+        start("train", world / "run.toml", "--job.dump_folder", folder,
+              env=environment(SLURM_PROCID=str(task), SLURM_LOCALID=str(task), **common))
+        for task in range(2)
+    ]  # fmt: skip
+    outputs = [task.communicate(timeout=120)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert "on 2 × cpu" in outputs[0]
+    assert outputs[1] == ""
+
+
+@pytest.fixture(scope="module")
+def launched(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launched")
+    together(
+        lambda: train(world, folder / "lacuna", "--cpus", 2),
+        lambda: torchrun(world, folder / "torchrun"),
+        lambda: slurm(world, folder / "slurm"),
+    )
+    return folder
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
+def test_other_launchers_make_the_same_run(launcher: str, launched: Path) -> None:
+    keys = ("loss", "grad_norm", "tokens")
+    assert curve(launched / launcher, *keys) == curve(launched / "lacuna", *keys)
+    assert curve(launched / launcher, *keys)[-1][-1] == 8 * 2 * 4 * 32
+    assert weights(launched / launcher) == weights(launched / "lacuna")
+
+
+def test_other_ranks_report_nothing_unless_asked(launched: Path) -> None:
+    assert not list((launched / "lacuna").glob("metrics-rank-*"))
+    assert [path.name for path in (launched / "lacuna" / "logs").iterdir()] == ["rank-1.log"]
+    assert (launched / "lacuna" / "logs" / "rank-1.log").read_text() == ""
