@@ -54,6 +54,7 @@ for step in range(first_step, config.training.steps):
 target = os.path.join(config.job.dump_folder, f"step-{config.training.steps}")
 state = {"step": config.training.steps, "data": gather_objects(process, loader.state_dict())}
 write_checkpoint(target, tensors, state, tokenizer.save_pretrained, process)
-export_model(built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), torch.bfloat16, process.is_first)
+dtype = getattr(torch, config.checkpoint.export_dtype)
+export_model(built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), dtype, process.is_first)
 loader.close()
 stop_process()

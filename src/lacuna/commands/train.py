@@ -77,7 +77,7 @@ def run(words: Sequence[str]) -> int:
     if arguments.dry_run or config.memory_estimation.enabled:  # torch takes seconds to import: not before it is needed
         from lacuna.plan.dry_run import dry_run
 
-        dry_run(config, processes)
+        dry_run(config, int(os.environ.get("WORLD_SIZE", processes)))
     elif processes > 1:
         return launch(["train", *words], processes, str(config.job.dump_folder))
     else:

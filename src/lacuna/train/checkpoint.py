@@ -127,8 +127,7 @@ def write_checkpoint(
     failure = None
     try:
         on_first(process, lambda: _fresh_folder(unfinished))
-        writer = dcp.FileSystemWriter(unfinished, single_file_per_rank=True)
-        dcp.save(tensors, storage_writer=writer, process_group=process.control)
+        dcp.save(tensors, storage_writer=_Writer(unfinished), process_group=process.control)
         own = (name for name in os.listdir(unfinished) if name.startswith(f"__{process.rank}_"))
         written = {name: _checksum(os.path.join(unfinished, name)) for name in own}
     except (OSError, CheckpointException, RuntimeError) as error:
@@ -149,11 +148,19 @@ def write_checkpoint(
         )
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Raises what the system said: torch's own error, which follows from it, is about a position in a file."""
+
+    def write_data(self, *arguments: Any) -> Any:
+        try:
+            return super().write_data(*arguments)
+        except RuntimeError as error:
+            raise error.__context__ or error from None
+
+
 def _reason(error: BaseException) -> str:
-    """What the system said; torch wraps it in tracebacks of all ranks and in errors of its own."""
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    return str(error.__context__ or error)
+    """What went wrong on one rank; torch wraps it in the tracebacks of all."""
+    return str(next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error)
 
 
 def _fresh_folder(path: str) -> None:

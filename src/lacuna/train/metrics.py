@@ -120,11 +120,12 @@ class MetricWriter:
             )
             return
         mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
+        skipped = f"  [red]skipped {row['skipped_steps']}[/red]" if row["skipped_steps"] else ""
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
         self._progress.update(self._task, summary=f"loss {row['loss']:.4f}  {speed}")
         self.console.print(
             f"step {row['step']:>6}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.1e}  "
-            f"{speed}{mfu}  {row['memory_gib']:.1f} GiB  wait {row['data_wait_fraction']:.0%}",
+            f"{speed}{mfu}  {row['memory_gib']:.1f} GiB  wait {row['data_wait_fraction']:.0%}{skipped}",
             soft_wrap=True,
         )
 

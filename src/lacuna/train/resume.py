@@ -2,7 +2,7 @@
 
 import os
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -33,7 +33,7 @@ _SAMPLE_SETTINGS = {
 
 @dataclass
 class TrainState:
-    """Counters of a run. `step` is the number of steps done, `tokens` those seen by all ranks."""
+    """Counters of a run. `step` is the number of steps done, `tokens` (`source_tokens`) those seen by all ranks."""
 
     step: int = 0
     tokens: int = 0
@@ -41,6 +41,12 @@ class TrainState:
     best_loss: float = float("inf")
     best_step: int | None = None
     worse_validations: int = 0
+    source_tokens: list[int] = field(default_factory=list)
+
+    def count_sources(self, tokens: list[float]) -> None:
+        """Adds a step's tokens of each source."""
+        seen = self.source_tokens or [0] * len(tokens)
+        self.source_tokens = [before + int(more) for before, more in zip(seen, tokens, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -61,12 +61,12 @@ def _introduce(run: Run, console: Console) -> None:
     """One screen about what is going to happen."""
     plan, config = run.plan, run.config
     tokens = plan.global_batch * config.training.seq_len
-    where = f"{run.process.world_size} × {run.process.device.type}"
+    ranks = plan.global_batch // (plan.micro_batch * plan.accumulation)
     console.print(
-        f"[bold]{config.job.name}[/bold]: {run.built.parameters / 1e6:,.1f} M parameters on {where}; "
-        f"{run.total_steps:,} steps of {plan.global_batch} × {config.training.seq_len} = {tokens:,} tokens "
-        f"(global_batch_size = {plan.micro_batch} × {plan.accumulation} accumulated × "
-        f"{plan.global_batch // (plan.micro_batch * plan.accumulation)} ranks); writing to {config.job.dump_folder}"
+        f"[bold]{config.job.name}[/bold]: {run.built.parameters / 1e6:,.1f} M parameters on {run.process.world_size} × "
+        f"{run.process.device.type}; {run.total_steps:,} steps of {plan.global_batch} × {config.training.seq_len} = "
+        f"{tokens:,} tokens ({plan.micro_batch} sequences × {plan.accumulation} accumulated × {ranks} data-parallel); "
+        f"writing to {config.job.dump_folder}"
     )
 
 
@@ -84,7 +84,7 @@ def _say_goodbye(run: Run, ended: bool, seconds: float, console: Console) -> Non
     longer = f"--training.epochs {epochs * 2}" if epochs else f"--training.steps {run.total_steps * 2}"
     ways_on = {
         "model": f"{folder}/hf, which transformers' AutoModelForCausalLM.from_pretrained opens",
-        "curves": f"tensorboard --logdir {folder}/{run.config.metrics.save_tb_folder}",
+        "curves": f"{folder}/metrics.jsonl; tensorboard --logdir {folder}",
         "try it": f"lacuna generate {folder} --prompt 'def main():' --temperature 0.8",
         "train on": f"lacuna train {folder}/config.toml {longer}",
         "larger": "lacuna train pretrain_124m.toml (lacuna train --help lists the recipes)",

@@ -5,7 +5,7 @@ import logging
 import os
 import resource
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
 from lacuna.config.describe import to_toml
-from lacuna.data import Batch, Loader, build_loader, build_validation, load_tokenizer, merge_states
+from lacuna.data import Loader, build_loader, build_validation, load_tokenizer, merge_states
 from lacuna.export.huggingface import save_model_description
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.mesh import build_mesh, resolve_layout
@@ -58,21 +58,13 @@ class Run:
     state: TrainState
     total_steps: int
     peak_flops: float | None
-    source_tokens: list[int] = field(default_factory=list)
-
-    def count_sources(self, batch: Batch) -> None:
-        """Adds the batch's tokens to those seen of each source, in place (this rank's)."""
-        counts = batch.source_tokens
-        seen = self.source_tokens or [0] * len(counts)
-        self.source_tokens = [before + more for before, more in zip(seen, counts, strict=True)]
 
     def source_shares(self) -> dict[str, float]:
-        """The share of the tokens that each source gave on this rank since the start, when there are several."""
-        total = sum(self.source_tokens)
-        if len(self.source_tokens) < 2 or not total:
+        """The share of all tokens so far that each source gave, when there are several."""
+        seen, sources = self.state.source_tokens, self.config.data.resolved_sources()
+        if len(sources) < 2:
             return {}
-        names = [source.dataset for source in self.config.data.resolved_sources()]
-        return {f"share_{index}_{name}": self.source_tokens[index] / total for index, name in enumerate(names)}
+        return {f"share_{index}_{source.dataset}": seen[index] / sum(seen) for index, source in enumerate(sources)}
 
     def peak_memory(self) -> float:
         """Peak memory in GiB: what the allocator reserved on this GPU, or this process's resident set on a CPU."""
@@ -84,7 +76,7 @@ class Run:
 def finished_step(config: Config) -> int | None:
     """The step at which the run in this folder came to the end that `config` asks for, or None."""
     path = os.path.join(str(config.job.dump_folder), FINISHED)
-    if not os.path.exists(path):
+    if not os.path.exists(path) or config.checkpoint.load_step >= 0:  # who names a step wants to go back to it
         return None
     with open(path) as file:
         done = json.load(file)

@@ -32,10 +32,14 @@ def count_skip(skipped: Tensor, skip: Tensor) -> Tensor:
 
 
 def agree(batches: Sequence[Batch], stop: bool, save: bool, device: torch.device) -> Tensor:
-    """Float64 [tokens, trained tokens, stop, save] summed over micro-batches and ranks, on the device."""
+    """Float64 [tokens, trained tokens, stop, save, tokens of each source...] on the device.
+
+    All are summed over micro-batches and ranks.
+    """
     tokens = sum(batch.tokens for batch in batches)
     trained = sum(batch.trained_tokens for batch in batches)
-    totals = to_device(torch.tensor([tokens, trained, stop, save], dtype=torch.float64), device)
+    sources = map(sum, zip(*(batch.source_tokens for batch in batches), strict=True))
+    totals = to_device(torch.tensor([tokens, trained, stop, save, *sources], dtype=torch.float64), device)
     dist.all_reduce(totals)
     return totals
 

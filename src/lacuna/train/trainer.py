@@ -80,7 +80,7 @@ class _Loop:
         norm, skip = update(config, run.built, run.optimizer, totals[1], rate)
         self.skipped = count_skip(self.skipped, skip)
         state.step += 1
-        news = torch.stack([*totals, torch.isfinite(norm).double(), *self.skipped])
+        news = torch.stack([*totals[:4], torch.isfinite(norm).double(), *self.skipped, *totals[4:]])
         self._take(self.readback.exchange(news))
         self._count(batches)
         run.metrics.advance(state.step)
@@ -110,14 +110,14 @@ class _Loop:
             self.interval.flops += step_flops(
                 self.run.built.matrix_parameters, self.run.built.attention_shapes, batch.tokens, lengths
             )
-            self.run.count_sources(batch)
 
     def _take(self, arrived: list[list[float]]) -> None:
         """Acts on news that reached the host; every rank gets the same, at the same step."""
         for values in arrived:
-            status = Status(*values)
+            status, sources = Status(*values[:7]), values[7:]
             self._judge(status)
             self.run.state.tokens += int(status.tokens)
+            self.run.state.count_sources(sources)
             self.run.state.skipped_steps = int(status.skipped)
             self.interval.tokens += status.tokens
             self.stopping = self.stopping or status.stop > 0
