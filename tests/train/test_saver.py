@@ -1,0 +1,106 @@
+"""Checkpoints are written when they should be, before or behind the training, and the right ones stay."""
+
+import json
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+
+from lacuna.train.checkpoint import has_optimizer
+from runs import checkpoint, curve, ended, rows, start, steps, together, train, wait_until, weights
+
+
+@pytest.fixture(scope="module")
+def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A run that only wrote a seed, one that saved every step behind the training, and one that saved every second."""
+    folder = tmp_path_factory.mktemp("saver")
+    runs = {name: folder / name for name in ("seed", "async", "timed")}
+    together(
+        lambda: train(world, runs["seed"], "--checkpoint.create_seed_checkpoint"),
+        lambda: train(world, runs["async"], "--checkpoint.interval", 1, "--checkpoint.async_mode", "async"),
+        lambda: save_by_time(world, runs["timed"]),
+    )
+    return runs
+
+
+def save_by_time(world: Path, folder: Path) -> None:
+    """A run that saves every second, stopped once it has three checkpoints."""
+    flags = (
+        "--checkpoint.interval_type", "seconds", "--checkpoint.interval", 1, "--training.steps", 100_000,
+        "--metrics.log_freq", 1000,
+    )  # fmt: skip
+    with ended(start("train", world / "run.toml", "--job.dump_folder", folder, *flags)) as process:
+        wait_until(lambda: len(steps(folder)) >= 3, process)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(180) == 0
+
+
+@pytest.fixture(scope="module")
+def kept(world: Path, runs: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Runs from a seed on one rank and on two, and the first one continued.
+
+    Their learning rate rises too far, so that the first validation is the best.
+    """
+    folder = tmp_path_factory.mktemp("kept")
+    one, two = (shutil.copytree(runs["seed"], folder / name) for name in ("one rank", "two ranks"))
+    flags = (
+        "--checkpoint.interval", 2, "--checkpoint.keep_latest_k", 2, "--checkpoint.keep_best",
+        "--validation.dataset", world / "validation.jsonl", "--validation.dataset_split", "train",
+        "--validation.freq", 3, "--lr_scheduler.warmup_steps", 8,
+    )  # fmt: skip
+    outputs = together(
+        lambda: train(world, one, *flags, "--optimizer.lr", 0.2),
+        lambda: train(world, two, "--cpus", 2, "--training.batch_size", 2, "--training.steps", 2),
+    )
+    for run, output in zip((one, two), outputs, strict=True):
+        assert f"starting from the weights in {checkpoint(run, 0)}" in " ".join(output.split())
+    further = shutil.copytree(one, folder / "further")
+    train(world, further, *flags, "--optimizer.lr", 1.0, "--training.steps", 12)
+    return {run.name: run for run in (one, two, further)}
+
+
+def test_a_seed_checkpoint_is_all_that_its_run_writes(runs: dict[str, Path]) -> None:
+    assert steps(runs["seed"]) == [0]
+    assert rows(runs["seed"]) == []
+    assert not (runs["seed"] / "hf").exists()
+
+
+def test_a_seeded_run_has_the_first_loss_of_the_unseeded_one_on_1_and_2_ranks(
+    straight: Path, kept: dict[str, Path]
+) -> None:
+    assert curve(kept["one rank"])[0] == curve(straight)[0]
+    assert curve(kept["two ranks"])[0] == pytest.approx(curve(straight)[0], rel=1e-5)
+
+
+@pytest.mark.parametrize(("run", "latest"), [("one rank", [6, 8]), ("further", [10, 12])])
+def test_the_latest_the_best_and_step_0_are_kept(kept: dict[str, Path], run: str, latest: list[int]) -> None:
+    losses = {row["step"]: row["val_loss"] for row in rows(kept[run]) if "val_loss" in row}
+    assert min(losses, key=losses.__getitem__) == 3
+    assert steps(kept[run]) == [0, 3, *latest]
+
+
+def test_model_weights_only_leaves_the_optimizer_out_of_the_last_checkpoint(weights_only: Path) -> None:
+    assert steps(weights_only) == [2, 4]
+    assert has_optimizer(str(checkpoint(weights_only, 2)))
+    assert not has_optimizer(str(checkpoint(weights_only, 4)))
+
+
+def test_interval_type_seconds_saves_by_time(runs: dict[str, Path]) -> None:
+    written = [(checkpoint(runs["timed"], step) / "manifest.json").stat().st_mtime for step in steps(runs["timed"])[:3]]
+    assert written[2] - written[0] > 1, "two seconds, less what it took to write the first"
+
+
+def test_asynchronous_checkpoints_are_the_synchronous_ones_to_the_byte(straight: Path, runs: dict[str, Path]) -> None:
+    assert steps(runs["async"]) == [1, 2, 3, 4, 5, 6, 7, 8]
+    assert weights(runs["async"]) == weights(straight)
+    for step in steps(straight):
+        checksums = [manifest(run, step) for run in (straight, runs["async"])]
+        assert checksums[0] == checksums[1]
+        assert {"__0_0.distcp", "state.pt"} <= set(checksums[0])
+
+
+def manifest(run: Path, step: int) -> dict[str, list[int]]:
+    """Size and checksum of every file of a checkpoint but the one in which torch notes the folder."""
+    checksums = json.loads((checkpoint(run, step) / "manifest.json").read_text())
+    return {name: checksum for name, checksum in checksums.items() if name != ".metadata"}
