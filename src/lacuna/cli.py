@@ -48,13 +48,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command not in COMMANDS:
             guess = did_you_mean(command, COMMANDS) or "."
             raise UserError(f"{command!r} is no command{guess} Known: {', '.join(COMMANDS)}.")
-        return importlib.import_module(f"lacuna.commands.{command}").run(rest)
+        status = importlib.import_module(f"lacuna.commands.{command}").run(rest)
+        sys.stdout.flush()
+        return status
     except UserError as error:
         return _complain(error, 2)
     except RunError as error:
         return _complain(error, 1)
     except KeyboardInterrupt:
         return _complain("interrupted at once, without saving.", 1)
+    except BrokenPipeError:  # who reads has seen enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise

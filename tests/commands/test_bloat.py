@@ -1,8 +1,9 @@
 """`lacuna bloat` counts the package by folder."""
 
 import re
+import subprocess
 
-from runs import lacuna
+from runs import lacuna, start
 
 
 def test_the_total_is_the_sum_of_the_folders() -> None:
@@ -11,3 +12,11 @@ def test_the_total_is_the_sum_of_the_folders() -> None:
     assert {".", "commands", "config", "data", "train"} <= counts.keys()
     found = re.fullmatch(r"total +([\d,]+) of 5,000", total)
     assert found and int(found[1].replace(",", "")) == sum(counts.values())
+
+
+def test_a_reader_that_has_seen_enough_is_no_error_worth_a_traceback() -> None:
+    process = start("bloat", stderr=subprocess.PIPE)
+    process.stdout.close()
+    assert process.stderr.read() == ""
+    assert process.wait() == 1
+    process.stderr.close()
