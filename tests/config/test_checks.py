@@ -112,7 +112,7 @@ def error_of(flags="", **kwargs):
         ),
         ("--validation.steps 0", "validation.steps", "-1 for all"),
         ("--job.task sft", "job.task", "not available yet"),
-        ("--activation_checkpoint.mode full", "activation_checkpoint.mode", "not available yet"),
+        ("--activation_checkpoint.mode memory_budget", "activation_checkpoint.mode", "compile.enable"),
         ("--float8.recipe_name rowwise", "float8.recipe_name", "not available yet"),
         ("--parallelism.expert_parallel_degree 2", "parallelism.expert_parallel_degree", "not available yet"),
     ],

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lacuna.config import Config
-from lacuna.config.machine import ParallelismConfig
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
@@ -24,11 +24,13 @@ SEQUENCES = 8
 
 @dataclass(frozen=True)
 class Case:
-    """A layout of the data-parallel ranks, the micro-batches of each, and the ZeRO stage."""
+    """A layout of the data-parallel ranks, the micro-batches of each, the ZeRO stage, and what is recomputed."""
 
     replicate: int
     accumulation: int
     zero_stage: int = 3
+    recompute: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    compiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,8 @@ def one_step(model_config: Path, case: Case) -> Outcome:
         training=TrainingConfig(seq_len=LENGTH, max_norm=0.5),
         optimizer=OptimizerConfig(lr=0.1, eps=1e-2),  # a small eps would blow up rounding where gradients are zero
         parallelism=ParallelismConfig(zero_stage=case.zero_stage),
+        activation_checkpoint=case.recompute,
+        compile=CompileConfig(enable=case.compiled),
     )
     ranks = dist.get_world_size()
     mesh = build_mesh(Layout(case.replicate, ranks // case.replicate), "cpu")

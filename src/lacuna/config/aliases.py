@@ -59,7 +59,6 @@ UNAVAILABLE: dict[str, str] = {
     "job.task = *": "any task but pretrain is not available yet",
     "training.enable_cpu_offload = *": "offloading to the CPU is not available yet",
     "optimizer.early_step_in_backward = *": "updating during the backward pass is not available yet",
-    "activation_checkpoint.mode = *": "recomputing activations is not available yet",
     "float8.scaling_type_* = *": "torchao removed delayed scaling; use dynamic",
     "float8.* = *": "float8 is not available yet",
     "parallelism.*tensor_parallel* = *": "tensor parallelism is not available yet",

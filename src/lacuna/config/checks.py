@@ -121,6 +121,8 @@ def _switches(config: Config) -> Iterator[str]:
             yield f"checkpoint.{field}, checkpoint.enable_checkpoint: nothing is saved; drop one of them"
     if config.optimizer.early_step_in_backward and config.training.max_norm > 0:
         yield "optimizer.early_step_in_backward, training.max_norm: early steps leave nothing to clip; set max_norm = 0"
+    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
+        yield "activation_checkpoint.mode, compile.enable: memory_budget is torch.compile's; set compile.enable = true"
     if (stage, reshard) in ((2, "always"), (3, "never")):
         yield f"parallelism.zero_stage, parallelism.fsdp_reshard_after_forward: {stage} contradicts {reshard}; keep one"
 

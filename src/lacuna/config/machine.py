@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
 
 from lacuna.config.fields import Names, Path, Section, also
 
@@ -48,7 +48,12 @@ class ActivationCheckpointConfig(Section):
     """What is computed again in the backward pass to save memory."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """Which activations are recomputed; only none is available yet."""
+    """Which activations are recomputed: all, some by selective_ac_option, or as many as memory_budget asks."""
+    selective_ac_option: Annotated[str, BeforeValidator(str), Field(pattern="^(op|[1-9][0-9]*)$")] = "2"
+    """With mode selective: k recomputes every k-th layer; op keeps attention, communication and every second matrix
+    product."""
+    memory_budget: float = Field(0.5, ge=0, le=1)
+    """With mode memory_budget: share of the activations that torch.compile may keep."""
 
 
 class CompileConfig(Section):

@@ -7,6 +7,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lacuna.config import Config
 from lacuna.parallel.fsdp import shard_model
+from lacuna.parallel.recompute import recompute
 
 
 def compile_enabled(config: Config, device_type: str) -> bool:
@@ -15,7 +16,8 @@ def compile_enabled(config: Config, device_type: str) -> bool:
 
 
 def parallelize(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, config: Config) -> None:
-    """Applies compilation and sharding to `model` in place."""
+    """Applies recomputation, compilation and sharding to `model` in place."""
+    recompute(layers, config)
     if compile_enabled(config, mesh.device_type):
         # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay outside it.
         for layer in layers:

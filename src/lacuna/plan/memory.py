@@ -6,6 +6,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lacuna.config import Config
+from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.loss import CHUNK_BYTES
 
 
@@ -26,12 +27,21 @@ class MemoryEstimate:
         return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.loss
 
 
-def _activation_bytes_per_token(model_config: PretrainedConfig, width: int, fused: bool) -> int:
+def recomputed_share(settings: ActivationCheckpointConfig) -> float:
+    """The share of the layers' activations that the backward pass computes again."""
+    option = settings.selective_ac_option
+    selective = 0.5 if option == "op" else 1 / int(option)
+    return {"none": 0.0, "full": 1.0, "selective": selective, "memory_budget": 1 - settings.memory_budget}[
+        settings.mode
+    ]
+
+
+def _activation_bytes_per_token(model_config: PretrainedConfig, width: int, fused: bool, recomputed: float) -> int:
     """What the layers keep for the backward pass, per token: a count of the tensors a decoder layer saves.
 
     Attention keeps its input, normed input, query, key, value and output; the feed-forward part its input, normed
     input and three (gated) or two wide tensors. Uncompiled code also keeps the intermediate results of norms,
-    rotations and activations, about as much again.
+    rotations and activations, about as much again. Of what is recomputed, the layers' inputs and one layer remain.
     """
     text = model_config.get_text_config()
     hidden, heads = text.hidden_size, text.num_attention_heads
@@ -40,8 +50,9 @@ def _activation_bytes_per_token(model_config: PretrainedConfig, width: int, fuse
     wide = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
     attention = 2 * hidden + 2 * heads * head_dim + 2 * key_value * head_dim
     feed_forward = 2 * hidden + 3 * wide
-    layers = text.num_hidden_layers * (attention + feed_forward) * (1 if fused else 2)
-    return (layers + 2 * hidden) * width
+    layer = (attention + feed_forward) * (1 if fused else 2)
+    kept = text.num_hidden_layers * ((1 - recomputed) * layer + recomputed * hidden) + (layer if recomputed else 0)
+    return int((kept + 2 * hidden) * width)
 
 
 def estimate_memory(
@@ -73,6 +84,9 @@ def estimate_memory(
         gradients=shard * stored + (root_parameters + largest_layer) * (compute.itemsize + reduced),
         optimizer=2 * shard * stored,
         gathered=at_once * compute.itemsize if copies else 0,
-        activations=tokens * _activation_bytes_per_token(model_config, compute.itemsize, compiled),
+        activations=tokens
+        * _activation_bytes_per_token(
+            model_config, compute.itemsize, compiled, recomputed_share(config.activation_checkpoint)
+        ),
         loss=3 * chunk + 4 * head,
     )

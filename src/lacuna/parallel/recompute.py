@@ -1,0 +1,63 @@
+"""Activation checkpointing: what the forward pass forgets and the backward pass computes again."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # registers its operation
+from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from lacuna.config import Config
+
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
+_KEPT = {
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.torch_attn._varlen_attn.default,
+    torch.ops._c10d_functional.all_gather_into_tensor.default,
+    torch.ops._c10d_functional.reduce_scatter_tensor.default,
+    torch.ops._c10d_functional.all_to_all_single.default,
+}
+
+
+def recompute(layers: Sequence[nn.Module], config: Config) -> None:
+    """Makes each layer, as `activation_checkpoint` says, recompute its activations, in place.
+
+    The layer's forward is replaced and not the layer wrapped, so that the names of parameters stay.
+    """
+    settings = config.activation_checkpoint
+    if settings.mode == "memory_budget":
+        torch._functorch.config.activation_memory_budget = settings.memory_budget
+        return
+    every = 1 if settings.selective_ac_option == "op" or settings.mode == "full" else int(settings.selective_ac_option)
+    by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
+    contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())} if by_operation else {}
+    for layer in layers[every - 1 :: every] if settings.mode != "none" else ():
+        layer.forward = _checkpointed(layer.forward, contexts)
+
+
+def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
+    def repeatable(*arguments: Any, **named: Any) -> Any:
+        return checkpoint(forward, *arguments, use_reentrant=False, **contexts, **named)
+
+    return repeatable
+
+
+def _policy() -> Callable[..., CheckpointPolicy]:
+    """Saves attention, communication and every second matrix product, which take longest to compute again.
+
+    The forward pass and its repetition count their products apart.
+    """
+    products: Counter[bool] = Counter()
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if operation in _PRODUCTS:
+            products[context.is_recompute] += 1
+        saved = operation in _KEPT or (operation in _PRODUCTS and products[context.is_recompute] % 2)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
