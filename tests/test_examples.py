@@ -24,7 +24,7 @@ def own_loop(world: Path, folder: Path, *flags: object, ranks: int = 1) -> list[
 
 
 def test_the_loop_of_your_own_trains_like_lacuna_and_resumes(world: Path, tmp_path: Path) -> None:
-    flags = ("--lr_scheduler.decay_type", "constant", "--checkpoint.export_dtype", "bfloat16")
+    flags = ("--lr_scheduler.decay_type", "constant")
     own, resumed, reference = tmp_path / "own", tmp_path / "resumed", tmp_path / "reference"
     half, whole, _ = together(
         lambda: own_loop(world, resumed, *flags, "--training.steps", 4),
@@ -41,6 +41,6 @@ def test_the_loop_of_your_own_trains_like_lacuna_and_resumes(world: Path, tmp_pa
 @pytest.mark.slow
 def test_the_loop_of_your_own_runs_under_torchrun(world: Path, tmp_path: Path) -> None:
     own_loop(world, tmp_path / "own", ranks=2)
-    train(world, tmp_path / "reference", "--cpus", 2, "--checkpoint.export_dtype", "bfloat16")
+    train(world, tmp_path / "reference", "--cpus", 2)
     assert weights(tmp_path / "own") == weights(tmp_path / "reference")
     assert steps(tmp_path / "reference") == [4, 8]
