@@ -86,10 +86,10 @@ class _MicroBatches(IterableDataset):
 class Loader:
     """The endless training batches of one rank, `accumulation` micro-batches for each step."""
 
-    def __init__(self, plan: Plan, layout: Layout, options: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, layout: Layout, workers: int) -> None:
         self._plan = plan
         self._layout = layout
-        self._options = options
+        self._workers = workers
         self._broken = BrokenRecords(plan.config.data.max_broken_records)
         self._handed_out = 0
         self._batches: Iterator[Batch | UserError] | None = None
@@ -153,10 +153,13 @@ class Loader:
 
     def _start(self) -> Iterator[Batch | UserError]:
         dataset = _MicroBatches(self._plan, self._layout, self._handed_out, dict(self._lanes))
-        if self._options["num_workers"]:
+        options: dict[str, Any] = {}
+        if self._workers:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
+            prefetch = self._plan.config.data.prefetch_factor
+            options = {"num_workers": self._workers, "prefetch_factor": prefetch, "worker_init_fn": _start_worker}
         # A generator of its own: else every start of a loader draws from the one that dropout draws from.
-        batches = iter(DataLoader(dataset, batch_size=None, generator=torch.Generator(), **self._options))
+        batches = iter(DataLoader(dataset, batch_size=None, generator=torch.Generator(), **options))
         self._stop = weakref.finalize(self, _stop_workers, batches)
         return batches
 
@@ -179,7 +182,6 @@ def build_loader(
     micro_batch: int,
     accumulation: int,
     global_batch: int,
-    device: str = "cpu",
 ) -> Loader:
     """The training batches of a rank; they depend on the rank's place in the global batch, never on the workers.
 
@@ -187,21 +189,13 @@ def build_loader(
         micro_batch: sequences per micro-batch of this rank.
         accumulation: micro-batches per step.
         global_batch: sequences per step over all ranks, micro_batch * accumulation * dp_world.
-        device: where batches will go; for cuda they come in pinned memory.
 
     Raises UserError when the data cannot be opened.
     """
     assert micro_batch * accumulation * dp_world == global_batch, "the global batch is what the ranks make of it"
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), global_batch * _STEPS_BEFORE_A_LANE_RETURNS)
     layout = Layout(global_batch, micro_batch, accumulation, dp_rank)
-    workers = _number_of_workers(config.data.num_workers, plan, accumulation)
-    options = {
-        "num_workers": workers,
-        "prefetch_factor": config.data.prefetch_factor if workers else None,
-        "worker_init_fn": _start_worker,
-        "pin_memory": device.startswith("cuda"),
-    }
-    return Loader(plan, layout, options)
+    return Loader(plan, layout, _number_of_workers(config.data.num_workers, plan, accumulation))
 
 
 def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int:

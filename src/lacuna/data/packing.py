@@ -1,7 +1,7 @@
 """Pieces of documents to rows of tokens: inputs, labels, positions and the bounds attention keeps to."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -56,18 +56,6 @@ class Batch:
     source_tokens: tuple[int, ...]
     broken_records: tuple[str, ...] = ()
     state: Any = None
-
-    def to(self, device: torch.device | str) -> "Batch":
-        """Copy the tensors to a device, without waiting where they are in pinned memory."""
-        return self._map_tensors(lambda tensor: tensor.to(device, non_blocking=True))
-
-    def pin_memory(self) -> "Batch":
-        """Called by torch's DataLoader, which knows how to pin anything that has this method."""
-        return self._map_tensors(lambda tensor: tensor.pin_memory())
-
-    def _map_tensors(self, function: Any) -> "Batch":
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{k: function(v) for k, v in values.items() if isinstance(v, Tensor)})
 
 
 def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: int) -> Batch:
