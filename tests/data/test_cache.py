@@ -29,7 +29,7 @@ def table_of(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int = 0) -> 
 
 
 def tokens_of(table: TokenTable, index: int) -> list[int]:
-    return table.tokens(index, 0, 10**6).tolist()
+    return table.document(index).tokens.tolist()
 
 
 def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -38,7 +38,8 @@ def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreT
         expected = [*tokenizer(TEXTS[index])["input_ids"], END] if TEXTS[index] else []
         assert tokens_of(table, index) == expected
         assert (table.lengths[index], table.text_bytes[index]) == (len(expected), len(TEXTS[index]))
-    assert table.tokens(1, 2, 5).tolist() == tokens_of(table, 1)[2:5]
+    span = table.document(1).span(2, 5, source=0)
+    assert [*span.tokens, span.following] == tokens_of(table, 1)[2:6] and span.text_bytes == len(TEXTS[1]) * 3 / 7
 
 
 def test_of_many_processes_one_tokenises(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -9,8 +9,9 @@ from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import UserError
 from lacuna.data import load_tokenizer
+from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
-from lacuna.data.tokenize import BrokenRecords, Document, document_of, tokenize_text, tokenizer_fingerprint
+from lacuna.data.tokenize import BrokenRecords, document_of, tokenize_text, tokenizer_fingerprint
 from texts import END
 
 
@@ -51,28 +52,32 @@ def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(tokenizer: Pr
     assert tokenizer_fingerprint(copy_of(tokenizer, eos_token=None)) != before
 
 
-def test_documents_count_utf8_bytes_and_broken_ones_are_none(tokenizer: PreTrainedTokenizerFast) -> None:
-    broken = BrokenRecords(limit=1)
+def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+    def document(text: object) -> Document:
+        return document_of(Documents("lines", None, "text"), {"text": text}, "place one", tokenizer)
 
-    def document(text: object, place: str) -> Document | None:
-        return document_of(Documents("lines", None, "text"), {"text": text}, place, tokenizer, broken)
+    assert document("äb").text_bytes == 3 and document("äb").broken is None
+    assert len(document("").tokens) == 0 and document("").broken is None
+    for broken in (None, 7):
+        assert len(document(broken).tokens) == 0 and document(broken).broken == "lines, place one"
 
-    found = document("äb", "here")
-    assert found is not None and found.text_bytes == 3
-    assert document("", "empty is not broken") is None
-    assert document(None, "place one") is None
-    assert document(None, "place one") is None
-    with pytest.raises(UserError, match="lines, place one; lines, place two"):
-        document(7, "place two")
+
+def test_broken_records_are_counted_once_warned_of_once_and_limited(caplog: pytest.LogCaptureFixture) -> None:
+    broken = BrokenRecords(limit=2)
+    for places in ([], ["one"], ["one"], ["two", "one"]):
+        broken.add(places)
+    assert len(caplog.records) == 1 and "left out, further ones silently: one" in caplog.text
+    with pytest.raises(UserError, match="more than 2 unreadable records, the first: one; two; three;"):
+        broken.add(["three"])
 
 
 def test_tokens_that_came_ready_made_are_checked(tokenizer: PreTrainedTokenizerFast) -> None:
-    def document(tokens: list[int]) -> Document | None:
+    def document(tokens: list[int]) -> Document:
         source = Documents("tokens", None, "input_ids")
-        return document_of(source, {"input_ids": tokens}, "document 1", tokenizer, BrokenRecords(limit=0))
+        return document_of(source, {"input_ids": tokens}, "document 1", tokenizer)
 
     ready = document([1, 2])
-    assert ready is not None and ready.tokens.tolist() == [1, 2] and np.isnan(ready.text_bytes)
+    assert ready.tokens.tolist() == [1, 2] and np.isnan(ready.text_bytes)
     for tokens, wrong in (([1, 300], 300), ([-1, 2], -1)):
         with pytest.raises(UserError, match=f"tokens, document 1: holds token {wrong}, .*only 257"):
             document(tokens)

@@ -17,12 +17,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import UserError
 from lacuna.data.files import BROKEN
+from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
-from lacuna.data.tokenize import BrokenRecords, Document, document_of, tokenizer_fingerprint
+from lacuna.data.tokenize import BrokenRecords, document_of, tokenizer_fingerprint
 
 _VERSION = 2
 _BYTES_PER_PROCESS = 8 * 2**20
-_NOTHING = Document(np.zeros(0, dtype=np.int32), text_bytes=0.0)
 
 
 @dataclass(frozen=True)
@@ -40,14 +40,14 @@ class TokenTable:
         """int64 [documents], in tokens."""
         return pc.list_value_length(self.dataset.data.column("input_ids")).to_numpy()
 
-    def tokens(self, index: int, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) of a document, fewer where it ends before."""
-        return self.dataset.data.column("input_ids")[index].values.slice(start, stop - start).to_numpy()
-
     @cached_property
     def text_bytes(self) -> np.ndarray:
         """float64 [documents], UTF-8 bytes of each text; nan where only its tokens are known."""
         return self.dataset.data.column("bytes").to_numpy()
+
+    def document(self, index: int) -> Document:
+        """A document, its tokens a view of the file."""
+        return Document(self.dataset.data.column("input_ids")[index].values.to_numpy(), float(self.text_bytes[index]))
 
 
 def tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, broken: BrokenRecords) -> TokenTable:
@@ -69,7 +69,7 @@ def tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, broken: Bro
             num_proc=processes if processes > 1 else None, cache_file_name=str(folder / "tokens.arrow"),
             load_from_cache_file=True, fn_kwargs={"source": source, "tokenizer": tokenizer}, desc="tokenising",
         )  # fmt: skip
-    broken.add(*pc.drop_null(dataset.data.column(BROKEN)).to_pylist())
+    broken.add(pc.drop_null(dataset.data.column(BROKEN)).to_pylist())
     table = TokenTable(dataset)
     if not table.lengths.any():
         raise UserError(f"{source.name}: no record holds any text; check data.text_column")
@@ -84,6 +84,5 @@ def usable_cores() -> int:
 def _tokenise(
     record: dict[str, Any], index: int, source: Documents, tokenizer: PreTrainedTokenizerBase
 ) -> dict[str, Any]:
-    broken = BrokenRecords(limit=1)
-    document = document_of(source, record, f"document {index}", tokenizer, broken) or _NOTHING
-    return {"input_ids": document.tokens, "bytes": document.text_bytes, BROKEN: next(iter(broken.places), None)}
+    document = document_of(source, record, f"document {index}", tokenizer)
+    return {"input_ids": document.tokens, "bytes": document.text_bytes, BROKEN: document.broken}

@@ -7,9 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from lacuna.data.mixture import permute, random_key
-from lacuna.data.packing import IGNORED, Span
+from lacuna.data.packing import Span
 from lacuna.data.plan import Plan
-from lacuna.data.tokenize import BrokenRecords
 
 _BLOCK = 16384
 _WINDOW = 8192
@@ -44,7 +43,7 @@ class IndexedRows:
         self._end = math.inf if plan.endless else plan.tokens_per_pass
         self._pass = -(-(plan.tokens_per_pass or 0) // plan.config.training.seq_len) or _WINDOW
         self._blocks = [self._make_block(0, np.zeros(len(plan.mixture.pools), dtype=np.int64))]
-        self.broken = BrokenRecords(0)
+        self.broken: list[str] = []
 
     def row(self, number: int) -> list[Span]:
         """The spans of a row, which fill it but at the end of the documents; rows are asked for in order."""
@@ -82,12 +81,9 @@ class IndexedRows:
         block = next(block for block in self._blocks if position < block.ends[-1])
         draw = int(np.searchsorted(block.ends, position, side="right"))
         source, index, end = (int(column[draw]) for column in block[:3])
-        table = self._plan.tables[source]
-        length = int(table.lengths[index])
-        start, count = length - (end - position), min(end, stop) - position
-        tokens = table.tokens(index, start, start + count + 1)
-        following = int(tokens[count]) if len(tokens) > count else IGNORED
-        return Span(tokens[:count], following, source, float(table.text_bytes[index]) * count / length)
+        document = self._plan.tables[source].document(index)
+        start = len(document.tokens) - (end - position)
+        return document.span(start, start + stop - position, source)
 
     def _make_block(self, start: int, cursors: np.ndarray) -> _Block:
         choices, sources, indices = self._plan.mixture.draw(0, cursors, _BLOCK)

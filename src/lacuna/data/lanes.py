@@ -5,10 +5,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from lacuna.config import UserError
-from lacuna.data.packing import IGNORED, Span
+from lacuna.data.packing import Document, Span
 from lacuna.data.plan import Plan
 from lacuna.data.stream import PartReader, Snapshot, Stream
-from lacuna.data.tokenize import BrokenRecords, Document, document_of
+from lacuna.data.tokenize import BrokenRecords, document_of
 
 _DRAWN_AHEAD = 64
 _MOST_EMPTY = 100_000
@@ -46,7 +46,7 @@ class LaneRows:
             lane = self._lanes[number] = _Lane(number, offset, list(cursors), list(snapshots))
             lane.upcoming = self._draws(lane)
         self._readers: dict[tuple[int, int], PartReader] = {}
-        self.broken = BrokenRecords(plan.config.data.max_broken_records)
+        self.broken: list[str] = []
 
     def row(self, number: int) -> list[Span]:
         """The spans of a row, which fill it but at the end of the documents; those of a lane are asked for in order."""
@@ -55,13 +55,10 @@ class LaneRows:
         with suppress(StopIteration):  # where a stream ends, the row is left short
             while space:
                 document = lane.document or self._load(lane)
-                start, size = lane.offset, len(document.tokens)
-                stop = lane.offset = min(start + space, size)
-                following = int(document.tokens[stop]) if stop < size else IGNORED
-                share = document.text_bytes * (stop - start) / size
-                spans.append(Span(document.tokens[start:stop], following, lane.source, share))
-                space -= stop - start
-                if stop == size:
+                spans.append(document.span(lane.offset, lane.offset + space, lane.source))
+                lane.offset += len(spans[-1].tokens)
+                space -= len(spans[-1].tokens)
+                if lane.offset == len(document.tokens):
                     lane.pass_document()
         return spans
 
@@ -85,10 +82,13 @@ class LaneRows:
                 lane.snapshots[lane.choice] = tuple(snapshot)
             else:
                 record, place = documents.dataset[index], f"document {index}"
-            lane.document = document_of(documents, record, place, self._plan.tokenizer, self.broken)
-            if lane.document is not None:
+            lane.document = document_of(documents, record, place, self._plan.tokenizer)
+            if lane.document.broken:
+                self.broken.append(lane.document.broken)
+            if len(lane.document.tokens):
                 return lane.document
             lane.pass_document()
+        BrokenRecords(self._plan.config.data.max_broken_records).add(self.broken)
         raise UserError(f"{documents.name}: {_MOST_EMPTY} records in a row hold no text; check data.text_column")
 
     def _reader(self, lane: _Lane) -> PartReader:

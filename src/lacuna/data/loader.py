@@ -78,7 +78,8 @@ class _MicroBatches(IterableDataset):
             for micro_batch in itertools.count(first, workers):
                 numbers = self._layout.rows(micro_batch)
                 batch = self._plan.batch([rows.row(row) for row in numbers])
-                yield replace(batch, broken_records=tuple(rows.broken.places), state=rows.states(numbers))
+                yield replace(batch, broken_records=tuple(rows.broken), state=rows.states(numbers))
+                rows.broken.clear()
         except UserError as error:
             yield error  # raised where the batch is handed out: a worker would bury it in a traceback
 
@@ -111,8 +112,7 @@ class Loader:
         if isinstance(batch, UserError):
             raise batch
         self._lanes |= batch.state
-        self._broken.add(*batch.broken_records)
-        self._broken.report()
+        self._broken.add(batch.broken_records)
         self._handed_out += 1
         return batch
 
@@ -143,7 +143,8 @@ class Loader:
         self.close()
         self._handed_out = state["steps"] * self._layout.accumulation
         self._lanes = {lane: state["lanes"][lane] for lane in self._lanes}
-        self._broken.places = list(state["broken_records"])
+        self._broken = BrokenRecords(self._broken.limit)
+        self._broken.add(state["broken_records"])
 
     def close(self) -> None:
         """Stop the workers, which otherwise end with the process."""

@@ -28,6 +28,24 @@ class Span:
 
 
 @dataclass(frozen=True)
+class Document:
+    """One document: int32 tokens [n], the end of text among them, and its text's UTF-8 bytes (nan: unknown).
+
+    An unreadable one has no tokens, and `broken` says where it was found.
+    """
+
+    tokens: np.ndarray
+    text_bytes: float
+    broken: str | None = None
+
+    def span(self, start: int, stop: int, source: int) -> Span:
+        """The tokens [start, stop), fewer where the document ends before."""
+        tokens, size = self.tokens[start:stop], len(self.tokens)
+        following = int(self.tokens[stop]) if stop < size else IGNORED
+        return Span(tokens, following, source, self.text_bytes * len(tokens) / size)
+
+
+@dataclass(frozen=True)
 class Batch:
     """One micro-batch of one data-parallel rank; B sequences of T tokens; tensors on the CPU.
 
@@ -41,7 +59,7 @@ class Batch:
         trained_tokens: labels that are not -100.
         text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are known).
         source_tokens: real tokens from each source, in the order of the configuration.
-        broken_records: places of the records found broken while this batch was made.
+        broken_records: places of the records found broken for this batch.
         state: what `Loader.state_dict` needs; nobody else's business.
     """
 

@@ -82,7 +82,6 @@ def make_plan(
     if _is_cached(config, sources, endless):
         lanes, broken = 1, BrokenRecords(data.max_broken_records)
         tables = tuple(tokenised(source, tokenizer, broken) for source in sources)
-        broken.report()
     return Plan(config, tokenizer, Mixture(seed, pools, shares, lanes), sources, tables, endless)
 
 

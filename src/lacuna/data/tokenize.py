@@ -2,7 +2,9 @@
 
 import json
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -12,44 +14,34 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lacuna.config import UserError
 from lacuna.data import corpus
 from lacuna.data.files import BROKEN
+from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
 
 _LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Document:
-    """One document: int32 tokens [n], the end of text among them, and its text's UTF-8 bytes (nan: unknown)."""
-
-    tokens: np.ndarray
-    text_bytes: float
-
-
 @dataclass
 class BrokenRecords:
-    """Counts unreadable records and stops the run when there are more than `limit`.
+    """Counts unreadable records, warns of the first, and stops the run when there are more than `limit`.
 
     A record that comes again in a later epoch, or to another reader, is counted once.
     """
 
     limit: int
-    places: list[str] = field(default_factory=list)
-    _reported: bool = False
+    places: dict[str, None] = field(default_factory=dict)
 
-    def add(self, *places: str) -> None:
+    def add(self, places: Iterable[str]) -> None:
         """Raises UserError with the first few places when there are too many."""
-        self.places += [place for place in places if place not in self.places]
+        warned = bool(self.places)
+        self.places |= dict.fromkeys(places)
+        examples = "; ".join(islice(self.places, 3))
         if len(self.places) > self.limit:
             raise UserError(
-                f"more than {self.limit} unreadable records, the first: {'; '.join(self.places[:3])}; "
+                f"more than {self.limit} unreadable records, the first: {examples}; "
                 "mend the data, or raise data.max_broken_records to skip them"
             )
-
-    def report(self) -> None:
-        """Warn, once, that there are some."""
-        if self.places and not self._reported:
-            self._reported = True
-            _LOG.warning("unreadable records are left out, further ones silently: %s", "; ".join(self.places[:3]))
+        if self.places and not warned:
+            _LOG.warning("unreadable records are left out, further ones silently: %s", examples)
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -95,20 +87,16 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     return np.array(tokens, dtype=np.int32)
 
 
-def document_of(
-    source: Documents, record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, broken: BrokenRecords
-) -> Document | None:
-    """The document of a record found at `place` in a source; None when it is empty, or broken, which is counted.
+def document_of(source: Documents, record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase) -> Document:
+    """The document of a record found at `place` in a source, without tokens where it is empty or broken.
 
-    Raises UserError when it came as tokens of which the tokenizer does not know one, or too many were broken.
+    Raises UserError when it came as tokens of which the tokenizer does not know one.
     """
     value, place = record[source.column], record.get(BROKEN) or f"{source.name}, {place}"
     pretokenised = source.column == "input_ids"
-    if not isinstance(value, list if pretokenised else str):
-        broken.add(place)
-        return None
-    if not value:
-        return None
+    broken = None if isinstance(value, list if pretokenised else str) else place
+    if broken or not value:
+        return Document(np.zeros(0, dtype=np.int32), 0.0, broken)
     if not pretokenised:
         return Document(tokenize_text(tokenizer, value), float(len(value.encode())))
     lowest, highest = min(value), max(value)

@@ -10,6 +10,7 @@ from lacuna.config import Config
 from lacuna.data.loader import open_rows
 from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
+from lacuna.data.tokenize import BrokenRecords
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class Validation:
     most_batches: int | None
 
     def __iter__(self) -> Iterator[Batch]:
-        rows = open_rows(self.plan, {0: None})
+        rows, broken = open_rows(self.plan, {0: None}), BrokenRecords(self.plan.config.data.max_broken_records)
         first, size = self.dp_rank * self.micro_batch, self.dp_world * self.micro_batch
         for number in itertools.islice(itertools.count(), self.most_batches):
             group = [rows.row(number * size + within) for within in range(size)]
-            rows.broken.report()
+            broken.add(rows.broken)
             if not any(group):
                 return
             yield self.plan.batch(group[first : first + self.micro_batch])
