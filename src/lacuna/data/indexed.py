@@ -1,34 +1,15 @@
 """Rows cut from tokenised documents laid end to end, in shuffled order; any process can make any row."""
 
 import math
-from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 
-from lacuna.data.mixture import permute, random_key
+from lacuna.data.mixture import shuffled
 from lacuna.data.packing import Span
 from lacuna.data.plan import Plan
 
-_BLOCK = 16384
+_DRAWN_AT_ONCE = 16384
 _WINDOW = 8192
-
-
-class _Block(NamedTuple):
-    """Consecutive draws: sources, documents in them, and where each ends in the endless run of tokens.
-
-    `cursors` counts the draws from each pool up to the end of the block.
-    """
-
-    sources: np.ndarray
-    indices: np.ndarray
-    ends: np.ndarray
-    cursors: np.ndarray
-
-
-@lru_cache(maxsize=2)
-def _shuffled(size: int, *key: int) -> np.ndarray:
-    return permute(np.arange(size), size, np.full(size, random_key(*key), dtype=np.uint64))
 
 
 class IndexedRows:
@@ -42,21 +23,31 @@ class IndexedRows:
         self._plan = plan
         self._end = math.inf if plan.endless else plan.tokens_per_pass
         self._pass = -(-(plan.tokens_per_pass or 0) // plan.config.training.seq_len) or _WINDOW
-        self._blocks = [self._make_block(0, np.zeros(len(plan.mixture.pools), dtype=np.int64))]
+        self._window = -(-self._pass // -(-self._pass // _WINDOW))
+        self._cursors = np.zeros(len(plan.mixture.pools), dtype=np.int64)
+        self._drawn = np.zeros((3, 1), dtype=np.int64)
         self.broken: list[str] = []
 
     def row(self, number: int) -> list[Span]:
         """The spans of a row, which fill it but at the end of the documents; rows are asked for in order."""
         length = self._plan.config.training.seq_len
         window, place = self._place(number)
-        while len(self._blocks) > 1 and self._blocks[0].ends[-1] <= window * length:
-            del self._blocks[0]
         position, stop = place * length, min((place + 1) * length, self._end)
+        if self._drawn[2, -1] < stop:
+            self._draw(window * length, stop)
         spans = []
         while position < stop:
-            spans.append(self._span(position, stop))
+            draw = np.searchsorted(self._drawn[2], position, side="right")
+            source, index, end = self._drawn[:, draw].tolist()
+            document = self._plan.tables[source].document(index)
+            start = len(document.tokens) - (end - position)
+            spans.append(document.span(start, start + stop - position, source))
             position += len(spans[-1].tokens)
         return spans
+
+    def states(self, rows: range) -> dict[int, None]:
+        """Nothing: the number of a row says all."""
+        return {}
 
     def _place(self, row: int) -> tuple[int, int]:
         """The first place of the window that a row is shuffled in, and the row's own."""
@@ -64,32 +55,23 @@ class IndexedRows:
         if key is None:
             return row, row
         epoch, within = divmod(row, self._pass)
-        windows = -(-self._pass // _WINDOW)
-        window = within * windows // self._pass
-        first, end = (-(-number * self._pass // windows) for number in (window, window + 1))
-        order = _shuffled(end - first, key, epoch, window)
-        return epoch * self._pass + first, epoch * self._pass + first + int(order[within - first])
+        window, number = divmod(within, self._window)
+        order = shuffled(min(self._window, self._pass - within + number), key, epoch, window)
+        return row - number, row - number + int(order[number])
 
-    def states(self, rows: range) -> dict[int, None]:
-        """Nothing: the number of a row says all."""
-        return {}
+    def _draw(self, start: int, stop: int) -> None:
+        """Draw documents until they reach the token `stop`, and forget those that end before the token `start`.
 
-    def _span(self, position: int, stop: int) -> Span:
-        """The tokens [position, stop) of the documents laid end to end, as far as they are of one document."""
-        while position >= self._blocks[-1].ends[-1]:
-            self._blocks.append(self._make_block(int(self._blocks[-1].ends[-1]), self._blocks[-1].cursors))
-        block = next(block for block in self._blocks if position < block.ends[-1])
-        draw = int(np.searchsorted(block.ends, position, side="right"))
-        source, index, end = (int(column[draw]) for column in block[:3])
-        document = self._plan.tables[source].document(index)
-        start = len(document.tokens) - (end - position)
-        return document.span(start, start + stop - position, source)
-
-    def _make_block(self, start: int, cursors: np.ndarray) -> _Block:
-        choices, sources, indices = self._plan.mixture.draw(0, cursors, _BLOCK)
-        lengths = np.empty_like(indices)
-        for source, table in enumerate(self._plan.tables):
-            chosen = sources == source
-            lengths[chosen] = table.lengths[indices[chosen]]
-        passed = cursors + np.bincount(choices, minlength=len(cursors))
-        return _Block(sources, indices, start + np.cumsum(lengths), passed)
+        Of each draw there is its source, the document in it, and where that ends in the endless run of tokens.
+        """
+        kept = [self._drawn[:, self._drawn[2] > start]]
+        end = int(self._drawn[2, -1])
+        while end < stop:
+            choices, sources, indices = self._plan.mixture.draw(0, self._cursors, _DRAWN_AT_ONCE)
+            lengths = np.empty_like(indices)
+            for source, table in enumerate(self._plan.tables):
+                lengths[sources == source] = table.lengths[indices[sources == source]]
+            kept.append(np.stack([sources, indices, end + np.cumsum(lengths)]))
+            end = int(kept[-1][2, -1])
+            self._cursors += np.bincount(choices, minlength=len(self._cursors))
+        self._drawn = np.concatenate(kept, axis=1)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
@@ -50,6 +51,12 @@ def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
         result[outside] = feistel(result[outside], keys[outside])
         outside = outside[result[outside] >= size]
     return result.astype(np.int64)
+
+
+@lru_cache(maxsize=2)
+def shuffled(size: int, *key: int) -> np.ndarray:
+    """The numbers below `size`, int64 [size], in the order that belongs to a key of a few integers."""
+    return permute(np.arange(size), size, np.full(size, random_key(*key), dtype=np.uint64))
 
 
 @dataclass(frozen=True)
