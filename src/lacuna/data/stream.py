@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from datasets import IterableDataset
 
 from lacuna.config import UserError
-from lacuna.data.mixture import Pool, random_key
+from lacuna.data.mixture import Pool, shuffled
 from lacuna.data.retry import with_retries
 from lacuna.data.sources import Documents
 
@@ -22,13 +21,12 @@ _MOST_PARTS = 64
 class Snapshot(NamedTuple):
     """Where a part stood at the start of a block: enough to read on from there.
 
-    `index` counts documents over all epochs, `position` those of the `epoch`; `state` is the dataset's own, None
+    `index` counts documents over all epochs, `epoch_start` those before this one; `state` is the dataset's own, None
     at the start of an epoch.
     """
 
     index: int = 0
-    epoch: int = 0
-    position: int = 0
+    epoch_start: int = 0
     state: dict[str, Any] | None = None
 
 
@@ -57,33 +55,48 @@ class Stream(Pool):
         return np.full_like(ordinals, self.first_source), ordinals // self.parts
 
     def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[list[StreamRecord]]:
-        """Yield the blocks of a part, each in shuffled order.
+        """Yield the blocks of a part, each in shuffled order; after a passing fault a block is read again.
 
         Raises UserError when there are no documents, and the last fault when reading failed too often. Warns when
         there are less than `fewest` documents.
         """
-        name = self.documents.name
-        where = f"part {part} of {self.parts}"
+        name, where = self.documents.name, f"part {part} of {self.parts}"
         shard = self.documents.dataset.shard(self.parts, part)
-        start = shard.state_dict()
-        index, epoch, position, state = first
-        while self.endless or not epoch:
-            for records, following in _read_pass(shard, state or start, self.retries, name):
-                snapshot = Snapshot(index, epoch, position, state)
-                places = [f"{where}, document {position + n}" for n in range(len(records))]
-                shuffled = Pool(0, (len(records),), self.key and random_key(self.key, part, epoch, position))
-                _, order = shuffled.locate(np.arange(len(records)))
-                yield [(records[n], places[n], snapshot) for n in order]
-                index, position, state = index + len(records), position + len(records), following
+        start, snapshot = shard.state_dict(), first
+        blocks: Iterator[dict[str, list]] | None = None
+
+        def read_block() -> dict[str, list]:
+            nonlocal blocks
+            if blocks is None:
+                shard.load_state_dict(snapshot.state or start)
+                blocks = shard.iter(BLOCK)  # not iter(): that leaves parts to torch's other workers
+            try:
+                return next(blocks, {})
+            except Exception:
+                blocks = None  # a generator that raised is finished; the next attempt opens the source again
+                raise
+
+        while True:
+            columns = with_retries(read_block, self.retries, name)
+            block = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+            index, epoch_start, _ = snapshot
+            position = index - epoch_start
+            if block:
+                order = range(len(block)) if self.key is None else shuffled(len(block), self.key, part, index)
+                yield [(block[n], f"{where}, document {position + n}", snapshot) for n in order]
+                snapshot = Snapshot(index + len(block), epoch_start, shard.state_dict())
+                continue
             if not position:
                 raise UserError(f"{name}: {where} holds no documents; leave out empty files")
-            if not epoch and position < fewest:
+            if not self.endless:
+                return
+            if not epoch_start and index < fewest:
                 _LOG.warning(
                     "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen again "
                     "before others are seen at all; set data.streaming=false for small data",
-                    name, where, position, fewest,
+                    name, where, index, fewest,
                 )  # fmt: skip
-            epoch, position, state = epoch + 1, 0, None
+            snapshot, blocks = Snapshot(index, index), None
 
 
 class PartReader:
@@ -112,31 +125,6 @@ class PartReader:
                 if offset >= self._needs.get(offset % self._stride, offset + 1):
                     self._kept[offset] = record
         return self._kept.pop(index)
-
-
-def _read_pass(
-    dataset: IterableDataset, state: dict[str, Any], retries: int, name: str
-) -> Iterator[tuple[list[dict[str, Any]], dict[str, Any]]]:
-    """The blocks of the rest of one pass over a dataset, each with the dataset's state after it.
-
-    After a passing fault the block is read again from where it starts.
-    """
-    iterator: Iterator[dict[str, list]] | None = None
-
-    def read_block() -> dict[str, list]:
-        nonlocal iterator
-        if iterator is None:
-            dataset.load_state_dict(state)
-            iterator = dataset.iter(BLOCK)  # not iter(): that leaves parts to torch's other workers
-        try:
-            return next(iterator, {})
-        except Exception:
-            iterator = None  # a generator that raised is finished; the next attempt opens the source again
-            raise
-
-    while block := with_retries(read_block, retries, name):
-        state = dataset.state_dict()
-        yield [dict(zip(block, values, strict=True)) for values in zip(*block.values(), strict=True)], state
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
