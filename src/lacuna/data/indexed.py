@@ -26,6 +26,7 @@ class IndexedRows:
         self._window = -(-self._pass // -(-self._pass // _WINDOW))
         self._cursors = np.zeros(len(plan.mixture.pools), dtype=np.int64)
         self._drawn = np.zeros((3, 1), dtype=np.int64)
+        self.states = {0: None}
         self.broken: list[str] = []
 
     def row(self, number: int) -> list[Span]:
@@ -44,10 +45,6 @@ class IndexedRows:
             spans.append(document.span(start, start + stop - position, source))
             position += len(spans[-1].tokens)
         return spans
-
-    def states(self, rows: range) -> dict[int, None]:
-        """Nothing: the number of a row says all."""
-        return {}
 
     def _place(self, row: int) -> tuple[int, int]:
         """The first place of the window that a row is shuffled in, and the row's own."""

@@ -78,7 +78,9 @@ class _MicroBatches(IterableDataset):
             for micro_batch in itertools.count(first, workers):
                 numbers = self._layout.rows(micro_batch)
                 batch = self._plan.batch([rows.row(row) for row in numbers])
-                yield replace(batch, broken_records=tuple(rows.broken), state=rows.states(numbers))
+                lanes = {row % self._plan.mixture.lanes for row in numbers}
+                state = {lane: rows.states[lane] for lane in lanes}
+                yield replace(batch, broken_records=tuple(rows.broken), state=state)
                 rows.broken.clear()
         except UserError as error:
             yield error  # raised where the batch is handed out: a worker would bury it in a traceback
