@@ -66,7 +66,7 @@ def take_steps(loaders: list[Loader], steps: int) -> list[Tensor]:
     rows = []
     for _ in range(steps):
         for loader in loaders:
-            for batch in islice(loader, loader._layout.accumulation):
+            for batch in islice(loader, loader._source.accumulation):
                 rows += rows_of(batch)
     return rows
 

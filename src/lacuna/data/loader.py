@@ -8,7 +8,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsspec.asyn
@@ -29,58 +29,50 @@ _MOST_WORKERS = 8
 _READ_IN_PROCESS = 2**30
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Which rows of the endless order each micro-batch of a rank consists of.
-
-    Step t trains on the rows [t * global_batch, (t + 1) * global_batch); each rank takes a contiguous part of
-    them, and each of its micro-batches a contiguous part of that.
-    """
-
-    global_batch: int
-    micro_batch: int
-    accumulation: int
-    dp_rank: int
-
-    def rows(self, micro_batch: int) -> range:
-        """The rows of a rank's micro-batch, counted from the beginning of training."""
-        step, within = divmod(micro_batch, self.accumulation)
-        first = step * self.global_batch + (self.dp_rank * self.accumulation + within) * self.micro_batch
-        return range(first, first + self.micro_batch)
-
-    def lanes(self, plan: Plan, first: int = 0, every: int = 1) -> list[int]:
-        """The lanes that every n-th of a rank's micro-batches comes from, beginning with the first, in order."""
-        numbers = range(first, first + _STEPS_BEFORE_A_LANE_RETURNS * self.accumulation, every)
-        return list(dict.fromkeys(row % plan.mixture.lanes for number in numbers for row in self.rows(number)))
-
-
 def open_rows(plan: Plan, states: dict[int, LaneState | None]) -> IndexedRows | LaneRows:
     """What makes the rows of a plan, with the lanes of `states` where it has lanes."""
     return IndexedRows(plan) if plan.tables else LaneRows(plan, states)
 
 
+@dataclass(eq=False)
 class _MicroBatches(IterableDataset):
-    """A rank's micro-batches from the first on, of which each worker makes every n-th."""
+    """A rank's micro-batches from its position on, of which each worker makes every n-th.
 
-    def __init__(self, plan: Plan, layout: Layout, first: int, lanes: dict[int, LaneState | None]) -> None:
-        self._plan = plan
-        self._layout = layout
-        self._first = first
-        self._lanes = lanes
+    Step t trains on the rows [t * global_batch, (t + 1) * global_batch); each rank takes a contiguous part of them,
+    and each of its micro-batches a contiguous part of that. The position is the number of micro-batches that are
+    `done`, and the states of the rank's `lanes` after them.
+    """
+
+    plan: Plan
+    global_batch: int
+    micro_batch: int
+    accumulation: int
+    dp_rank: int
+    done: int = 0
+    lanes: dict[int, LaneState | None] = field(default_factory=dict)
+
+    def rows(self, number: int) -> range:
+        """The rows of a micro-batch, counted from the beginning of training."""
+        step, within = divmod(number, self.accumulation)
+        first = step * self.global_batch + (self.dp_rank * self.accumulation + within) * self.micro_batch
+        return range(first, first + self.micro_batch)
+
+    def own_lanes(self, first: int = 0, every: int = 1) -> set[int]:
+        """The lanes that every n-th micro-batch comes from, beginning with the first."""
+        numbers = range(first, first + _STEPS_BEFORE_A_LANE_RETURNS * self.accumulation, every)
+        return {row % self.plan.mixture.lanes for number in numbers for row in self.rows(number)}
 
     def __iter__(self) -> Iterator[Batch | UserError]:
         worker = get_worker_info()
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        first = self._first + number
-        own = self._layout.lanes(self._plan, first, workers)
+        first = self.done + number
         try:
-            rows = open_rows(self._plan, {lane: self._lanes[lane] for lane in own})
+            rows = open_rows(self.plan, {lane: self.lanes.get(lane) for lane in self.own_lanes(first, workers)})
             for micro_batch in itertools.count(first, workers):
-                numbers = self._layout.rows(micro_batch)
-                batch = self._plan.batch([rows.row(row) for row in numbers])
-                lanes = {row % self._plan.mixture.lanes for row in numbers}
-                state = {lane: rows.states[lane] for lane in lanes}
-                yield replace(batch, broken_records=tuple(rows.broken), state=state)
+                numbers = self.rows(micro_batch)
+                batch = self.plan.batch([rows.row(row) for row in numbers])
+                lanes = {row % self.plan.mixture.lanes for row in numbers}
+                yield replace(batch, state=({lane: rows.states[lane] for lane in lanes}, rows.broken.copy()))
                 rows.broken.clear()
         except UserError as error:
             yield error  # raised where the batch is handed out: a worker would bury it in a traceback
@@ -89,20 +81,18 @@ class _MicroBatches(IterableDataset):
 class Loader:
     """The endless training batches of one rank, `accumulation` micro-batches for each step."""
 
-    def __init__(self, plan: Plan, layout: Layout, workers: int) -> None:
-        self._plan = plan
-        self._layout = layout
+    def __init__(self, source: _MicroBatches, workers: int) -> None:
+        self._source = source
         self._workers = workers
-        self._broken = BrokenRecords(plan.config.data.max_broken_records)
-        self._handed_out = 0
+        self._broken = BrokenRecords(source.plan.config.data.max_broken_records)
         self._batches: Iterator[Batch | UserError] | None = None
-        self._lanes: dict[int, LaneState | None] = dict.fromkeys(layout.lanes(plan))
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps until every document was trained on; None when that is not known."""
-        tokens = self._plan.tokens_per_pass
-        return tokens and -(-tokens // (self._layout.global_batch * self._plan.config.training.seq_len))
+        plan = self._source.plan
+        tokens = plan.tokens_per_pass
+        return tokens and -(-tokens // (self._source.global_batch * plan.config.training.seq_len))
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -113,19 +103,20 @@ class Loader:
         batch = next(self._batches)
         if isinstance(batch, UserError):
             raise batch
-        self._lanes |= batch.state
-        self._broken.add(batch.broken_records)
-        self._handed_out += 1
+        lanes, broken = batch.state
+        self._source.lanes |= lanes
+        self._source.done += 1
+        self._broken.add(broken)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """A small state of this rank, of plain numbers, after the batches handed out so far, at the end of a step."""
-        steps, within = divmod(self._handed_out, self._layout.accumulation)
+        steps, within = divmod(self._source.done, self._source.accumulation)
         assert within == 0, "a position is saved between steps, not between the micro-batches of one"
         return {
-            "signature": self._plan.signature(self._layout.global_batch),
+            "signature": self._source.plan.signature(self._source.global_batch),
             "steps": steps,
-            "lanes": dict(self._lanes),
+            "lanes": dict(self._source.lanes),
             "broken_records": list(self._broken.places),
         }
 
@@ -134,8 +125,8 @@ class Loader:
 
         Raises UserError when the state belongs to other data.
         """
-        own = self._plan.signature(self._layout.global_batch)
-        saved = state["signature"]
+        source = self._source
+        own, saved = source.plan.signature(source.global_batch), state["signature"]
         changed = [f"{name} (was {saved[name]}, is {own[name]})" for name in own if saved[name] != own[name]]
         if changed:
             raise UserError(
@@ -143,8 +134,8 @@ class Loader:
                 "undo the change, or start a new run with checkpoint.initial_load_path"
             )
         self.close()
-        self._handed_out = state["steps"] * self._layout.accumulation
-        self._lanes = {lane: state["lanes"][lane] for lane in self._lanes}
+        source.done = state["steps"] * source.accumulation
+        source.lanes = {lane: state["lanes"].get(lane) for lane in source.own_lanes()}
         self._broken = BrokenRecords(self._broken.limit)
         self._broken.add(state["broken_records"])
 
@@ -155,14 +146,13 @@ class Loader:
         self._batches = None
 
     def _start(self) -> Iterator[Batch | UserError]:
-        dataset = _MicroBatches(self._plan, self._layout, self._handed_out, dict(self._lanes))
         options: dict[str, Any] = {}
         if self._workers:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
-            prefetch = self._plan.config.data.prefetch_factor
+            prefetch = self._source.plan.config.data.prefetch_factor
             options = {"num_workers": self._workers, "prefetch_factor": prefetch, "worker_init_fn": _start_worker}
         # A generator of its own: else every start of a loader draws from the one that dropout draws from.
-        batches = iter(DataLoader(dataset, batch_size=None, generator=torch.Generator(), **options))
+        batches = iter(DataLoader(self._source, batch_size=None, generator=torch.Generator(), **options))
         self._stop = weakref.finalize(self, _stop_workers, batches)
         return batches
 
@@ -197,8 +187,8 @@ def build_loader(
     """
     assert micro_batch * accumulation * dp_world == global_batch, "the global batch is what the ranks make of it"
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), global_batch * _STEPS_BEFORE_A_LANE_RETURNS)
-    layout = Layout(global_batch, micro_batch, accumulation, dp_rank)
-    return Loader(plan, layout, _number_of_workers(config.data.num_workers, plan, accumulation))
+    source = _MicroBatches(plan, global_batch, micro_batch, accumulation, dp_rank)
+    return Loader(source, _number_of_workers(config.data.num_workers, plan, accumulation))
 
 
 def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int:

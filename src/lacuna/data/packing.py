@@ -59,7 +59,6 @@ class Batch:
         trained_tokens: labels that are not -100.
         text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are known).
         source_tokens: real tokens from each source, in the order of the configuration.
-        broken_records: places of the records found broken for this batch.
         state: what `Loader.state_dict` needs; nobody else's business.
     """
 
@@ -72,7 +71,6 @@ class Batch:
     trained_tokens: int
     text_bytes: float
     source_tokens: tuple[int, ...]
-    broken_records: tuple[str, ...] = ()
     state: Any = None
 
 
