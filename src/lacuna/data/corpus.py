@@ -7,7 +7,6 @@ import sysconfig
 import zlib
 from pathlib import Path
 
-from datasets.data_files import DataFilesList
 from filelock import FileLock
 from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -23,16 +22,15 @@ _VALIDATION_PART = 20
 _TRAINING_BYTES = 4_000_000
 
 
-def stdlib_files() -> dict[str, DataFilesList]:
+def stdlib_files() -> dict[str, list[str]]:
     """The standard library's source files by split, each sorted; about one in twenty is for validation."""
     root = Path(sysconfig.get_path("stdlib"))
-    splits = {"train": DataFilesList([], []), "validation": DataFilesList([], [])}
+    splits: dict[str, list[str]] = {"train": [], "validation": []}
     for path in sorted(root.rglob("*.py")):
         relative = path.relative_to(root)
         if not _LEFT_OUT.intersection(relative.parts):
-            chosen = splits["train" if zlib.crc32(relative.as_posix().encode()) % _VALIDATION_PART else "validation"]
-            chosen.append(str(path))
-            chosen.origin_metadata.append((path.stat().st_mtime,))
+            held_out = zlib.crc32(relative.as_posix().encode()) % _VALIDATION_PART == 0
+            splits["validation" if held_out else "train"].append(str(path))
     return splits
 
 

@@ -1,7 +1,6 @@
 """A source of the configuration to an opened dataset with one column of documents."""
 
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from datasets.load import infer_module_for_data_files_list
 from fsspec.core import url_to_fs
 
 from lacuna.config import UserError
+from lacuna.config.checks import READERS
 from lacuna.config.documents import DataConfig, Source
 from lacuna.data import corpus, files
 from lacuna.data.retry import with_retries
 
-_READERS = {"json", "parquet", "csv", "text", "arrow"}
 _READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
 _STREAMED_SHARDS = 64
@@ -43,7 +42,7 @@ def open_source(source: Source, data: DataConfig, streaming: bool) -> Documents:
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        opened = _open(source, name, data, streaming)
+        opened = with_retries(lambda: _open(source, name, data.text_column, streaming), data.retries, name)
     except (DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
@@ -58,64 +57,59 @@ def open_source(source: Source, data: DataConfig, streaming: bool) -> Documents:
     return opened
 
 
-def _open(source: Source, name: str, data: DataConfig, streaming: bool) -> Documents:
+def _open(source: Source, name: str, wanted: str | None, streaming: bool) -> Documents:
     split, bracket, _ = source.split.partition("[")
     if bracket and streaming:
         raise UserError(
             f"{name}: a stream has no length to take a part of; give a whole split, or set data.streaming=false"
         )
     folder = Path(source.dataset, source.dir or "")
-    if source.dataset == corpus.NAME:
-        return _from_files(corpus.stdlib_files(), "text", source, name, data, streaming)
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(folder))
         dataset: Any = _part(saved if isinstance(saved, DatasetDict) else {split: saved}, source.split)
         if streaming:
             dataset = dataset.to_iterable_dataset(min(_STREAMED_SHARDS, len(dataset)))
     else:
-        builder = with_retries(lambda: _builder(source, split, name), data.retries, name)
+        builder = _builder(source, split, name)
         if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(builder.config.data_files, builder.name, source, name, data, streaming)
+            return _from_files(builder, source.split, name, wanted, streaming)
         if not streaming:
-            with_retries(builder.download_and_prepare, data.retries, name)
-        load = builder.as_streaming_dataset if streaming else builder.as_dataset
-        dataset = with_retries(lambda: load(source.split), data.retries, name)
-    columns = dataset.column_names or with_retries(lambda: list(next(iter(dataset), {})), data.retries, name)
-    column = _choose_column(columns, data.text_column, name)
+            builder.download_and_prepare()
+        dataset = (builder.as_streaming_dataset if streaming else builder.as_dataset)(source.split)
+    column = _choose_column(dataset.column_names or list(next(iter(dataset), {})), wanted, name)
     return Documents(name, dataset.select_columns([column]), column, (1,) * dataset.num_shards if streaming else ())
 
 
 def _builder(source: Source, split: str, name: str) -> DatasetBuilder:
     """What `datasets` makes of a source: its files by split, and the kind of their records."""
+    if source.dataset == corpus.NAME:
+        return datasets.load_dataset_builder("text", data_files=corpus.stdlib_files())
     kind, options = infer_module_for_data_files_list([source.dataset])
-    if Path(source.dataset).is_dir() or kind is None:
-        if source.dataset in _READERS and not source.files:
-            raise UserError(f"{name}: a reader of local files needs data.data_files")
-        if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
-            raise UserError(f"{name}: no such file or folder; check data.dataset")
-        chosen = {split: list(source.files)} if source.files else None
-        return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
-    return datasets.load_dataset_builder(kind, data_files={split: [source.dataset]}, **options)
+    if kind is not None and not Path(source.dataset).is_dir():
+        return datasets.load_dataset_builder(kind, data_files={split: [source.dataset]}, **options)
+    if source.dataset in READERS and not source.files:
+        raise UserError(f"{name}: a reader of local files needs data.data_files")
+    if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
+        raise UserError(f"{name}: no such file or folder; check data.dataset")
+    chosen = {split: list(source.files)} if source.files else None
+    return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
 
-def _from_files(
-    by_split: dict[str, list[str]], kind: str, source: Source, name: str, data: DataConfig, streaming: bool
-) -> Documents:
+def _from_files(builder: DatasetBuilder, split: str, name: str, wanted: str | None, streaming: bool) -> Documents:
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
-    split = source.split.partition("[")[0]
-    found = by_split.get(split)
+    whole, kind = split.partition("[")[0], builder.name
+    found = builder.config.data_files.get(whole)
     if not found:
-        raise UserError(f"{name}: no files of this split; there are {', '.join(map(str, by_split))}")
-    column = _choose_column(files.columns_of(found, kind), data.text_column if kind == "json" else None, name)
+        raise UserError(f"{name}: no files of this split; there are {', '.join(map(str, builder.config.data_files))}")
+    column = _choose_column(files.columns_of(found, kind), wanted if kind == "json" else None, name)
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features({column: value, files.BROKEN: Value("string")})
     arguments = {"files": found, "kind": kind, "column": column, "version": _READER_VERSION}
     opener = IterableDataset if streaming else Dataset
-    read = partial(opener.from_generator, files.read_records, features=features, gen_kwargs=arguments)
-    dataset = with_retries(read, data.retries, name)
+    dataset = opener.from_generator(files.read_records, features=features, gen_kwargs=arguments)
     if streaming:
         return Documents(name, dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found))
-    return Documents(name, _part({split: dataset}, source.split), column)
+    return Documents(name, _part({whole: dataset}, split), column)
 
 
 def _part(splits: dict[str, Dataset], split: str) -> Dataset:
