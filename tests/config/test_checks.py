@@ -33,6 +33,7 @@ def error_of(flags="", **kwargs):
         ("--model.config none", "model.name_or_path", "model.config"),
         ("--training.steps 5 --training.epochs 1", "training.steps", "training.epochs"),
         ("--training.epochs 1 --data.streaming", "training.epochs", "data.streaming"),
+        ("--training.epochs 1 --data.tokenization online", "training.epochs", "data.tokenization"),
         (
             "--training.epochs 1 --data.dataset a/b,c/d --data.data_probs 1,1",
             "training.epochs",

@@ -49,6 +49,8 @@ def _length(config: Config) -> Iterator[str]:
         yield "training.steps, training.epochs: both are given; keep one (--training.steps none takes the file's away)"
     if training.epochs and data.streaming:
         yield "training.epochs, data.streaming: a stream has no known length; give training.steps instead"
+    if training.epochs and data.tokenization == "online":
+        yield "training.epochs, data.tokenization: only the cache knows how long an epoch is; drop data.tokenization"
     if training.epochs and (data.data_probs or any(source.weight for source in data.sources)):
         yield (
             "training.epochs, data.data_probs: shares and whole passes contradict each other; give "

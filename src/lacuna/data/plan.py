@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config
 from lacuna.config.documents import Source
 from lacuna.data.cache import TokenTable, tokenised
 from lacuna.data.mixture import Mixture, Pool, random_key
@@ -68,13 +68,14 @@ def make_plan(
     sources = tuple(open_source(setting, data, data.streaming) for setting in settings)
     keys = [random_key(seed, 0, number) if data.shuffle and endless else None for number in range(len(sources))]
     shares = tuple(float(setting.weight) for setting in settings if setting.weight)
+    pools: tuple[Pool, ...]
     if data.streaming:
         assert len(shares) == len(sources), "the configuration refuses streams without weights"
-        pools: tuple[Pool, ...] = tuple(
+        pools = tuple(
             Stream(number, (number_of_parts(source.shard_sizes, lanes),), keys[number], source, data.retries, endless)
             for number, source in enumerate(sources)
         )
-    elif len(shares) == len(sources):
+    elif shares:
         pools = tuple(Pool(number, (len(source.dataset),), keys[number]) for number, source in enumerate(sources))
     else:  # without weights they are one pool
         pools, shares = (Pool(0, tuple(len(source.dataset) for source in sources), keys[0]),), (1.0,)
@@ -87,16 +88,11 @@ def make_plan(
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
     """Whether to tokenise ahead or while training, by the configuration and the data alone."""
-    wanted, epochs = config.data.tokenization if endless else "cache", config.training.epochs
+    wanted = config.data.tokenization
     if config.data.streaming:
         return False
-    if wanted == "online" and epochs is not None:
-        raise UserError(
-            "training.epochs, data.tokenization: the length of an epoch is only known from the cache; "
-            "use training.steps, or drop data.tokenization"
-        )
-    if wanted == "auto" and epochs is None:
+    if wanted == "auto" and endless and config.training.epochs is None:
         size = sum(source.dataset.data.nbytes for source in sources)
         wanted = "cache" if size < _CACHED_BELOW else "online"
         _LOG.info("%.0f MiB of data: data.tokenization is %s", size / 2**20, wanted)
-    return wanted != "online"
+    return wanted != "online" or not endless  # only the cache knows how long an epoch or the validation data is
