@@ -50,6 +50,7 @@ def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(tokenizer: Pr
     tokenizer(["a", "bcd"], padding="longest" if tokenizer.pad_token else False, truncation=True, max_length=2)
     assert tokenizer_fingerprint(tokenizer) == before
     assert tokenizer_fingerprint(copy_of(tokenizer, eos_token=None)) != before
+    assert tokenizer_fingerprint(copy_of(tokenizer, split_special_tokens=True)) != before
 
 
 def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -1,6 +1,5 @@
 """Text to tokens: the tokenizer, and one document of a record."""
 
-import json
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -9,6 +8,7 @@ from typing import Any
 
 import numpy as np
 from datasets.fingerprint import Hasher
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lacuna.config import UserError
@@ -63,28 +63,31 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which tokens a text becomes."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        content = json.loads(backend.to_str())
-        content["truncation"] = content["padding"] = None  # set anew by every call
+    if tokenizer.is_fast:
+        content = _backend(tokenizer).to_str()
     else:
-        content = [type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), repr(tokenizer.init_kwargs)]
-    return Hasher.hash(json.dumps([content, tokenizer.eos_token_id], sort_keys=True))
+        content = repr([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs])
+    return Hasher.hash([content, tokenizer.split_special_tokens, tokenizer.eos_token_id])
 
 
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
     """The tokens of a text, int32: as its tokenizer's post-processor has them, with one end of text at the end."""
     if tokenizer.is_fast:  # around transformers' own call, which also tracks offsets: a third faster
-        backend = tokenizer.backend_tokenizer
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-        tokens = backend.encode_batch_fast([text])[0].ids
+        tokens = _backend(tokenizer).encode_batch_fast([text])[0].ids
     else:
         tokens = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
     if tokenizer.eos_token_id not in (None, *tokens[-1:]):
         tokens.append(tokenizer.eos_token_id)
     return np.array(tokens, dtype=np.int32)
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """What a fast tokenizer wraps, as it is before a call of transformers sets it to cut or to pad."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return backend
 
 
 def document_of(source: Documents, record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase) -> Document:
