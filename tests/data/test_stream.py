@@ -11,7 +11,7 @@ from datasets import Features, IterableDataset, Value
 
 from lacuna.config import UserError
 from lacuna.data.sources import Documents
-from lacuna.data.stream import BLOCK, PartReader, Snapshot, Stream, number_of_parts
+from lacuna.data.stream import BLOCK, Snapshot, Stream, number_of_parts
 
 FEATURES = Features({"text": Value("string")})
 BEGINNING = Snapshot()
@@ -77,12 +77,12 @@ def test_a_stream_that_is_not_endless_ends_with_its_last_document(tmp_path: Path
 def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, 5000)
     whole = texts(stream, blocks=5)
-    reader = PartReader(stream, 0, {1: 1, 2: 2}, stride=4, first=BEGINNING)
-    served = {index: reader.record(index) for index in (1, 2, 6, 5, 3002, 4001)}
-    assert all(record["text"] == whole[index] for index, (record, _, _) in served.items())
+    record = stream.reader(0, {1: 1, 2: 2}, stride=4, first=BEGINNING)
+    served = {index: record(index) for index in (1, 2, 6, 5, 3002, 4001)}
+    assert all(found["text"] == whole[index] for index, (found, _, _) in served.items())
     assert [served[index][2].index for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
-    again = PartReader(stream, 0, {1: 4005, 2: 3002}, stride=4, first=served[3002][2])
-    assert again.record(3002) == served[3002] and again.record(4005)[0]["text"] == whole[4005]
+    again = stream.reader(0, {1: 4005, 2: 3002}, stride=4, first=served[3002][2])
+    assert again(3002) == served[3002] and again(4005)[0]["text"] == whole[4005]
 
 
 def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(

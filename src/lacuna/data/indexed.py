@@ -1,6 +1,7 @@
 """Rows cut from tokenised documents laid end to end, in shuffled order; any process can make any row."""
 
 import math
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +27,7 @@ class IndexedRows:
         self._window = -(-self._pass // -(-self._pass // _WINDOW))
         self._cursors = np.zeros(len(plan.mixture.pools), dtype=np.int64)
         self._drawn = np.zeros((3, 1), dtype=np.int64)
-        self.states = {0: None}
+        self.moved: dict[int, Any] = {}
         self.broken: list[str] = []
 
     def row(self, number: int) -> list[Span]:
@@ -48,12 +49,10 @@ class IndexedRows:
 
     def _place(self, row: int) -> tuple[int, int]:
         """The first place of the window that a row is shuffled in, and the row's own."""
-        key = self._plan.mixture.pools[0].key
-        if key is None:
-            return row, row
         epoch, within = divmod(row, self._pass)
         window, number = divmod(within, self._window)
-        order = shuffled(min(self._window, self._pass - within + number), key, epoch, window)
+        size = min(self._window, self._pass - within + number)
+        order = shuffled(size, self._plan.mixture.pools[0].key, epoch, window)
         return row - number, row - number + int(order[number])
 
     def _draw(self, start: int, stop: int) -> None:

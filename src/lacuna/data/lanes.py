@@ -1,13 +1,13 @@
 """Rows packed while training, in many independent lanes, so that no process needs another's documents."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from lacuna.config import UserError
 from lacuna.data.packing import Document, Span
 from lacuna.data.plan import Plan
-from lacuna.data.stream import PartReader, Snapshot, Stream
+from lacuna.data.stream import Snapshot, Stream, StreamRecord
 from lacuna.data.tokenize import BrokenRecords, document_of
 
 _DRAWN_AHEAD = 64
@@ -18,31 +18,35 @@ LaneState = tuple[int, list[int], list[tuple]]
 
 
 class LaneRows:
-    """The lanes that one worker owns, each from its own state onwards; None is the beginning."""
+    """The lanes that one worker owns, each from its own state onwards; None is the beginning.
+
+    `moved` collects the states of the lanes that rows were taken from, `broken` where unreadable records were found.
+    """
 
     def __init__(self, plan: Plan, states: dict[int, LaneState | None]) -> None:
         self._plan = plan
-        pools = plan.mixture.pools
-        beginning = (0, [0] * len(pools), [()] * len(pools))
-        self.states = {lane: state or beginning for lane, state in states.items()}
+        self.moved: dict[int, LaneState] = {}
         self.broken: list[str] = []
-        self._rows = {lane: self._rows_of(lane) for lane in states}
+        pools = plan.mixture.pools
+        starts = {lane: state or (0, [0] * len(pools), [()] * len(pools)) for lane, state in states.items()}
+        self._rows = {lane: self._rows_from(lane, *copy.deepcopy(start)) for lane, start in starts.items()}
         self._readers = {
-            (source, part): self._reader(stream, source, part)
+            (source, part): self._reader(stream, source, part, starts)
             for source, stream in enumerate(pools)
             if isinstance(stream, Stream)
-            for part in {lane % stream.parts for lane in states}
+            for part in {lane % stream.parts for lane in starts}
         }
 
     def row(self, number: int) -> list[Span]:
         """The spans of a row, which fill it but at the end of the documents; those of a lane are asked for in order."""
         lane = number % self._plan.mixture.lanes
-        spans, self.states[lane] = next(self._rows[lane])
+        spans, self.moved[lane] = next(self._rows[lane])
         return spans
 
-    def _rows_of(self, lane: int) -> Iterator[tuple[list[Span], LaneState]]:
-        """The rows of a lane, each with the lane's state after it."""
-        offset, cursors, snapshots = copy.deepcopy(self.states[lane])
+    def _rows_from(
+        self, lane: int, offset: int, cursors: list[int], snapshots: list[tuple]
+    ) -> Iterator[tuple[list[Span], LaneState]]:
+        """The rows of a lane from a state on, each with the state after it."""
         spans, space = [], self._plan.config.training.seq_len
         for source, document in self._documents(lane, cursors, snapshots):
             while offset < len(document.tokens):
@@ -67,8 +71,7 @@ class LaneRows:
                 for source, index in zip(*(array.tolist() for array in drawn), strict=True):
                     documents, stream = self._plan.sources[source], self._plan.mixture.pools[source]
                     if isinstance(stream, Stream):
-                        reader = self._readers[source, lane % stream.parts]
-                        record, place, snapshots[source] = reader.record(index)
+                        record, place, snapshots[source] = self._readers[source, lane % stream.parts](index)
                     else:
                         record, place = documents.dataset[index], f"document {index}"
                     document = document_of(documents, record, place, self._plan.tokenizer)
@@ -79,10 +82,12 @@ class LaneRows:
             BrokenRecords(self._plan.config.data.max_broken_records).add(self.broken)
             raise UserError(f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column")
 
-    def _reader(self, stream: Stream, source: int, part: int) -> PartReader:
+    def _reader(
+        self, stream: Stream, source: int, part: int, starts: dict[int, LaneState]
+    ) -> Callable[[int], StreamRecord]:
         """What reads a part for its lanes, from where the first of them is."""
         stride = self._plan.mixture.lanes // stream.parts
-        sharing = {lane // stream.parts: state for lane, state in self.states.items() if lane % stream.parts == part}
+        sharing = {lane // stream.parts: start for lane, start in starts.items() if lane % stream.parts == part}
         needs = {place: cursors[source] * stride + place for place, (_, cursors, _) in sharing.items()}
-        starts = [Snapshot(*snapshots[source]) for _, _, snapshots in sharing.values()]
-        return PartReader(stream, part, needs, stride, min(starts, key=lambda start: start.index))
+        snapshots = [Snapshot(*snapshots[source]) for _, _, snapshots in sharing.values()]
+        return stream.reader(part, needs, stride, min(snapshots, key=lambda snapshot: snapshot.index))

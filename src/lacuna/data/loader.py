@@ -69,10 +69,9 @@ class _MicroBatches(IterableDataset):
         try:
             rows = open_rows(self.plan, {lane: self.lanes.get(lane) for lane in self.own_lanes(first, workers)})
             for micro_batch in itertools.count(first, workers):
-                numbers = self.rows(micro_batch)
-                batch = self.plan.batch([rows.row(row) for row in numbers])
-                lanes = {row % self.plan.mixture.lanes for row in numbers}
-                yield replace(batch, state=({lane: rows.states[lane] for lane in lanes}, rows.broken.copy()))
+                batch = self.plan.batch([rows.row(number) for number in self.rows(micro_batch)])
+                yield replace(batch, state=(rows.moved.copy(), rows.broken.copy()))
+                rows.moved.clear()
                 rows.broken.clear()
         except UserError as error:
             yield error  # raised where the batch is handed out: a worker would bury it in a traceback

@@ -54,9 +54,10 @@ def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=2)
-def shuffled(size: int, *key: int) -> np.ndarray:
-    """The numbers below `size`, int64 [size], in the order that belongs to a key of a few integers."""
-    return permute(np.arange(size), size, np.full(size, random_key(*key), dtype=np.uint64))
+def shuffled(size: int, key: int | None, *parts: int) -> np.ndarray:
+    """The numbers below `size`, int64 [size], in an order of the key's and parts' own; None leaves them as they are."""
+    numbers = np.arange(size)
+    return numbers if key is None else permute(numbers, size, np.full(size, random_key(key, *parts), dtype=np.uint64))
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """A part of a streaming dataset read forward, block by block, for the lanes of one worker."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -54,6 +54,30 @@ class Stream(Pool):
         """The source and, int64 [n], the document in the lane's part at each ordinal."""
         return np.full_like(ordinals, self.first_source), ordinals // self.parts
 
+    def reader(self, part: int, needs: dict[int, int], stride: int, first: Snapshot) -> Callable[[int], StreamRecord]:
+        """A function that reads a part as far as its lanes ask, and keeps for them what they have not asked for yet.
+
+        Args:
+            needs: for each lane served, its place among the lanes of the part and the first index it still needs.
+            stride: lanes of the part; index i belongs to the lane at place i mod stride.
+            first: where to begin, early enough for every lane.
+
+        Returns:
+            A function from an index to its record, which is then forgotten. It raises StopIteration after the last.
+        """
+        kept: dict[int, StreamRecord] = {}
+        blocks = self.read(part, first, stride)
+
+        def record(index: int) -> StreamRecord:
+            while index not in kept:
+                block = next(blocks)
+                for offset, found in enumerate(block, start=block[0][2].index):
+                    if offset >= needs.get(offset % stride, offset + 1):
+                        kept[offset] = found
+            return kept.pop(index)
+
+        return record
+
     def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[list[StreamRecord]]:
         """Yield the blocks of a part, each in shuffled order; after a passing fault a block is read again.
 
@@ -82,7 +106,7 @@ class Stream(Pool):
             index, epoch_start, _ = snapshot
             position = index - epoch_start
             if block:
-                order = range(len(block)) if self.key is None else shuffled(len(block), self.key, part, index)
+                order = shuffled(len(block), self.key, part, index)
                 yield [(block[n], f"{where}, document {position + n}", snapshot) for n in order]
                 snapshot = Snapshot(index + len(block), epoch_start, shard.state_dict())
                 continue
@@ -97,34 +121,6 @@ class Stream(Pool):
                     name, where, index, fewest,
                 )  # fmt: skip
             snapshot, blocks = Snapshot(index, index), None
-
-
-class PartReader:
-    """Reads a part as far as its lanes ask, and keeps for them what they have not asked for yet.
-
-    Args:
-        needs: for each lane served, its place among the lanes of the part and the first index it still needs.
-        stride: lanes of the part; index i belongs to the lane at place i mod stride.
-        first: where to begin, early enough for every lane.
-    """
-
-    def __init__(self, stream: Stream, part: int, needs: dict[int, int], stride: int, first: Snapshot) -> None:
-        self._needs = needs
-        self._stride = stride
-        self._kept: dict[int, StreamRecord] = {}
-        self._blocks = stream.read(part, first, stride)
-
-    def record(self, index: int) -> StreamRecord:
-        """The record at an index, which is then forgotten: each is asked for once.
-
-        Raises StopIteration after the last.
-        """
-        while index not in self._kept:
-            block = next(self._blocks)
-            for offset, record in enumerate(block, start=block[0][2].index):
-                if offset >= self._needs.get(offset % self._stride, offset + 1):
-                    self._kept[offset] = record
-        return self._kept.pop(index)
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
