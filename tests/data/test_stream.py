@@ -77,12 +77,12 @@ def test_a_stream_that_is_not_endless_ends_with_its_last_document(tmp_path: Path
 def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, 5000)
     whole = texts(stream, blocks=5)
-    record = stream.reader(0, {1: 1, 2: 2}, stride=4, first=BEGINNING)
-    served = {index: record(index) for index in (1, 2, 6, 5, 3002, 4001)}
+    record = stream.reader(4, {1: (0, ()), 2: (0, ())})
+    served = {index: record(index % 4, index) for index in (1, 2, 6, 5, 3002, 4001)}
     assert all(found["text"] == whole[index] for index, (found, _, _) in served.items())
     assert [served[index][2].index for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
-    again = stream.reader(0, {1: 4005, 2: 3002}, stride=4, first=served[3002][2])
-    assert again(3002) == served[3002] and again(4005)[0]["text"] == whole[4005]
+    again = stream.reader(4, {1: (1001, served[4001][2]), 2: (750, served[3002][2])})
+    assert again(2, 3002) == served[3002] and again(1, 4005)[0]["text"] == whole[4005]
 
 
 def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(

@@ -1,13 +1,13 @@
 """Rows packed while training, in many independent lanes, so that no process needs another's documents."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import suppress
 
 from lacuna.config import UserError
 from lacuna.data.packing import Document, Span
 from lacuna.data.plan import Plan
-from lacuna.data.stream import Snapshot, Stream, StreamRecord
+from lacuna.data.stream import Stream
 from lacuna.data.tokenize import BrokenRecords, document_of
 
 _DRAWN_AHEAD = 64
@@ -30,12 +30,11 @@ class LaneRows:
         pools = plan.mixture.pools
         starts = {lane: state or (0, [0] * len(pools), [()] * len(pools)) for lane, state in states.items()}
         self._rows = {lane: self._rows_from(lane, *copy.deepcopy(start)) for lane, start in starts.items()}
-        self._readers = {
-            (source, part): self._reader(stream, source, part, starts)
-            for source, stream in enumerate(pools)
-            if isinstance(stream, Stream)
-            for part in {lane % stream.parts for lane in starts}
-        }
+        self._readers = {}
+        for source, stream in enumerate(pools):
+            if isinstance(stream, Stream):
+                positions = {lane: (cursors[source], snaps[source]) for lane, (_, cursors, snaps) in starts.items()}
+                self._readers[source] = stream.reader(plan.mixture.lanes, positions)
 
     def row(self, number: int) -> list[Span]:
         """The spans of a row, which fill it but at the end of the documents; those of a lane are asked for in order."""
@@ -69,9 +68,9 @@ class LaneRows:
             while in_vain < _MOST_EMPTY:
                 _, *drawn = self._plan.mixture.draw(lane, cursors, _DRAWN_AHEAD)
                 for source, index in zip(*(array.tolist() for array in drawn), strict=True):
-                    documents, stream = self._plan.sources[source], self._plan.mixture.pools[source]
-                    if isinstance(stream, Stream):
-                        record, place, snapshots[source] = self._readers[source, lane % stream.parts](index)
+                    documents = self._plan.sources[source]
+                    if source in self._readers:
+                        record, place, snapshots[source] = self._readers[source](lane, index)
                     else:
                         record, place = documents.dataset[index], f"document {index}"
                     document = document_of(documents, record, place, self._plan.tokenizer)
@@ -81,13 +80,3 @@ class LaneRows:
                     yield source, document
             BrokenRecords(self._plan.config.data.max_broken_records).add(self.broken)
             raise UserError(f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column")
-
-    def _reader(
-        self, stream: Stream, source: int, part: int, starts: dict[int, LaneState]
-    ) -> Callable[[int], StreamRecord]:
-        """What reads a part for its lanes, from where the first of them is."""
-        stride = self._plan.mixture.lanes // stream.parts
-        sharing = {lane // stream.parts: start for lane, start in starts.items() if lane % stream.parts == part}
-        needs = {place: cursors[source] * stride + place for place, (_, cursors, _) in sharing.items()}
-        snapshots = [Snapshot(*snapshots[source]) for _, _, snapshots in sharing.values()]
-        return stream.reader(part, needs, stride, min(snapshots, key=lambda snapshot: snapshot.index))

@@ -54,27 +54,34 @@ class Stream(Pool):
         """The source and, int64 [n], the document in the lane's part at each ordinal."""
         return np.full_like(ordinals, self.first_source), ordinals // self.parts
 
-    def reader(self, part: int, needs: dict[int, int], stride: int, first: Snapshot) -> Callable[[int], StreamRecord]:
-        """A function that reads a part as far as its lanes ask, and keeps for them what they have not asked for yet.
+    def reader(self, lanes: int, positions: dict[int, tuple[int, tuple]]) -> Callable[[int, int], StreamRecord]:
+        """A function that reads parts as far as lanes ask, and keeps for the others what they have not asked for yet.
 
         Args:
-            needs: for each lane served, its place among the lanes of the part and the first index it still needs.
-            stride: lanes of the part; index i belongs to the lane at place i mod stride.
-            first: where to begin, early enough for every lane.
+            lanes: how many there are in all.
+            positions: for each lane served, the documents it has passed and the snapshot it had last (empty: none).
 
         Returns:
-            A function from an index to its record, which is then forgotten. It raises StopIteration after the last.
+            A function from a lane and a document in its part to the record, which is then forgotten: each lane asks
+            for its documents in their order. Raises StopIteration after the last.
         """
-        kept: dict[int, StreamRecord] = {}
-        blocks = self.read(part, first, stride)
+        stride = lanes // self.parts
+        needs = {lane: passed * stride + lane // self.parts for lane, (passed, _) in positions.items()}
+        starts: dict[int, list[Snapshot]] = {}
+        for lane, (_, snapshot) in positions.items():
+            starts.setdefault(lane % self.parts, []).append(Snapshot(*snapshot))
+        first = {part: min(snapshots, key=lambda snapshot: snapshot.index) for part, snapshots in starts.items()}
+        blocks = {part: self.read(part, snapshot, stride) for part, snapshot in first.items()}
+        kept: dict[tuple[int, int], StreamRecord] = {}
 
-        def record(index: int) -> StreamRecord:
-            while index not in kept:
-                block = next(blocks)
-                for offset, found in enumerate(block, start=block[0][2].index):
-                    if offset >= needs.get(offset % stride, offset + 1):
-                        kept[offset] = found
-            return kept.pop(index)
+        def record(lane: int, index: int) -> StreamRecord:
+            part = lane % self.parts
+            while (part, index) not in kept:
+                block = next(blocks[part])
+                for number, found in enumerate(block, start=block[0][2].index):
+                    if number >= needs.get(number % stride * self.parts + part, number + 1):
+                        kept[part, number] = found
+            return kept.pop((part, index))
 
         return record
 
