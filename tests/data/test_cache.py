@@ -13,9 +13,9 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.cache import TokenTable, tokenised
-from lacuna.data.indexed import IndexedRows
 from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.plan import Plan
+from lacuna.data.rows import IndexedRows
 from lacuna.data.sources import open_source
 from lacuna.data.tokenize import BrokenRecords
 from texts import END, write_lines

@@ -2,12 +2,12 @@
 
 The way of a document: `sources` opens what the configuration names (`files` reads local JSON and texts, `corpus`
 is the one that needs no download); `mixture` decides the order of documents from the seed and their positions;
-`tokenize` makes tokens of them; `packing` makes rows and batches of tokens; `loader` hands batches out and
-saves its position. `plan` chooses between two ways to rows:
+`tokenize` makes tokens of them; `packing` makes batches of tokens; `loader` hands batches out and saves its
+position. `plan` chooses between two ways to `rows`:
 
-- `indexed`: the sources are tokenised once into a `cache`; row R is tokens [R * seq_len, (R + 1) * seq_len) of
+- `IndexedRows`: the sources are tokenised once into a `cache`; row R is tokens [R * seq_len, (R + 1) * seq_len) of
   all documents in their order, so that any process can make any row and the position is the step alone.
-- `lanes`: documents are dealt to 8 lanes per sequence of the global batch, each of which packs its own; row R is
+- `LaneRows`: documents are dealt to 8 lanes per sequence of the global batch, each of which packs its own; row R is
   the next row of lane R mod lanes. Documents are tokenised by the worker that owns the lane, and local sources
   stay where they are; streams are read through `stream`. The position is a few integers per lane and, for each
   stream, the place to read it on from.
@@ -15,9 +15,8 @@ saves its position. `plan` chooses between two ways to rows:
 Row R belongs to step R // global_batch. Neither way knows how many ranks or workers there are.
 """
 
-from lacuna.data.loader import Loader, build_loader, merge_states
+from lacuna.data.loader import Loader, build_loader, build_validation, merge_states
 from lacuna.data.packing import Batch
 from lacuna.data.tokenize import load_tokenizer
-from lacuna.data.validation import build_validation
 
 __all__ = ["Batch", "Loader", "build_loader", "build_validation", "load_tokenizer", "merge_states"]

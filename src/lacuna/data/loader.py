@@ -1,4 +1,4 @@
-"""Batches for the training loop: workers, hand-out in order, and a resume state that fits any world size."""
+"""Batches for training, made by workers, with a resume state that fits any world size; and for validation."""
 
 import atexit
 import itertools
@@ -18,20 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
 from lacuna.data.cache import usable_cores
-from lacuna.data.indexed import IndexedRows
-from lacuna.data.lanes import LaneRows, LaneState
 from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
+from lacuna.data.rows import LaneState, open_rows
 from lacuna.data.tokenize import BrokenRecords
 
 _STEPS_BEFORE_A_LANE_RETURNS = 8
 _MOST_WORKERS = 8
 _READ_IN_PROCESS = 2**30
-
-
-def open_rows(plan: Plan, states: dict[int, LaneState | None]) -> IndexedRows | LaneRows:
-    """What makes the rows of a plan, with the lanes of `states` where it has lanes."""
-    return IndexedRows(plan) if plan.tables else LaneRows(plan, states)
 
 
 @dataclass(eq=False)
@@ -159,10 +153,8 @@ class Loader:
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state out of those of all ranks, from which any number of ranks can go on with the same global batch."""
     assert len({state["steps"] for state in states}) == 1, "ranks saved at different steps"
-    return states[0] | {
-        "lanes": {lane: saved for state in states for lane, saved in state["lanes"].items()},
-        "broken_records": sorted({place for state in states for place in state["broken_records"]}),
-    }
+    lanes = {lane: saved for state in states for lane, saved in state["lanes"].items()}
+    return states[0] | {"lanes": lanes, "broken_records": [p for state in states for p in state["broken_records"]]}
 
 
 def build_loader(
@@ -188,6 +180,45 @@ def build_loader(
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), global_batch * _STEPS_BEFORE_A_LANE_RETURNS)
     source = _MicroBatches(plan, global_batch, micro_batch, accumulation, dp_rank)
     return Loader(source, _number_of_workers(config.data.num_workers, plan, accumulation))
+
+
+@dataclass(frozen=True)
+class Validation:
+    """The validation set as batches: every token of it once, and equally many batches on every rank.
+
+    Can be iterated any number of times and yields the same batches each time. Documents come in the source's order,
+    packed like the training data; where rows are missing at the end there are rows of padding, whose labels are all
+    -100.
+    """
+
+    plan: Plan
+    dp_rank: int
+    dp_world: int
+    micro_batch: int
+
+    def __iter__(self) -> Iterator[Batch]:
+        rows, broken = open_rows(self.plan, {0: None}), BrokenRecords(self.plan.config.data.max_broken_records)
+        first, size = self.dp_rank * self.micro_batch, self.dp_world * self.micro_batch
+        most = self.plan.config.validation.steps
+        for number in range(most) if most >= 0 else itertools.count():
+            group = [rows.row(number * size + within) for within in range(size)]
+            broken.add(rows.broken)
+            if not any(group):
+                return
+            yield self.plan.batch(group[first : first + self.micro_batch])
+
+
+def build_validation(
+    config: Config, tokenizer: PreTrainedTokenizerBase, *, dp_rank: int, dp_world: int, micro_batch: int
+) -> Validation:
+    """The validation batches of one rank, at most validation.steps of them.
+
+    Raises UserError when the data cannot be opened or holds no text.
+    """
+    setting = config.validation.resolved_source()
+    assert setting is not None, "built only where the configuration has a validation source"
+    plan = make_plan(config, tokenizer, [setting.model_copy(update={"weight": 1.0})], lanes=1, endless=False)
+    return Validation(plan, dp_rank, dp_world, micro_batch)
 
 
 def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int:
