@@ -82,8 +82,9 @@ class IndexedRows:
             lengths = np.empty_like(indices)
             for source, table in enumerate(self._plan.tables):
                 lengths[sources == source] = table.lengths[indices[sources == source]]
-            kept.append(np.stack([sources, indices, end + np.cumsum(lengths)]))
-            end = int(kept[-1][2, -1])
+            drawn = np.stack([sources, indices, end + np.cumsum(lengths)])
+            kept.append(drawn[:, drawn[2] > start])
+            end = int(drawn[2, -1])
             self._cursors += np.bincount(choices, minlength=len(self._cursors))
         self._drawn = np.concatenate(kept, axis=1)
 
