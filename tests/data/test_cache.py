@@ -12,12 +12,11 @@ from transformers import PreTrainedTokenizerFast
 from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, Source
 from lacuna.config.sections import TrainingConfig
-from lacuna.data.cache import TokenTable, tokenised
 from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.plan import Plan
 from lacuna.data.rows import IndexedRows
 from lacuna.data.sources import open_source
-from lacuna.data.tokenize import BrokenRecords
+from lacuna.data.tokenize import BrokenRecords, TokenTable, tokenised
 from texts import END, write_lines
 
 TEXTS = [f"text {n}" * (n % 7) for n in range(2500)]

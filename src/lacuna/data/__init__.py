@@ -5,7 +5,7 @@ is the one that needs no download); `mixture` decides the order of documents fro
 `tokenize` makes tokens of them; `packing` makes batches of tokens; `loader` hands batches out and saves its
 position. `plan` chooses between two ways to `rows`:
 
-- `IndexedRows`: the sources are tokenised once into a `cache`; row R is tokens [R * seq_len, (R + 1) * seq_len) of
+- `IndexedRows`: the sources are tokenised once into a cache; row R is tokens [R * seq_len, (R + 1) * seq_len) of
   all documents in their order, so that any process can make any row and the position is the step alone.
 - `LaneRows`: documents are dealt to 8 lanes per sequence of the global batch, each of which packs its own; row R is
   the next row of lane R mod lanes. Documents are tokenised by the worker that owns the lane, and local sources

@@ -17,11 +17,10 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
-from lacuna.data.cache import usable_cores
 from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import LaneState, open_rows
-from lacuna.data.tokenize import BrokenRecords
+from lacuna.data.tokenize import BrokenRecords, usable_cores
 
 _STEPS_BEFORE_A_LANE_RETURNS = 8
 _MOST_WORKERS = 8

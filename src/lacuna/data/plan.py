@@ -8,12 +8,11 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.config.documents import Source
-from lacuna.data.cache import TokenTable, tokenised
 from lacuna.data.mixture import Mixture, Pool, random_key
 from lacuna.data.packing import Batch, Span, pack
 from lacuna.data.sources import Documents, open_source
 from lacuna.data.stream import Stream, number_of_parts
-from lacuna.data.tokenize import BrokenRecords
+from lacuna.data.tokenize import BrokenRecords, TokenTable, tokenised
 
 _LOG = logging.getLogger(__name__)
 _CACHED_BELOW = 256 * 2**20
