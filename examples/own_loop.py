@@ -17,7 +17,7 @@ from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
 from lacuna.train.batch import plan_batch
 from lacuna.train.checkpoint import newest_complete, read_state, read_tensors, write_checkpoint
-from lacuna.train.optimizer import allocate_state, build_optimizer, optimizer_tensors
+from lacuna.train.optimizer import allocate_state, build_optimizer, optimizer_tensors, set_learning_rate
 from lacuna.train.resume import model_tensors
 from lacuna.train.schedule import learning_rate
 from lacuna.train.setup import tokenizer_source
@@ -28,9 +28,10 @@ config = load_config(path, sys.argv[1:])
 process = start_process(config)
 layout = resolve_layout(config, process.world_size)
 tokenizer = load_tokenizer(tokenizer_source(config))
-plan = plan_batch(config, layout.data_parallel)
-loader = build_loader(config, tokenizer, dp_rank=process.rank, dp_world=layout.data_parallel, **vars(plan))
-built = build_model(config, tokenizer, build_mesh(layout, process.device.type), process.device)
+plan = plan_batch(config, layout)
+mesh = build_mesh(layout, process.device.type)
+loader = build_loader(config, tokenizer, dp_rank=mesh.data_rank, dp_world=layout.data_parallel, **vars(plan))
+built = build_model(config, tokenizer, mesh, process.device, plan.accumulation)
 optimizer = build_optimizer(built.model, config)
 allocate_state(optimizer)
 tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)  # not copies: filled in place below
@@ -45,9 +46,10 @@ if checkpoint := newest_complete(config.job.dump_folder, process):
 batches = iter(loader)
 for step in range(first_step, config.training.steps):
     micro_batches = [next(batches) for _ in range(plan.accumulation)]
-    tokens, trained, *_ = agree(micro_batches, False, False, process.device)  # over all ranks
-    loss = accumulate_gradients(built, micro_batches, trained, process.device)
-    norm, skipped = update(config, built, optimizer, trained, learning_rate(config, step, config.training.steps))
+    tokens, trained, *_ = agree(micro_batches, False, False, built)  # over all ranks
+    set_learning_rate(optimizer, learning_rate(config, step, config.training.steps))
+    loss = accumulate_gradients(built, micro_batches, trained)
+    norm, skipped = update(built, optimizer, trained)
     if process.is_first and step % config.metrics.log_freq == 0:
         print(f"step {step + 1}: loss {loss.item() * process.world_size / trained.item():.4f} on this rank")
 
@@ -55,6 +57,8 @@ target = os.path.join(config.job.dump_folder, f"step-{config.training.steps}")
 state = {"step": config.training.steps, "data": gather_objects(process, loader.state_dict())}
 write_checkpoint(target, tensors, state, tokenizer.save_pretrained, process)
 dtype = getattr(torch, config.checkpoint.export_dtype)
-export_model(built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), dtype, process.is_first)
+export_model(
+    built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), dtype, process.is_first, pipeline=mesh.pipeline
+)
 loader.close()
 stop_process()

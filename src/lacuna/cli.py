@@ -4,11 +4,12 @@ import errno
 import importlib
 import os
 import sys
+import warnings
 from collections.abc import Sequence
 
 from lacuna import __version__
 from lacuna.config.errors import RunError, UserError, did_you_mean
-from lacuna.launch import LAUNCHER, RUN_FAILED, die_with_launcher
+from lacuna.launch import LAUNCHED, RUN_FAILED, die_with_launcher
 
 COMMANDS = {
     "train": "train a model: lacuna train [RUN.toml] [--section.key value ...]",
@@ -20,25 +21,16 @@ COMMANDS = {
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def _overview() -> str:
-    lines = [f"  {name:<10} {what}" for name, what in COMMANDS.items()]
-    return "\n".join(
-        [
-            f"lacuna {__version__}: trains the Hugging Face causal language model you already have.",
-            "",
-            *lines,
-            "",
-            "lacuna train alone runs the quickstart. lacuna COMMAND --help tells more.",
-        ]
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command. Exit status: 0 done, 2 the configuration or the input is wrong, 1 anything else."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     die_with_launcher()
+    _quiet_libraries()
     if not words or words[0] in ("-h", "--help", "help"):
-        print(_overview())
+        print(f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n")
+        for name, what in COMMANDS.items():
+            print(f"  {name:<10} {what}")
+        print("\nlacuna train alone runs the quickstart. lacuna COMMAND --help tells more.")
         return 0
     if words[0] == "--version":
         print(__version__)
@@ -71,5 +63,16 @@ def _complain(error: Exception | str, status: int) -> int:
     print(f"lacuna: {error}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         # Other ranks may still wait in a collective that will never come: leave without their consent.
-        os._exit(RUN_FAILED if status == 1 and LAUNCHER in os.environ else status)
+        os._exit(RUN_FAILED if status == 1 and LAUNCHED in os.environ else status)
     return status
+
+
+def _quiet_libraries() -> None:
+    """Progress bars and advice of libraries would drown the run's own display."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is, for convert and generate
+    # Fragmentation is what long runs die of; must be set before the first allocation.
+    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

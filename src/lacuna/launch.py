@@ -1,6 +1,5 @@
 """Starts one process per GPU on this machine and looks after them."""
 
-import ctypes
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ from lacuna.config import UserError
 POLL_SECONDS = 0.1
 # After one process failed, the others cannot go on; they get this long to say why.
 GRACE_SECONDS = 5.0
-LAUNCHER = "LACUNA_LAUNCHER_PID"
+LAUNCHED = "LACUNA_LAUNCHED"
 # Statuses of a worker that has said itself what went wrong: in the input (2), or in the run, as likely on every rank.
 INPUT_WRONG, RUN_FAILED = 2, 3
 
@@ -26,44 +25,36 @@ def runs_here(gpus: int | None, cpus: int | None) -> int:
 
     Raises `UserError` when more GPUs are asked for than there are.
     """
-    if adopt_slurm() or "RANK" in os.environ:
+    adopt_slurm()
+    if "RANK" in os.environ:
         return 1
     if cpus is not None:
         return cpus
     import torch
 
     available = torch.cuda.device_count() if os.environ.get("LACUNA_DEVICE") != "cpu" else 0
-    wanted = gpus if gpus is not None else int(os.environ.get("NGPU", 0)) or None
-    if wanted is None:
-        return max(available, 1)
     if available == 0 and gpus is not None:
         raise UserError(f"--gpus {gpus}: this machine has no usable GPU: use --cpus {gpus} to run on the CPU.")
+    wanted = gpus or int(os.environ.get("NGPU", 0)) or max(available, 1)
     if wanted > max(available, 1):
         raise UserError(f"{wanted} GPUs are asked for (--gpus or NGPU), but this machine has {available}.")
     return wanted
 
 
-def adopt_slurm() -> bool:
+def adopt_slurm() -> None:
     """Translates Slurm's description of this task, if there is one, into torchrun's variables (of this process)."""
     environment = os.environ
     if "RANK" in environment or int(environment.get("SLURM_NTASKS", 1)) < 2 or "SLURM_PROCID" not in environment:
-        return False
-    hosts = environment.get("SLURM_JOB_NODELIST", "")
+        return
     if "MASTER_ADDR" not in environment:
-        listed = subprocess.run(["scontrol", "show", "hostnames", hosts], capture_output=True, text=True, check=True)
-        environment["MASTER_ADDR"] = listed.stdout.split()[0]
+        command = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")]
+        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
+        environment["MASTER_ADDR"] = hosts[0]
     environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000))
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]
     environment["LOCAL_RANK"] = environment.get("SLURM_LOCALID", "0")
     environment["LOCAL_WORLD_SIZE"] = environment.get("SLURM_NTASKS_PER_NODE", "1")
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def launch(words: Sequence[str], processes: int, folder: str) -> int:
@@ -73,97 +64,77 @@ def launch(words: Sequence[str], processes: int, folder: str) -> int:
     seconds, which is too little for a large checkpoint, and hides its exit status). When a process fails, its status
     is the run's, and the others are stopped. Output of all but the first goes to `<folder>/logs/rank-N.log`.
     """
-    logs = os.path.join(folder, "logs")
-    os.makedirs(logs, exist_ok=True)
-    port = _free_port()
-    threads = os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))
+    logs = [os.path.join(folder, "logs", f"rank-{rank}.log") for rank in range(processes)]
+    os.makedirs(os.path.dirname(logs[0]), exist_ok=True)
+    threads = max(1, (os.cpu_count() or 1) // processes)
     workers = []
-    for rank in range(processes):
-        environment = os.environ | {
-            "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
-            "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-            "OMP_NUM_THREADS": threads, LAUNCHER: str(os.getpid()),
-        }  # fmt: skip
-        output = None if rank == 0 else open(_log_path(logs, rank), "w")  # noqa: SIM115 (the child's from here)
-        workers.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "lacuna", *words],
-                env=environment,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,  # Ctrl-C comes once, from us
-            )  # fmt: skip
-        )
-    return _look_after(workers, logs)
+    with socket.socket() as reserved:  # bound but not listening: the first rank may listen on it, and nobody gets it
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved.bind(("127.0.0.1", 0))
+        port = reserved.getsockname()[1]
+        common = {"OMP_NUM_THREADS": str(threads), **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), LAUNCHED: "1"}
+        for rank, log in enumerate(logs):
+            output = None if rank == 0 else open(log, "w")  # noqa: SIM115 (the child's from here)
+            workers.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "lacuna", *words],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdin=subprocess.PIPE,  # never written to: it ends with us, as `die_with_launcher` notices
+                    stdout=output,
+                    stderr=output,
+                    start_new_session=True,  # Ctrl-C comes once, from us
+                )
+            )
+        return _look_after(workers, logs)
 
 
-def _log_path(logs: str, rank: int) -> str:
-    return os.path.join(logs, f"rank-{rank}.log")
-
-
-def _look_after(workers: list[subprocess.Popen], logs: str) -> int:
+def _look_after(workers: Sequence[subprocess.Popen], logs: Sequence[str]) -> int:
     def forward(number: int, frame: FrameType | None) -> None:
         for worker in workers:
-            if worker.poll() is None:
-                worker.send_signal(number)
+            worker.send_signal(number)
 
-    previous = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        while True:
-            codes = [worker.poll() for worker in workers]
-            failed = [rank for rank, code in enumerate(codes) if code]
-            if failed:
-                return _stop_after_failure(workers, failed, logs)
-            if all(code == 0 for code in codes):
-                return 0
-            time.sleep(POLL_SECONDS)
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, forward)
+    while True:
+        codes = [worker.poll() for worker in workers]
+        if any(codes):
+            return _stop_after_failure(workers, [rank for rank, code in enumerate(codes) if code], logs)
+        if None not in codes:
+            return 0
+        time.sleep(POLL_SECONDS)
 
 
-def _stop_after_failure(workers: list[subprocess.Popen], first: list[int], logs: str) -> int:
+def _stop_after_failure(workers: Sequence[subprocess.Popen], first: Sequence[int], logs: Sequence[str]) -> int:
     """Stops all ranks after the `first` failed, says which one is to blame, and returns the run's exit status."""
     deadline = time.monotonic() + GRACE_SECONDS
     while time.monotonic() < deadline and any(worker.poll() is None for worker in workers):
         time.sleep(POLL_SECONDS)
-    codes = [worker.poll() or 0 for worker in workers]
+    failing = {rank: code for rank, worker in enumerate(workers) if (code := worker.poll())}
     for worker in workers:
-        if worker.poll() is None:
-            worker.kill()
-            worker.wait()
+        worker.kill()
+        worker.wait()
     # The others fail because one did: who says why is to blame first, then who failed first, then who was killed.
-    failing = [rank for rank, code in enumerate(codes) if code]
-    said = [rank for rank in failing if codes[rank] in (INPUT_WRONG, RUN_FAILED)]
-    failed = said[0] if said else min(failing, key=lambda rank: (rank not in first, codes[rank] > 0))
-    code = codes[failed]
+    said = [rank for rank, code in failing.items() if code in (INPUT_WRONG, RUN_FAILED)]
+    failed = said[0] if said else min(failing, key=lambda rank: (rank not in first, failing[rank] > 0))
+    code = failing[failed]
     if failed or code < 0:  # else the first rank has said itself what went wrong
         how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else "failed"
         print(f"lacuna: rank {failed} {how}; all ranks are stopped.", file=sys.stderr)
-        path = _log_path(logs, failed)
-        if failed and os.path.exists(path):
-            with open(path) as file:
-                end = "".join(file.readlines()[-20:])
-            if end:
-                print(f"The end of {path}:\n{end}", file=sys.stderr)
+    if failed:
+        with open(logs[failed]) as file:
+            end = "".join(file.readlines()[-20:])
+        if end:
+            print(f"The end of {logs[failed]}:\n{end}", file=sys.stderr)
     return 2 if code == INPUT_WRONG else 1
 
 
 def die_with_launcher() -> None:
     """Ends this process, at once and without writing, when the launcher that started it is gone."""
-    launcher = os.environ.get(LAUNCHER)
-    if launcher is None:
-        return
-    if sys.platform == "linux":
-        death_signal = 1  # PR_SET_PDEATHSIG
-        ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
-    if os.getppid() != int(launcher):
-        os._exit(1)
 
     def watch() -> None:
-        while os.getppid() == int(launcher):
-            time.sleep(0.5)
+        os.read(sys.stdin.fileno(), 1)  # returns when the launcher's end of the pipe is closed, however it died
         os._exit(1)
 
-    if sys.platform != "linux":
+    if LAUNCHED in os.environ:
         threading.Thread(target=watch, daemon=True).start()

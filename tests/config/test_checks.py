@@ -105,7 +105,6 @@ def error_of(flags="", **kwargs):
             "parallelism.zero_stage",
             "parallelism.fsdp_reshard_after_forward",
         ),
-        ("--parallelism.zero_stage 1", "parallelism.zero_stage", "use 2 or 3"),
         (
             "--parallelism.data_parallel_shard_degree 0",
             "parallelism.data_parallel_shard_degree",

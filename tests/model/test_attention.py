@@ -6,21 +6,25 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.attention import varlen
 from transformers import PreTrainedModel
 
 from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig
 from lacuna.config.sections import ModelConfig
-from lacuna.model.attention import VARLEN, choose_attention
-from lacuna.model.head import attach_loss, packing_arguments, probe_head, probe_packing
-from tiny import VOCABULARY, random_model, relative_error, tiny_config
+from lacuna.model import attention as attention_module
+from lacuna.model.attention import PACKED, choose_attention
+from lacuna.model.head import hidden_states, probe_head, probe_packing, summed_loss
+from lacuna.model.inputs import Inputs, packing_arguments
+from lacuna.parallel.context import causal_parts
+from lacuna.parallel.mesh import Layout
+from tiny import CPU, VOCABULARY, random_model, relative_error, tiny_config
 
 ROWS = ((5, 9, 2), (7, 1, 8))  # documents longer and shorter than the sliding window of 4
 LENGTH = 16
 ISOLATING = ("llama", "qwen3", "gemma", "gemma3", "mistral", "gpt2", "neox", "cohere", "granite", "phi", "qwen3_moe")
 EAGER = ("llama", "gemma2", "gemma3", "mistral", "gpt2", "qwen3_moe")
 EXACT = 5e-6
+ALONE = Layout()
 
 
 def packed_batch() -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -42,9 +46,7 @@ def documents() -> Iterator[tuple[int, slice]]:
 
 
 def prepared(architecture: str, attention: str) -> PreTrainedModel:
-    model = random_model(tiny_config(architecture), attention)
-    attach_loss(model)
-    return model
+    return random_model(tiny_config(architecture), attention)
 
 
 def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
@@ -56,11 +58,11 @@ def gradients_of(model: PreTrainedModel) -> dict[str, Tensor]:
 def packed_results(model: PreTrainedModel) -> tuple[Tensor, float, dict[str, Tensor]]:
     """Hidden states, summed loss and gradients of the packed batch, as training makes them."""
     ids, positions, labels, bounds = packed_batch()
-    extra = packing_arguments(model.config._attn_implementation, bounds, 9)
+    told = packing_arguments(model.config._attn_implementation, bounds, 9, LENGTH, CPU)
+    inputs = Inputs(ids, labels, positions, told)
     with torch.no_grad():
-        head = probe_head(model, compiled=False)
-        states = model.hidden_states(ids, positions, extra)
-    loss = model.summed_loss(head, ids, positions, labels, extra)
+        states = hidden_states(model, inputs)
+    loss = summed_loss(model, probe_head(model, compiled=False), inputs)
     loss.backward()
     return states, loss.item(), gradients_of(model)
 
@@ -89,76 +91,88 @@ def check_isolation(packed: PreTrainedModel, alone: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "attention"), [*((name, "sdpa") for name in ISOLATING), *((name, "eager") for name in EAGER)]
+    ("architecture", "attention"),
+    [(name, kind) for kind in ("sdpa", PACKED) for name in ISOLATING]
+    + [(name, "eager") for name in EAGER]
+    + [("gemma2", PACKED)],
 )
 def test_packed_documents_equal_the_same_documents_alone(architecture: str, attention: str) -> None:
     model = prepared(architecture, attention)
-    check_isolation(model, model)
-    with torch.no_grad():
-        probe_packing(model, attention)
+    plain = "eager" if architecture == "gemma2" else "sdpa"
+    check_isolation(model, model if attention != PACKED else prepared(architecture, plain))
+    probe_packing(model)
 
 
 def plain_varlen(
     query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
     *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
 ) -> Tensor:  # fmt: skip
-    """What `varlen_attn` computes on a GPU, by the book: [tokens, heads, width], windows to the left only."""
-    assert torch.equal(cu_seq_q, cu_seq_k) and max_q == max_k >= int(cu_seq_q.diff().max())
-    assert window_size[1] == 0
+    """What `varlen_attn` computes on a GPU, by the book: document by document, [tokens, heads, width]."""
+    assert max_q >= int(cu_seq_q.diff().max()) and max_k >= int(cu_seq_k.diff().max()) and window_size[1] == 0
     groups = query.shape[1] // key.shape[1]
     assert groups == 1 or enable_gqa
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
-    tokens = torch.arange(len(query))
-    document = torch.bucketize(tokens, cu_seq_q[1:], right=True)
-    distance = tokens[:, None] - tokens
-    seen = (document[:, None] == document) & (distance >= 0)
-    if window_size[0] >= 0:
-        seen &= distance <= window_size[0]
-    scores = torch.einsum("qhd,khd->hqk", query, key) * (query.shape[-1] ** -0.5 if scale is None else scale)
-    return torch.einsum("hqk,khd->qhd", scores.masked_fill(~seen, -torch.inf).softmax(-1), value)
+    output = torch.zeros_like(query)
+    for document in range(len(cu_seq_q) - 1):
+        queries, keys = (slice(*bounds[document : document + 2].tolist()) for bounds in (cu_seq_q, cu_seq_k))
+        count, seen = queries.stop - queries.start, keys.stop - keys.start
+        distance = torch.arange(seen - count, seen)[:, None] - torch.arange(seen)
+        hidden = (distance < 0) | (distance > window_size[0] if window_size[0] >= 0 else distance < 0)
+        scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys]) * (scale or query.shape[-1] ** -0.5)
+        weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+        output[queries] = torch.einsum("hqk,khd->qhd", weights, value[keys])
+    return output
 
 
-@pytest.mark.parametrize("architecture", ISOLATING)
-def test_the_bounds_of_documents_reach_the_attention_for_gpus(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("ranks", "rank"), [(1, 0), (2, 0), (2, 1)])
+def test_the_kernel_for_gpus_is_told_what_the_mask_for_others_says(
+    ranks: int, rank: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    signature = inspect.signature(varlen.varlen_attn)
+    signature = inspect.signature(attention_module.varlen_attn)
     defaults = {} if "enable_gqa" in signature.parameters else {"enable_gqa": True}  # torch 2.11 needs no telling
-    calls = 0
 
     def checked(*arguments: object, **named: object) -> Tensor:
-        nonlocal calls
-        calls += 1
         signature.bind(*arguments, **named)  # the kernel takes what it is given
         return plain_varlen(*arguments, **(defaults | named))
 
-    monkeypatch.setattr(varlen, "varlen_attn", checked)  # it has no CPU kernel
-    packed = prepared(architecture, VARLEN)
-    check_isolation(packed, prepared(architecture, "sdpa"))
-    assert calls >= packed.config.num_hidden_layers
-    with torch.no_grad():
-        probe_packing(packed, VARLEN)
+    monkeypatch.setattr(attention_module, "varlen_attn", checked)  # it has no CPU kernel
+    ends = torch.tensor([[5, 14, 16, 16], [7, 8, 9, 16]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    key, value = torch.randn(2, 2, 2, LENGTH, 8, generator=generator)
+    for part in causal_parts(ends, LENGTH, ranks, rank, 10):
+        query = torch.randn(2, 4, LENGTH if ranks == 1 else LENGTH // 2 // ranks, 8, generator=generator)
+        seen = (query, key[:, :, : part.stop], value[:, :, : part.stop], part, 0.3, window)
+        expected = attention_module._masked(*seen, None, 0.0)
+        assert torch.allclose(attention_module._flash(*seen), expected, atol=1e-6)
+        capped = attention_module._masked(*seen, 1e6, 0.0)
+        assert torch.allclose(capped, expected, atol=1e-5), "a soft cap far away changes nothing"
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "opt"])
 def test_an_architecture_that_does_not_follow_position_ids_is_refused(architecture: str) -> None:
     model = prepared(architecture, "eager")
-    with torch.no_grad(), pytest.raises(UserError, match=r"data\.document_mask.*see each other.*document_mask = false"):
-        probe_packing(model, "eager")
+    with pytest.raises(UserError, match=r"data\.document_mask.*see each other.*document_mask = false"):
+        probe_packing(model)
 
 
 def chosen(
-    architecture: str, attention: str, device: str, dtype: torch.dtype = torch.bfloat16, **settings: bool
+    architecture: str,
+    attention: str,
+    device: str,
+    dtype: torch.dtype = torch.bfloat16,
+    layout: Layout = ALONE,
+    **settings: bool,
 ) -> str:
     changes = {"attn_pdrop": 0.1} if architecture == "gpt2" else {}
     config = Config(model=ModelConfig(attention=attention), data=DataConfig(**settings))
-    return choose_attention(config, tiny_config(architecture, **changes), device, dtype)
+    return choose_attention(config, tiny_config(architecture, **changes), device, dtype, layout)
 
 
 def test_auto_chooses_the_fastest_that_is_exact() -> None:
     assert chosen("llama", "auto", "cpu", torch.float32) == "sdpa"
-    assert chosen("llama", "auto", "cuda") == VARLEN
-    assert chosen("mistral", "auto", "cuda") == VARLEN
+    assert chosen("llama", "auto", "cuda") == PACKED
+    assert chosen("mistral", "auto", "cuda") == PACKED
     assert chosen("llama", "auto", "cuda", torch.float32) == "sdpa"
     assert chosen("llama", "auto", "cuda", document_mask=False) == "sdpa"
     assert chosen("gpt2", "auto", "cuda") == "sdpa", "varlen has no dropout"
@@ -169,7 +183,7 @@ def test_auto_chooses_the_fastest_that_is_exact() -> None:
 @pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"])
 def test_what_is_asked_for_is_used(attention: str) -> None:
     assert chosen("llama", attention, "cuda") == attention
-    assert chosen("llama", "varlen", "cuda") == VARLEN
+    assert chosen("llama", "varlen", "cuda") == PACKED
 
 
 @pytest.mark.parametrize(
@@ -190,3 +204,14 @@ def test_attention_that_the_run_cannot_have_is_refused(
 ) -> None:
     with pytest.raises(UserError, match=rf'model\.attention: "{attention}".*{reason}'):
         chosen(architecture, attention, device, dtype)
+
+
+@pytest.mark.parametrize("layout", [Layout(tp=2), Layout(cp=2), Layout(pp=2)])
+def test_shared_sequences_and_layers_have_our_attention_or_none(layout: Layout) -> None:
+    assert chosen("llama", "auto", "cpu", torch.float32, layout) == PACKED
+    assert chosen("gemma2", "auto", "cuda", layout=layout) == PACKED
+    assert chosen("llama", "varlen", "cuda", layout=layout) == PACKED
+    with pytest.raises(UserError, match=r'model\.attention: "sdpa" needs whole sequences'):
+        chosen("llama", "sdpa", "cuda", layout=layout)
+    with pytest.raises(UserError, match="BloomForCausalLM computes its attention by code of its own"):
+        chosen("bloom", "auto", "cpu", torch.float32, layout)

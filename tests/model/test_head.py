@@ -9,13 +9,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lacuna.model.head import attach_loss, probe_head
+from lacuna.model.head import probe_head, summed_loss
+from lacuna.model.inputs import Inputs
 from lacuna.model.loss import HeadTransform
 from tiny import VOCABULARY, own_loss, random_model, tiny_config
 
 IDS = torch.arange(36).view(2, 18) * 5 % VOCABULARY
 POSITIONS = torch.arange(18).expand(2, 18)
 LABELS = IDS.roll(-1, dims=1).masked_fill(IDS % 4 == 0, -100)
+INPUTS = Inputs(IDS, LABELS, POSITIONS, {})
 
 
 def prepared(architecture: str, change: Callable[[PreTrainedModel], None] = lambda model: None) -> PreTrainedModel:
@@ -23,7 +25,6 @@ def prepared(architecture: str, change: Callable[[PreTrainedModel], None] = lamb
     model = random_model(tiny_config(architecture), "eager")
     model.get_output_embeddings().weight.data.mul_(20)
     change(model)
-    attach_loss(model)
     return model
 
 
@@ -34,11 +35,10 @@ def loss_and_gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor
 
 
 def check_loss(model: PreTrainedModel, chunked: bool) -> None:
-    with torch.no_grad():
-        head = probe_head(model, compiled=False)
+    head = probe_head(model, compiled=False)
     assert head.chunked == chunked
     expected = own_loss(model, IDS, POSITIONS, LABELS)
-    loss = model.summed_loss(head, IDS, POSITIONS, LABELS, {})
+    loss = summed_loss(model, head, INPUTS)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = loss_and_gradients(model, loss)
     for name, gradient in loss_and_gradients(model, expected).items():
@@ -53,10 +53,10 @@ def test_the_chunked_loss_equals_the_loss_of_the_models_own_logits(architecture:
 @pytest.mark.parametrize("architecture", ["gemma2", "cohere", "granite"])
 def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     model = prepared(architecture)
+    head = probe_head(model, compiled=False)
     with torch.no_grad():
-        head = probe_head(model, compiled=False)
         bare = replace(head, transform=HeadTransform())
-        losses = [model.summed_loss(each, IDS, POSITIONS, LABELS, {}).item() for each in (head, bare)]
+        losses = [summed_loss(model, each, INPUTS).item() for each in (head, bare)]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 
 

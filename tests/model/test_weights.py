@@ -14,6 +14,7 @@ from lacuna.config.sections import ModelConfig
 from lacuna.export import huggingface
 from lacuna.export.huggingface import export_model
 from lacuna.model.head import Head, head_transform
+from lacuna.model.inputs import Inputs
 from lacuna.parallel.fsdp import inference
 from tiny import (
     VOCABULARY,
@@ -48,7 +49,7 @@ def check_loaded(folder: Path, model: PreTrainedModel) -> None:
     labels = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
     head = Head(head_transform(model.config), chunked=True, compiled=False)
     with inference(model):
-        loss = model.summed_loss(head, IDS, POSITIONS, labels, {}) / (labels != -100).sum()
+        loss = model.summed_loss(head, Inputs(IDS, labels, POSITIONS, {})) / (labels != -100).sum()
         expected = reference(input_ids=IDS, labels=IDS).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6), folder
 
@@ -140,6 +141,22 @@ def test_generation_settings_of_the_model_it_started_from_are_kept(tmp_path: Pat
     export_with(tmp_path / "source", tmp_path / "out", 10**9, torch.float32)
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.eos_token_id, generation.temperature, generation.do_sample) == ([2, 5], 0.6, True)
+
+
+def test_odd_generation_settings_are_kept_as_well(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 2}')
+    export_with(tmp_path / "source", tmp_path / "out", 10**9, torch.float32)
+    generation = GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (generation.eos_token_id, generation.temperature, generation.pad_token_id) == (2, 0.6, 0)
+
+
+def test_an_export_leaves_the_configuration_of_the_model_alone(tmp_path: Path) -> None:
+    model = random_model(tiny_config("llama"))
+    before = model.config.to_dict()
+    export_model(model, tokenizer_of_words(), str(tmp_path / "out"), torch.bfloat16, True)
+    assert model.config.to_dict() == before
+    assert model.config._attn_implementation == "sdpa"
 
 
 def refusals(folders: list[Path]) -> list[str]:

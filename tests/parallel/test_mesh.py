@@ -39,7 +39,7 @@ def test_degrees_that_do_not_fit_are_refused_with_the_arithmetic(
 
 def groups() -> list[list[int]]:
     mesh = build_mesh(Layout(dp_replicate=2, dp_shard=2), "cpu")
-    return [dist.get_process_group_ranks(mesh[name].get_group()) for name in ("dp_replicate", "dp_shard")]
+    return [dist.get_process_group_ranks(mesh.layers[name].get_group()) for name in ("dp_replicate", "fsdp")]
 
 
 def test_shards_of_one_copy_are_neighbours() -> None:

@@ -5,15 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from test_layouts import Case, check_same, outcomes
 from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.architecture import decoder_layers
+from lacuna.parallel.mesh import Layout
 from lacuna.parallel.recompute import recompute
+from layouts import Case, check_same, outcomes
 from tiny import random_model, tiny_config
 
+OFFLOADED = ActivationCheckpointConfig(mode="full", offload=True)
 FULL = ActivationCheckpointConfig(mode="full")
 EVERY_SECOND = ActivationCheckpointConfig(mode="selective", selective_ac_option="2")
 BY_OPERATION = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
@@ -29,17 +31,19 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 
 def test_a_recomputed_step_is_the_same_step(model_config: Path) -> None:
-    modes = (FULL, EVERY_SECOND, BY_OPERATION)
-    plain, *recomputed = outcomes(2, model_config, [Case(1, 2), *(Case(1, 2, recompute=mode) for mode in modes)])
+    modes = (FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED)
+    plain, *recomputed = outcomes(
+        model_config, [Case(Layout(1, 2), 2), *(Case(Layout(1, 2), 2, recompute=mode) for mode in modes)]
+    )
     for outcome in recomputed:
         check_same(outcome, plain)
 
 
 @pytest.mark.slow
 def test_a_recomputed_compiled_step_is_the_same_step(model_config: Path) -> None:
-    modes = (FULL, EVERY_SECOND, BY_OPERATION, BUDGET)
-    cases = [Case(1, 2, recompute=mode, compiled=True) for mode in modes]
-    plain, *recomputed = outcomes(1, model_config, [Case(1, 2, compiled=True), *cases])
+    modes = (FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED, BUDGET)
+    cases = [Case(Layout(), 2, recompute=mode, compiled=True) for mode in modes]
+    plain, *recomputed = outcomes(model_config, [Case(Layout(), 2, compiled=True), *cases])
     for outcome in recomputed:
         check_same(outcome, plain)
 

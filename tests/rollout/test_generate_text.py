@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.config.sections import ModelConfig
-from lacuna.model.attention import VARLEN
+from lacuna.model.attention import PACKED
 from lacuna.rollout.generate import generate_text
 from tiny import VOCABULARY, random_model, run_ranks, sharded_model, tiny_config, tokenizer_of_words
 
@@ -32,14 +32,14 @@ def test_temperature_zero_is_transformers_own_greedy_generation(architecture: st
 
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_attention_and_random_state_are_left_alone(training: bool) -> None:
-    model = random_model(tiny_config("llama", attention_dropout=0.5), VARLEN).train(training)
+    model = random_model(tiny_config("llama", attention_dropout=0.5), PACKED).train(training)
     torch.manual_seed(3)
     state = torch.get_rng_state()
     parameters = [parameter.clone() for parameter in model.parameters()]
     generate_text(model, TOKENIZER, PROMPT, 5, temperature=1.0, seed=1)
     assert torch.equal(torch.get_rng_state(), state)
     assert all(module.training == training for module in model.modules())
-    assert model.config._attn_implementation == VARLEN
+    assert model.config._attn_implementation == PACKED
     assert not model.config.use_cache
     assert all(torch.equal(left, right) for left, right in zip(parameters, model.parameters(), strict=True))
     assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())

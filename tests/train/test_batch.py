@@ -4,12 +4,13 @@ import pytest
 
 from lacuna.config import Config, UserError
 from lacuna.config.sections import JobConfig, TrainingConfig
+from lacuna.parallel.mesh import Layout
 from lacuna.train.batch import BatchPlan, plan_batch
 
 
 def planned(ranks: int, saved: int | None = None, **training: int) -> BatchPlan:
     return plan_batch(
-        Config(job=JobConfig(dump_folder="outputs/run"), training=TrainingConfig(**training)), ranks, saved
+        Config(job=JobConfig(dump_folder="outputs/run"), training=TrainingConfig(**training)), Layout(ranks), saved
     )
 
 

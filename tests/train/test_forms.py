@@ -9,7 +9,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.parallel.processes import alone
 from lacuna.train.checkpoint import read_tensors
+from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, steps, together, train
+from tiny import CPU, differing, random_model, tiny_config, tokenizer_of_words
 
 
 @pytest.fixture(scope="module")
@@ -62,3 +64,16 @@ def test_a_checkpoint_of_weights_alone_holds_the_exported_ones(weights_only: Pat
     tensors = {f"model.{name}": torch.empty(tensor.shape) for name, tensor in exported.items()}
     read_tensors(str(checkpoint(weights_only, 4)), tensors, alone())
     assert all(torch.equal(tensors[f"model.{name}"], tensor.float()) for name, tensor in exported.items())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("architecture", ["llama_tied", "gemma2", "bloom", "qwen3_moe"])
+def test_a_checkpoint_of_any_architecture_opens_as_the_model_it_was_made_of(architecture: str, tmp_path: Path) -> None:
+    random_model(tiny_config(architecture), "eager").save_pretrained(tmp_path / "hf")
+    tokenizer_of_words().save_pretrained(tmp_path / "hf")
+    convert(str(tmp_path / "hf"), str(tmp_path / "step-0"), "dcp", None)
+    expected, found = (load_any_model(str(tmp_path / form), CPU)[0] for form in ("hf", "step-0"))
+    assert differing(dict(expected.named_buffers()), dict(found.named_buffers())) == []
+    assert differing(expected.state_dict(), found.state_dict()) == []
+    ids = torch.arange(4, 20)[None]
+    assert torch.equal(found(ids).logits, expected(ids).logits)

@@ -17,6 +17,7 @@ from lacuna.train.optimizer import (
     clip_gradients,
     optimizer_step,
     optimizer_tensors,
+    set_learning_rate,
 )
 from lacuna.train.step import update
 from tiny import CPU, differing, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words, whole
@@ -96,7 +97,8 @@ def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], d
     optimizer = build_optimizer(built.model, config)
     for step in range(3):
         give_gradients(built.model, step + 0.5)
-        norm, _ = update(config, built, optimizer, TRAINED, 1e-2 * (step + 1))
+        set_learning_rate(optimizer, 1e-2 * (step + 1))
+        norm, _ = update(built, optimizer, TRAINED)
         give_gradients(plain, step + 0.5)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), config.training.max_norm)
         assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
@@ -133,7 +135,7 @@ def skipped_steps(folder: Path, implementation: str) -> None:
 
     initial = snapshot(built, optimizer)
     give_gradients(built.model)
-    _, skip = update(config, built, optimizer, nothing_trained, 1e-2)
+    _, skip = update(built, optimizer, nothing_trained)
     after = snapshot(built, optimizer)
     assert skip.item() == 1
     assert not any(after[name].any() for name in after if name.startswith("optimizer."))
@@ -144,7 +146,7 @@ def skipped_steps(folder: Path, implementation: str) -> None:
         give_gradients(built.model)
         if broken:
             poison(built.model)
-        norm, skip = update(config, built, optimizer, trained, 1e-2)
+        norm, skip = update(built, optimizer, trained)
         assert norm.isnan() == broken
         assert skip.item() == (broken or trained == 0)
         if skip:
@@ -152,7 +154,7 @@ def skipped_steps(folder: Path, implementation: str) -> None:
         else:
             assert differing(snapshot(built, optimizer), before) != []
             give_gradients(untroubled.model)
-            update(config, untroubled, calm, trained, 1e-2)
+            update(untroubled, calm, trained)
     assert differing(snapshot(built, optimizer), snapshot(untroubled, calm)) == []
     assert snapshot(built, optimizer)["optimizer.lm_head.weight.step"].item() == 2
 
@@ -172,7 +174,7 @@ def broken_step(folder: Path) -> tuple[float, bool]:
     optimizer = build_optimizer(built.model, config)
     give_gradients(built.model)
     poison(built.model)
-    _, skip = update(config, built, optimizer, TRAINED, 1e-2)
+    _, skip = update(built, optimizer, TRAINED)
     return skip.item(), bool(whole(built.model.lm_head.weight).isnan().any())
 
 
@@ -186,7 +188,7 @@ def clipped(folder: Path, limits: list[float]) -> list[tuple[float, dict[str, Te
     results = []
     for max_norm in limits:
         give_gradients(built.model)
-        norm = clip_gradients(built.model, max_norm)
+        norm = clip_gradients(built, max_norm)
         gradients = {name: whole(parameter.grad).clone() for name, parameter in built.model.named_parameters()}
         results.append((norm.item(), gradients))
     return results
@@ -212,7 +214,8 @@ def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None
     allocated, stepped = build_optimizer(model, config), build_optimizer(model, config)
     allocate_state(allocated)
     give_gradients(model)
-    optimizer_step(stepped, 1e-3, None)
+    set_learning_rate(stepped, 1e-3)
+    optimizer_step(stepped, None)
     ours, theirs = (optimizer_tensors(model, optimizer) for optimizer in (allocated, stepped))
     described = [{name: (t.shape, t.dtype, t.device) for name, t in state.items()} for state in (ours, theirs)]
     assert described[0] == described[1]

@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from runs import checkpoint, curve, rows, steps, stop_after, together, train, weights, write_model
 
@@ -88,6 +90,28 @@ def test_other_samples_are_refused_by_name_and_leave_the_run_as_it_was(
     assert "training.seed: 42 in the checkpoint, 1 now" in output
     assert "Traceback" not in output
     assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_layout_may_change_on_the_way(world: Path, tmp_path: Path) -> None:
+    flags = ("--lr_scheduler.decay_type", "constant", "--training.global_batch_size", 4,
+             "--validation.dataset", world / "validation.jsonl", "--validation.dataset_split", "train",
+             "--validation.freq", 4)  # fmt: skip
+    train(world, tmp_path / "straight", "--training.steps", 12, *flags)
+    ways = (
+        (4, "--cpus", 2, "--parallelism.tensor_parallel_degree", 2),
+        (8, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2),
+        (12, "--cpus", 2, "--parallelism.context_parallel_degree", 2),
+    )
+    for last, *way in ways:
+        train(world, tmp_path / "changing", "--training.steps", last, *flags, *way)
+    straight, changing = (
+        [row.get(key, 0.0) for row in rows(tmp_path / name) for key in ("loss", "grad_norm", "val_loss")]
+        for name in ("straight", "changing")
+    )
+    assert changing == pytest.approx(straight, rel=1e-5)
+    expected, exported = load(weights(tmp_path / "straight")), load(weights(tmp_path / "changing"))
+    assert expected.keys() == exported.keys()
+    assert all(torch.allclose(exported[name], expected[name], atol=1e-5) for name in expected)
 
 
 @pytest.mark.slow

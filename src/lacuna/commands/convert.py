@@ -4,8 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 
-from lacuna.commands.generate import CommandParser
-from lacuna.commands.train import quiet_libraries
+from lacuna.commands.arguments import CommandParser
 from lacuna.config import UserError
 
 EPILOG = """flame's modules and their equivalents:
@@ -15,8 +14,8 @@ EPILOG = """flame's modules and their equivalents:
 A run whose checkpoint folder holds a step-0 starts from its weights."""
 
 
-def parse(words: Sequence[str]) -> argparse.Namespace:
-    """The command's arguments. Raises `UserError` for wrong ones."""
+def run(words: Sequence[str]) -> int:
+    """Runs the command; returns its exit status."""
     parser = CommandParser(
         prog="lacuna convert", description="Converts between checkpoint forms.", epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -27,20 +26,13 @@ def parse(words: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as they are"
     )
-    arguments = parser.parse_args(list(words))
-    if arguments.to == "gguf":
+    given = parser.parse_args(list(words))
+    if given.to == "gguf":
         raise UserError("convert: --to gguf is not available yet.")
-    if os.path.exists(arguments.target):
-        raise UserError(f"convert: {arguments.target} exists already: choose another target, or remove it.")
-    return arguments
-
-
-def run(words: Sequence[str]) -> int:
-    """Runs the command."""
-    arguments = parse(words)
-    quiet_libraries()
+    if os.path.exists(given.target):
+        raise UserError(f"convert: {given.target} exists already: choose another target, or remove it.")
     from lacuna.train.forms import convert
 
-    convert(arguments.source, arguments.target, arguments.to, arguments.dtype)
-    print(f"Wrote {arguments.target}.")
+    convert(given.source, given.target, given.to, given.dtype)
+    print(f"Wrote {given.target}.")
     return 0

@@ -52,30 +52,20 @@ REFUSED: dict[str, str] = {
         f"{section}*": f"the section {section} is not available yet"
         for section in ("chat", "packing", "lora", "quantization", "curriculum", "distillation", "grpo", "ppo")
     },
-}
-"""Pattern of names that nothing here answers to -> why; leaving them out is the mending."""
-
-UNAVAILABLE: dict[str, str] = {
     "job.task = *": "any task but pretrain is not available yet",
-    "training.enable_cpu_offload = *": "offloading to the CPU is not available yet",
-    "optimizer.early_step_in_backward = *": "updating during the backward pass is not available yet",
     "float8.scaling_type_* = *": "torchao removed delayed scaling; use dynamic",
     "float8.* = *": "float8 is not available yet",
-    "parallelism.*tensor_parallel* = *": "tensor parallelism is not available yet",
-    "parallelism.disable_loss_parallel = *": "tensor parallelism is not available yet",
-    "parallelism.context_parallel_* = *": "context parallelism is not available yet",
-    "parallelism.pipeline_parallel_* = *": "pipeline parallelism is not available yet",
     "parallelism.expert_parallel_* = *": "expert parallelism is not available yet",
-    "parallelism.enable_compiled_autograd = *": "compiling the whole backward pass is not available yet",
-    "parallelism.zero_stage = 1": "ZeRO stage 1 is not available yet; use 2 or 3",
+    "parallelism.enable_compiled_autograd = *": "torch's compiled autograd gives wrong gradients under FSDP2's hooks",
     "parallelism.data_parallel_shard_degree = 0": "must be a number of ranks, or -1 for all that remain",
     "checkpoint.keep_latest_k = 1": "the only complete checkpoint would be deleted during a save; use 2 or more",
     "validation.steps = 0": "must be a number of batches, or -1 for all",
     "memory_estimation.disable_fake_mode = *": "the estimate is computed from shapes, nothing runs that could be faked",
 }
-"""Pattern of a setting and its value -> why it cannot be had, unless it is the default; the first that fits counts."""
+"""Pattern of a name that nothing here answers to, or of a setting and a value other than its default -> why it cannot
+be had; the first that fits counts, and leaving it out is the mending."""
 
 
-def refusal(table: dict[str, str], text: str) -> str | None:
-    """The reason of the first pattern of `table` that fits `text`, None when it is not refused."""
-    return next((reason for pattern, reason in table.items() if fnmatchcase(text, pattern)), None)
+def refusal(text: str) -> str | None:
+    """Why a name, or a setting with its value, is refused; None when it is not."""
+    return next((reason for pattern, reason in REFUSED.items() if fnmatchcase(text, pattern)), None)

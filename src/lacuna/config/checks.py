@@ -2,13 +2,12 @@
 
 import os
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
 from glob import has_magic
 from pathlib import Path
 
-from lacuna.config.aliases import UNAVAILABLE, refusal
 from lacuna.config.documents import Source
 from lacuna.config.errors import UserError, nearby
-from lacuna.config.fields import shown
 from lacuna.config.sections import Config
 
 READERS = ("json", "text", "parquet", "csv", "arrow")
@@ -16,46 +15,51 @@ READERS = ("json", "text", "parquet", "csv", "arrow")
 
 _ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2")
 
+CONTRADICTIONS: dict[str, str] = {
+    "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
+    "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
+    "training.steps & training.epochs": "both are given; keep one (--training.steps none takes the file's away)",
+    "training.epochs & data.streaming": "a stream has no known length; give training.steps instead",
+    "training.epochs & data.tokenization = online": "only the cache knows how long an epoch is; drop data.tokenization",
+    "training.epochs & data.data_probs": "whole passes and shares contradict each other; keep one",
+    "training.varlen & no data.document_mask": "varlen masks documents; drop varlen, or keep the mask",
+    "data.dataset & data.sources": "two spellings of the same; keep one",
+    "data.data_files & no data.dataset & no data.sources": f"set the second to the files' reader: {', '.join(READERS)}",
+    "data.streaming & data.tokenization = cache": "a stream cannot be cached; keep one of them",
+    "checkpoint.keep_best & no validation.dataset": "needs the validation loss; set validation.dataset",
+    "validation.patience & no validation.dataset": "needs the validation loss; set validation.dataset",
+    "checkpoint.keep_best & validation.enable = False": "needs the loss on validation.dataset; drop the second",
+    "validation.patience & validation.enable = False": "needs the loss on validation.dataset; drop the second",
+    "validation.enable & no validation.dataset": "the second is not given; set it, or drop both",
+    "validation.dataset_name & no validation.dataset": "the second is not given; set it, or drop both",
+    "validation.data_dir & no validation.dataset": "the second is not given; set it, or drop both",
+    "validation.data_files & no validation.dataset": "the second is not given; set it, or drop both",
+    "checkpoint.keep_best & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
+    "checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
+    "optimizer.early_step_in_backward & training.max_norm": "early steps leave nothing to clip; set max_norm = 0",
+    "optimizer.early_step_in_backward & training.skip_nan_inf": "an early step cannot be skipped; drop one",
+    "activation_checkpoint.mode = memory_budget & no compile.enable": "needs torch.compile; set compile.enable = true",
+    "activation_checkpoint.offload & no activation_checkpoint.mode = full": "full leaves what is moved; set that mode",
+    "parallelism.zero_stage = [12] & parallelism.fsdp_reshard_after_forward = always": "they are opposites; keep one",
+    "parallelism.zero_stage = 3 & parallelism.fsdp_reshard_after_forward = never": "they are opposites; keep one",
+}
+"""Conditions that do not go together -> why, and what to do. A condition is a setting that is on (not false, 0, empty
+or left out), or whose value fits a pattern; `no` negates it."""
+
 
 def problems_of(config: Config) -> list[str]:
     """Everything about the configuration that is known to be wrong before the machine is looked at."""
-    checks = (_unavailable, _model, _length, _batch, _data, _validation, _switches)
+    checks = (_contradictions, _batch, _data, _local_paths)
     return [problem for check in checks for problem in check(config)]
 
 
-def _unavailable(config: Config) -> Iterator[str]:
-    for (section, table), (_, defaults) in zip(config, Config(), strict=True):
-        for name, value in table:
-            reason = refusal(UNAVAILABLE, f"{section}.{name} = {shown(value)}")
-            if reason and value != getattr(defaults, name):
-                yield f"{section}.{name}: {reason} (got {shown(value)}; leave it out)"
-
-
-def _model(config: Config) -> Iterator[str]:
-    model = config.model
-    if model.name_or_path and model.config:
-        yield "model.name_or_path, model.config: both are given; keep one (--model.config none takes the file's away)"
-    if not model.name_or_path and not model.config:
-        yield "model.name_or_path, model.config: give the first to start from its weights, or the second from scratch"
-    for field in ("name_or_path", "config", "tokenizer_path"):
-        yield from _missing(f"model.{field}", getattr(model, field))
-    if config.checkpoint.initial_load_path:
-        yield from _missing("checkpoint.initial_load_path", os.path.abspath(config.checkpoint.initial_load_path))
-
-
-def _length(config: Config) -> Iterator[str]:
-    training, data = config.training, config.data
-    if training.epochs and training.steps:
-        yield "training.steps, training.epochs: both are given; keep one (--training.steps none takes the file's away)"
-    if training.epochs and data.streaming:
-        yield "training.epochs, data.streaming: a stream has no known length; give training.steps instead"
-    if training.epochs and data.tokenization == "online":
-        yield "training.epochs, data.tokenization: only the cache knows how long an epoch is; drop data.tokenization"
-    if training.epochs and (data.data_probs or any(source.weight for source in data.sources)):
-        yield (
-            "training.epochs, data.data_probs: shares and whole passes contradict each other; give "
-            "training.steps with shares, or training.epochs without data.data_probs and weights"
-        )
+def _contradictions(config: Config) -> Iterator[str]:
+    values = {f"{section}.{name}": value for section, table in config for name, value in table}
+    for rule, reason in CONTRADICTIONS.items():
+        conditions = [condition.removeprefix("no ").partition(" = ") for condition in rule.split(" & ")]
+        holds = [fnmatchcase(str(values[name]), fit) if fit else bool(values[name]) for name, _, fit in conditions]
+        if holds == [not condition.startswith("no ") for condition in rule.split(" & ")]:
+            yield f"{', '.join(name for name, _, _ in conditions)}: {reason}"
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -64,8 +68,6 @@ def _batch(config: Config) -> Iterator[str]:
     context, length = training.context_len, training.seq_len
     if training.varlen and size != 1:
         yield f"training.batch_size, training.varlen: the first must be 1 (got {size}); raise training.seq_len instead"
-    if training.varlen and not config.data.document_mask:
-        yield "training.varlen, data.document_mask: varlen masks documents; drop varlen, or keep the mask"
     if context > length:
         yield f"training.context_len, training.seq_len: {context} is more than {length}; leave out training.context_len"
     if context < length and not training.varlen:
@@ -79,15 +81,11 @@ def _batch(config: Config) -> Iterator[str]:
 
 def _data(config: Config) -> Iterator[str]:
     data = config.data
-    if data.dataset and data.sources:
-        yield "data.dataset, data.sources: two spellings of the same; keep one"
-    if data.streaming and data.tokenization == "cache":
-        yield "data.streaming, data.tokenization: a stream cannot be cached; keep one of them"
-    needed = not (config.memory_estimation.enabled or config.checkpoint.create_seed_checkpoint)
-    if not data.dataset and not data.sources and data.data_files:
-        yield f"data.data_files, data.dataset: set the second to the files' reader: {', '.join(READERS)}"
-    elif not data.dataset and not data.sources and needed:
+    needless = config.memory_estimation.enabled or config.checkpoint.create_seed_checkpoint
+    if not (data.dataset or data.sources or data.data_files or needless):
         yield "data.dataset: no data is given; set data.dataset, or write [[data.sources]] tables"
+    if config.training.epochs and any(source.weight for source in data.sources):
+        yield "training.epochs, data.sources: whole passes and weights contradict each other; keep one"
     try:
         sources = data.resolved_sources()
     except UserError as error:
@@ -102,31 +100,14 @@ def _data(config: Config) -> Iterator[str]:
         yield from _missing_files("data.sources" if data.sources else "data.data_files", source)
 
 
-def _validation(config: Config) -> Iterator[str]:
-    validation, source = config.validation, config.validation.resolved_source()
-    needing = {"checkpoint.keep_best": config.checkpoint.keep_best, "validation.patience": validation.patience}
-    for setting, value in needing.items():
-        if value and source is None:
-            yield f"{setting}, validation.dataset: needs the validation loss; set validation.dataset"
-    for field in ("enable", "dataset_name", "data_dir", "data_files"):
-        if getattr(validation, field) and validation.dataset is None:
-            yield f"validation.{field}, validation.dataset: the second is not given; set it, or drop both"
-    if source is not None:
-        yield from _missing_files("validation.data_files", source)
-
-
-def _switches(config: Config) -> Iterator[str]:
-    checkpoint, stage = config.checkpoint, config.parallelism.zero_stage
-    reshard = config.parallelism.fsdp_reshard_after_forward
-    for field in ("keep_best", "create_seed_checkpoint"):
-        if getattr(checkpoint, field) and not checkpoint.enable_checkpoint:
-            yield f"checkpoint.{field}, checkpoint.enable_checkpoint: nothing is saved; drop one of them"
-    if config.optimizer.early_step_in_backward and config.training.max_norm > 0:
-        yield "optimizer.early_step_in_backward, training.max_norm: early steps leave nothing to clip; set max_norm = 0"
-    if config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable:
-        yield "activation_checkpoint.mode, compile.enable: memory_budget is torch.compile's; set compile.enable = true"
-    if (stage, reshard) in ((2, "always"), (3, "never")):
-        yield f"parallelism.zero_stage, parallelism.fsdp_reshard_after_forward: {stage} contradicts {reshard}; keep one"
+def _local_paths(config: Config) -> Iterator[str]:
+    start, validation = config.checkpoint.initial_load_path, config.validation.resolved_source()
+    for field in ("name_or_path", "config", "tokenizer_path"):
+        yield from _missing(f"model.{field}", getattr(config.model, field))
+    if start:
+        yield from _missing("checkpoint.initial_load_path", os.path.abspath(start))
+    if validation:
+        yield from _missing_files("validation.data_files", validation)
 
 
 def _missing_files(setting: str, source: Source) -> Iterator[str]:

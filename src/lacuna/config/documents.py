@@ -26,7 +26,8 @@ class Source(Section):
 
 
 _LISTS = {"name": "dataset_name", "split": "dataset_split", "dir": "data_dir", "files": "data_files"}
-"""Field of a source -> setting with one value per dataset, where one serves all and none means the default."""
+"""Field of a source -> setting; of the training data with one value per dataset, where one serves all and none means
+the default."""
 
 
 class DataConfig(Section):
@@ -92,13 +93,11 @@ class DataConfig(Section):
         columns: dict[str, tuple[Any, ...]] = {"dataset": self.dataset, "weight": shares}
         for field, setting in _LISTS.items():
             values = getattr(self, setting)
-            if setting == "data_files" and count == 1:
+            if field == "files" and count == 1:
                 values = (values,)
             if len(values) not in (0, 1, count):
-                raise UserError(
-                    f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets; give one for "
-                    "each, or one for all"
-                )
+                wrong = f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets"
+                raise UserError(f"{wrong}; give one for each, or one for all")
             columns[field] = values * count if len(values) == 1 else values
         return tuple(
             Source(**{field: values[row] for field, values in columns.items() if values and values[row]})
@@ -139,5 +138,4 @@ class ValidationConfig(Section):
         """The source of the validation documents, None when no validation loss is measured."""
         if self.enable is False or self.dataset is None:
             return None
-        name, split, folder, files = self.dataset_name, self.dataset_split, self.data_dir, self.data_files
-        return Source(dataset=self.dataset, name=name, split=split, dir=folder, files=files)
+        return Source(dataset=self.dataset, **{field: getattr(self, setting) for field, setting in _LISTS.items()})

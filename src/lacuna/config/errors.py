@@ -12,6 +12,13 @@ class UserError(Exception):
     """
 
 
+def refuse(reasons: dict[str, bool]) -> None:
+    """Raises `UserError` with the first of the `reasons` that applies."""
+    for reason, applies in reasons.items():
+        if applies:
+            raise UserError(f"{reason}.")
+
+
 class RunError(Exception):
     """Something outside the configuration stopped a run (a full disk, a loss that is not finite).
 

@@ -5,7 +5,7 @@ import os
 from contextlib import suppress
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 
@@ -18,12 +18,12 @@ class Words(tuple[str, ...]):
 
 
 def _split_commas(value: Any) -> Any:
-    """A comma-separated string, or words, as a tuple; a list as a tuple, its elements untouched."""
+    """A comma-separated string, or words, as a tuple; a list as it is."""
     if isinstance(value, Words):
         value = value[0] if len(value) == 1 else ",".join(word.strip(",") for word in value)
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
-    return tuple(value) if isinstance(value, list) else value
+    return value
 
 
 def _split_numbers(value: Any) -> Any:
@@ -34,20 +34,16 @@ def _split_numbers(value: Any) -> Any:
         raise ValueError(f"should be numbers separated by commas: {error}") from None
 
 
-def _one_or_many(value: Any) -> Any:
-    return (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list | Words) else value
-
-
 def also(**spellings: str) -> BeforeValidator:
     """Values that a setting is given as elsewhere, each with ours; upper and lower case are the same."""
     return BeforeValidator(lambda value: spellings.get(str(value).lower(), value))
 
 
 Path = Annotated[str, AfterValidator(os.path.expanduser)]
-Names = Annotated[tuple[str, ...], BeforeValidator(_split_commas)]
-Paths = Annotated[tuple[Path, ...], BeforeValidator(_split_commas)]
-Numbers = Annotated[tuple[float, ...], BeforeValidator(_split_numbers)]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_one_or_many)]
+Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_split_commas)]
+Paths = Annotated[tuple[Path, ...], Strict(False), BeforeValidator(_split_commas)]
+Numbers = Annotated[tuple[float, ...], Strict(False), BeforeValidator(_split_numbers)]
+Texts = Annotated[tuple[str, ...], Strict(False), BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)]
 
 
 def read_value(field: FieldInfo, given: Any) -> Any:

@@ -17,29 +17,31 @@ class ParallelismConfig(Section):
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free the gathered parameters between forward and backward pass: less memory, more traffic."""
     zero_stage: Literal[1, 2, 3] | None = None
-    """ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them; 1 is not available yet."""
+    """ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them, 1 keeps gradients whole as well."""
     tensor_parallel_degree: PositiveInt = 1
-    """Ranks that each matrix is split over; not available yet."""
+    """Ranks that each matrix is split over, and each sequence in between."""
     disable_loss_parallel: bool = False
-    """Gather the logits before the loss under tensor parallelism; not available yet."""
+    """Take the loss of whole sequences on every tensor-parallel rank, instead of its share on each."""
     enable_async_tensor_parallel: bool = False
-    """Overlap tensor parallelism's traffic with its computation; not available yet."""
+    """Overlap tensor parallelism's traffic with its matrix products; on GPUs, with compile.enable."""
     context_parallel_degree: PositiveInt = 1
-    """Ranks that each sequence is split over; not available yet."""
+    """Ranks that each sequence is split over."""
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How keys and values reach the other ranks; not available yet."""
+    """How a rank gets the keys and values of the others: all at once, or round a ring, which takes less memory."""
     pipeline_parallel_degree: PositiveInt = 1
-    """Ranks that the layers are spread over; not available yet."""
+    """Ranks that the layers are spread over."""
     pipeline_parallel_split_points: Names = ()
-    """Modules that begin a new stage, such as layers.4; not available yet."""
+    """Layers that begin a new stage, such as layers.4. Unset: a balanced split."""
     pipeline_parallel_schedule: str = "1F1B"
-    """Order in which the stages work; not available yet."""
+    """Order in which the stages work: GPipe, 1F1B, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or
+    DualPipeV."""
     pipeline_parallel_schedule_csv: Path | None = None
-    """File that describes a schedule of your own; not available yet."""
+    """File with a schedule of your own, in torch's format: a line per rank, cells such as 0F0 and 1B0."""
     pipeline_parallel_microbatches: PositiveInt | None = None
-    """Pieces that a batch is cut into. Unset: one per stage; not available yet."""
+    """Pieces that the sequences of a rank's step are cut into. Unset: one per stage, or the accumulated micro-batches
+    if they are more."""
     enable_compiled_autograd: bool = False
-    """Compile the backward pass as a whole; not available yet."""
+    """Not available: torch's compiled autograd gives wrong gradients under FSDP2's hooks."""
     expert_parallel_degree: PositiveInt = 1
     """Ranks that the experts of a layer are spread over; not available yet."""
 
@@ -54,13 +56,15 @@ class ActivationCheckpointConfig(Section):
     product."""
     memory_budget: float = Field(0.5, ge=0, le=1)
     """With mode memory_budget: share of the activations that torch.compile may keep."""
+    offload: bool = False
+    """With mode full: keep the layers' inputs, which are all that is left, in CPU memory."""
 
 
 class CompileConfig(Section):
     """Whether torch.compile makes the model faster."""
 
     enable: bool | None = None
-    """Compile each layer. Unset: yes on a GPU, no on a CPU."""
+    """Compile each layer. Unset: yes on a GPU, unless a zero-bubble pipeline cannot; no on a CPU."""
 
 
 class Float8Config(Section):

@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from lacuna.config.aliases import OPPOSITE, REFUSED, RENAMED, refusal
+from lacuna.config.aliases import OPPOSITE, RENAMED, refusal
 from lacuna.config.checks import problems_of
 from lacuna.config.documents import Source
 from lacuna.config.errors import UserError, did_you_mean, nearby
@@ -38,17 +38,19 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
     """
     problems: list[str] = []
     flagged = _words_by_flag(flags, problems)
-    path = _chosen_file(path, [words for name, words in flagged if name == _CONFIG_FILE])
+    path = _chosen_file(path, flagged)
     file = RECIPES / "quickstart.toml" if path is None else Path(packaged(path)).expanduser()
     where = f"in {path or 'the quickstart recipe'}"
     given = _resolve(_flatten(_read(file)), where, problems)
     given |= _resolve([entry for entry in flagged if entry[0] != _CONFIG_FILE], _FLAGS, problems)
-    tables: dict[str, dict[str, Any]] = {"job": {"name": file.stem}}
+    tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {"job": {"name": file.stem}}
     for setting, (value, _) in given.items():
         section, name = setting.split(".")
         if value is not None:
-            tables.setdefault(section, {})[name] = value
-    tables["job"].setdefault("dump_folder", f"outputs/{tables['job']['name']}")
+            tables[section][name] = value
+        reason = refusal(f"{setting} = {shown(value)}")
+        if reason and value not in (None, FIELDS[setting].default):
+            problems.append(f"{setting}: {reason} (got {shown(value)}; leave it out)")
     config = Config.model_validate(tables)
     wrong = [setting for setting in FIELDS if any(setting in problem for problem in problems)]
     problems += [rule for rule in problems_of(config) if not any(name in rule.partition(": ")[0] for name in wrong)]
@@ -71,13 +73,13 @@ def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str,
     return [(name, Words(words)) for name, words in found]
 
 
-def _chosen_file(path: str | None, flagged: list[Words]) -> str | None:
+def _chosen_file(path: str | None, flagged: list[tuple[str, Words]]) -> str | None:
     """The one TOML file among the positional one and those of `--job.config_file`."""
-    files = [word for words in flagged for word in words or ("",)] + ([path] if path is not None else [])
+    files = [word for name, words in flagged if name == _CONFIG_FILE for word in words or ("",)]
+    files += [path] if path is not None else []
     if len({Path(file) for file in files}) > 1 or "" in files:
-        raise UserError(
-            f"{_CONFIG_FILE}: needs one path, not none or different TOML files (got {' and '.join(map(repr, files))})"
-        )
+        got = " and ".join(map(repr, files))
+        raise UserError(f"{_CONFIG_FILE}: needs one path, not none or different TOML files (got {got})")
     return files[0] if files else None
 
 
@@ -131,7 +133,7 @@ def _resolve(entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
 
 def _unknown(name: str, where: str) -> str:
     """Why a name is not a setting, and which setting is nearest to it."""
-    reason = refusal(REFUSED, name)
+    reason = refusal(name)
     if reason:
         return f"{name}: is not accepted: {reason} ({where}; leave it out)"
 

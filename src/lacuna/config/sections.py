@@ -15,9 +15,9 @@ class JobConfig(Section):
 
     task: Literal["pretrain", "sft", "distill", "preference", "grpo", "ppo"] = "pretrain"
     """What is trained for; only pretrain is available yet."""
-    name: str | None = None
-    """Name of the run. Unset: the TOML file's name without .toml, or quickstart."""
-    dump_folder: Path | None = None
+    name: str = "quickstart"
+    """Name of the run. Unset: the TOML file's name without .toml."""
+    dump_folder: Path = Field(default_factory=lambda given: f"outputs/{given['name']}")
     """Folder that everything is written to. Unset: outputs/<name>."""
     description: str = ""
     """A note for the reader of config.toml; it changes nothing."""
@@ -77,7 +77,7 @@ class TrainingConfig(Section):
     mixed_precision_reduce: Literal["float32"] = "float32"
     """Precision that gradients are summed over ranks in."""
     enable_cpu_offload: bool = False
-    """Keep parameters, gradients and optimizer state in CPU memory; not available yet."""
+    """Keep parameters, gradients and optimizer state in CPU memory."""
     gc_freq: PositiveInt = 50
     """Steps between two collections of Python's garbage, at the same step on all ranks."""
 
@@ -100,7 +100,7 @@ class OptimizerConfig(Section):
     implementation: Annotated[Literal["fused", "foreach", "for-loop"], also(true="fused", false="foreach")] = "fused"
     """How torch applies the update; fused is the fastest."""
     early_step_in_backward: bool = False
-    """Apply the update during the backward pass; not available yet."""
+    """Update each parameter in the backward pass and drop its gradient at once; leaves nothing to clip or to skip."""
 
 
 class LRSchedulerConfig(Section):

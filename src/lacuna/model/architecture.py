@@ -60,6 +60,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     return found[0]
 
 
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and persistent buffers by name, tied ones once, not copied."""
+    persistent = set(model.state_dict(keep_vars=True))
+    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
+    return dict(model.named_parameters()) | buffers
+
+
 def non_embedding_parameters(model: nn.Module) -> int:
     """Parameters in matrix products with every token: all but embeddings, the head counted even when tied.
 

@@ -1,18 +1,26 @@
-"""Attention that keeps packed documents apart: which implementation, and the one of ours for GPUs."""
+"""Attention that keeps packed documents apart: which implementation, and the one of ours."""
 
 import inspect
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, refuse
+from lacuna.parallel.context import Part, gather_sequence, ring_attention, visible
+from lacuna.parallel.mesh import Layout
 
-VARLEN = "lacuna_varlen"
+PACKED = "lacuna_packed"
+HALF = (torch.bfloat16, torch.float16)
+# torch 2.11 takes grouped heads without being told; later versions want the argument.
+_TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
-def varlen_attention(
+def packed_attention(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -21,74 +29,116 @@ def varlen_attention(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
-    cu_seq_lens_q: Tensor | None = None,
-    max_length_q: int | None = None,
+    softcap: float | None = None,
+    parts: tuple[Part, ...] = (),
+    group: ProcessGroup | None = None,
+    ring: tuple[Tensor, int] | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention within documents, by torch's `varlen_attn` (FlashAttention), for transformers' interface.
+    """Causal attention within documents, for transformers' interface, also of a rank's share of a sequence.
 
-    `query` [B, heads, T, D], `key` and `value` [B, key_value_heads, T, D]; `cu_seq_lens_q` int32 [documents + 1]
-    bounds the documents in the flattened B·T order. Returns [B, T, heads, D]. Half precision only.
+    `query` [B, heads, T, D], `key` and `value` [B, key_value_heads, T, D]; `parts` say which queries see which keys.
+    With context parallelism T is this rank's share; the keys of the others come over `group`, by a ring where `ring`
+    has the ends of documents and the longest of them. Returns [B, T, heads, D].
     """
-    from torch.nn.attention.varlen import varlen_attn
+    assert parts or ring, f"{type(module).__name__} dropped what it was told of the documents"
+    if ring is not None:
+        return ring_attention(query, key, value, *ring, group, scaling).transpose(1, 2), None
+    if group is not None:
+        key, value = gather_sequence(key, 2, group), gather_sequence(value, 2, group)
+    flash = query.is_cuda and query.dtype in HALF and not dropout and softcap is None
+    outputs = []
+    for index, part in enumerate(parts):
+        length = query.shape[2] // len(parts)
+        queries = query[:, :, index * length : (index + 1) * length]
+        keys, values = key[:, :, : part.stop], value[:, :, : part.stop]
+        if part.whole and sliding_window is None and softcap is None:
+            outputs.append(_plain(queries, keys, values, None, scaling, dropout, is_causal=True))
+        elif flash:
+            outputs.append(_flash(queries, keys, values, part, scaling, sliding_window))
+        else:
+            outputs.append(_masked(queries, keys, values, part, scaling, sliding_window, softcap, dropout))
+    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
-    assert cu_seq_lens_q is not None and max_length_q is not None, f"{type(module).__name__} dropped cu_seq_lens_q"
-    assert dropout == 0.0, "varlen attention has no dropout"
+
+AttentionInterface.register(PACKED, packed_attention)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None, window: int | None) -> Tensor:
+    """torch's `varlen_attn` (FlashAttention); half precision on a GPU only. Returns [B, T, heads, D]."""
     batch, heads, length, width = query.shape
-
-    def flat(tensor: Tensor) -> Tensor:
-        return tensor.transpose(1, 2).reshape(batch * length, tensor.shape[1], width)
-
+    flat = [tensor.transpose(1, 2).reshape(-1, tensor.shape[1], width) for tensor in (query, key, value)]
+    # At least 2: with 1, FlashAttention takes every piece to have one query, as in generation.
     grouped = {"enable_gqa": True} if _TAKES_GQA and key.shape[1] != heads else {}
-    window = (-1 if sliding_window is None else sliding_window - 1, 0)
     output = varlen_attn(
-        flat(query), flat(key), flat(value), cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q,
-        scale=scaling, window_size=window, **grouped,
+        *flat, part.cu_q, part.cu_k, max(part.longest_q, 2), part.longest_k,
+        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped,
     )  # fmt: skip
-    return output.view(batch, length, heads, width), None
+    return output.view(batch, length, heads, width)
 
 
-def _varlen_parameters() -> set[str]:
-    from torch.nn.attention.varlen import varlen_attn
+def _masked(
+    query: Tensor, key: Tensor, value: Tensor, part: Part,
+    scaling: float | None, window: int | None, softcap: float | None, dropout: float,
+) -> Tensor:  # fmt: skip
+    """torch's own attention, or with a soft cap the formula, under a mask of documents. Returns [B, T, heads, D]."""
+    mask = visible(part, query.shape[0], query.shape[2], window)[:, None]
+    if softcap is None:
+        return _plain(query, key, value, mask, scaling, dropout)
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+    scores = torch.tanh(query @ key.transpose(2, 3) * scaling / softcap) * softcap
+    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
+    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
 
-    return set(inspect.signature(varlen_attn).parameters)
+
+def _plain(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
+    scaling: float | None, dropout: float, is_causal: bool = False,
+) -> Tensor:  # fmt: skip
+    """torch's own attention, which chooses its kernel (cuDNN's on the newest GPUs). Returns [B, T, heads, D]."""
+    output = F.scaled_dot_product_attention(
+        query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
+    )
+    return output.transpose(1, 2).contiguous()
 
 
-# torch 2.11 takes grouped heads without being told; later versions want the argument.
-_TAKES_GQA = "enable_gqa" in _varlen_parameters()
-AttentionInterface.register(VARLEN, varlen_attention)
+def choose_attention(
+    config: Config, model_config: PretrainedConfig, device_type: str, dtype: torch.dtype, layout: Layout
+) -> str:
+    """transformers' name of the attention to use, by `model.attention`, the layout, the device, and the model's needs.
 
-
-def choose_attention(config: Config, model_config: PretrainedConfig, device_type: str, dtype: torch.dtype) -> str:
-    """transformers' name of the attention to use, by `model.attention`, the device, and what the model needs.
-
-    Raises `UserError` for an implementation that the device, the dtype or the model cannot have.
+    Raises `UserError` for an implementation that the layout, the device, the dtype or the model cannot have.
     """
-    asked = config.model.attention
-    text_config = model_config.get_text_config()
+    asked, text_config = config.model.attention, model_config.get_text_config()
+    model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
     soft_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
     dropout = any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
-    half = dtype in (torch.bfloat16, torch.float16)
-    if asked == "auto":
-        model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
-        if soft_capped or not model_class._supports_sdpa:
-            return "eager"  # the others would silently leave a soft cap out
-        exchangeable = getattr(model_class, "_supports_attention_backend", False)
-        if device_type == "cuda" and half and config.data.document_mask and exchangeable and not dropout:
-            return VARLEN
-        return "sdpa"
-    if asked in ("varlen", "flash_attention_2", "flash_attention_3"):
-        if device_type != "cuda":
-            raise UserError(f'model.attention: "{asked}" needs a GPU; this run is on the CPU: use "auto" or "sdpa".')
-        if not half:
-            raise UserError(
-                f'model.attention: "{asked}" computes in half precision only, and training.mixed_precision_param '
-                f'is "float32": use bfloat16, or model.attention = "sdpa".'
-            )
-    if asked == "flex_attention" and device_type != "cuda":
-        raise UserError('model.attention: "flex_attention" has no backward pass on a CPU: use "auto" or "sdpa".')
-    if asked == "varlen" and dropout:
-        raise UserError('model.attention: "varlen" has no dropout, and the model has: set it to 0, or use "sdpa".')
-    if soft_capped and asked in ("sdpa", "varlen"):
-        raise UserError(f'model.attention: "{asked}" would leave out the model\'s soft cap: use "auto" or "eager".')
-    return VARLEN if asked == "varlen" else asked
+    exchangeable = getattr(model_class, "_supports_attention_backend", False)
+    exchangeable = exchangeable and (soft_capped or model_class._supports_sdpa)
+    flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
+    reasons = {
+        'needs a GPU; this run is on the CPU: use "auto" or "sdpa"': flash and device_type != "cuda",
+        'computes in half precision only, and training.mixed_precision_param is "float32": use "auto" or "sdpa"': (
+            flash and dtype not in HALF
+        ),
+        'has no backward pass on a CPU: use "auto" or "sdpa"': asked == "flex_attention" and device_type != "cuda",
+        'has no dropout, and the model has: set it to 0, or use "sdpa"': asked == "varlen" and dropout,
+        'would leave out the model\'s soft cap: use "auto" or "eager"': (
+            soft_capped and not shared and asked in ("sdpa", "varlen")
+        ),
+        'needs whole sequences, which tensor, context and pipeline parallelism share out: use "auto"': (
+            shared and asked not in ("auto", "varlen")
+        ),
+        f"cannot be had: {model_class.__name__} computes its attention by code of its own, which knows nothing of "
+        "shares of a sequence: use data parallelism only": shared and not exchangeable,
+    }
+    refuse({f'model.attention: "{asked}" {reason}': applies for reason, applies in reasons.items()})
+    if shared or asked == "varlen":
+        return PACKED  # only our own attention knows what a rank has of the documents
+    if asked != "auto":
+        return asked
+    if soft_capped or not model_class._supports_sdpa:
+        return "eager"  # the others would silently leave a soft cap out
+    fast = device_type == "cuda" and dtype in HALF and exchangeable and not dropout
+    return PACKED if fast and config.data.document_mask else "sdpa"

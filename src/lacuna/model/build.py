@@ -3,13 +3,15 @@
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config
+from lacuna.data import Batch
 from lacuna.model.architecture import (
     AttentionShape,
     attention_shapes,
@@ -18,26 +20,45 @@ from lacuna.model.architecture import (
     non_embedding_parameters,
 )
 from lacuna.model.attention import choose_attention
-from lacuna.model.head import Head, attach_loss, probe_head, probe_packing
+from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.initialize import compute_buffers, initialize_weights
+from lacuna.model.inputs import Inputs, prepare_inputs
+from lacuna.model.limits import check_layout
 from lacuna.model.weights import load_weights, weight_folder
-from lacuna.parallel.fsdp import compute_dtype, inference
+from lacuna.parallel.fsdp import compute_dtype
+from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
+from lacuna.parallel.pipeline import Pipeline, Stage
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class BuiltModel:
-    """A model ready to train, and what the loop needs to know of it."""
+    """A model ready to train, and what the loop needs to know of it.
 
+    Attributes:
+        model: all parameters that this rank has a share of, under their names.
+        stages: the parts of it that this rank runs: the model itself, or its stages of a pipeline.
+        pipeline: runs the stages, when there are several over all ranks.
+    """
+
+    config: Config
     model: PreTrainedModel
-    layers: Sequence[nn.Module]
+    stages: Sequence[Stage]
+    pipeline: Pipeline | None
+    mesh: Mesh
+    device: torch.device
     head: Head
     attention: str
+    gather: DeviceMesh | None
     parameters: int
     matrix_parameters: int
     attention_shapes: list[AttentionShape]
+
+    def inputs(self, batch: Batch) -> Inputs:
+        """This rank's share of `batch`, on the device."""
+        return prepare_inputs(batch, self.attention, self.device, self.mesh, self.gather is not None)
 
 
 def meta_model(model_config: PretrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
@@ -50,51 +71,71 @@ def meta_model(model_config: PretrainedConfig, attention: str, dtype: torch.dtyp
 def build_model(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    mesh: DeviceMesh,
+    mesh: Mesh,
     device: torch.device,
+    microbatches: int = 1,
     restore: Callable[[PreTrainedModel], None] | None = None,
 ) -> BuiltModel:
     """Builds, spreads and fills the model; `restore` fills its weights in place instead, from a checkpoint.
 
-    Raises `UserError` for whatever the configuration gets wrong.
+    `microbatches` is the number of them in a step, which a pipeline must know. Raises `UserError` for whatever the
+    configuration gets wrong.
     """
     model_config = load_model_config(config, tokenizer)
-    dtype = getattr(torch, config.training.dtype)
-    attention = choose_attention(config, model_config, device.type, compute_dtype(config, device.type))
-    model = meta_model(model_config, attention, dtype)
+    check_layout(config, model_config, mesh.layout)
+    compute = compute_dtype(config, device.type)
+    attention = choose_attention(config, model_config, device.type, compute, mesh.layout)
+    probed = specimen(model_config, attention, compute, device)
+    head = probe_head(probed, compile_enabled(config, device.type))
+    if config.data.document_mask:
+        probe_packing(probed)
+    del probed
+    model = meta_model(model_config, attention, getattr(torch, config.training.dtype))
     layers = decoder_layers(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     matrix_parameters = non_embedding_parameters(model)
-    parallelize(model, layers, mesh, config)
+    stages = parallelize(model, layers, mesh, config)
     fill_model(model, config, device, restore)
-    attach_loss(model)
-    compiled = compile_enabled(config, device.type)
-    # Dropout would hide what the probes look for, and their tiny shapes must not be compiled for.
-    with inference(model), torch.compiler.set_stance("force_eager"):
-        head = probe_head(model, compiled)
-        if config.data.document_mask:
-            probe_packing(model, attention)
+    gather = mesh.tensor if mesh.layout.tp > 1 and config.parallelism.disable_loss_parallel else None
+    for stage in stages:
+        attach_loss(stage.module)
+    pipeline = None
+    if mesh.layout.pp > 1:
+        width = model_config.get_text_config().hidden_size
+        pipeline = Pipeline(config, mesh, device, stages, width, microbatches, partial(_run_stage, head, gather))
     logger.info("attention: %s; loss: %s", attention, "chunked" if head.chunked else "full logits")
-    return BuiltModel(model, layers, head, attention, parameters, matrix_parameters, attention_shapes(model_config))
+    return BuiltModel(
+        config, model, stages, pipeline, mesh, device, head, attention, gather, parameters, matrix_parameters,
+        attention_shapes(model_config),
+    )  # fmt: skip
+
+
+def _run_stage(head: Head, gather: DeviceMesh | None, stage: Stage, inputs: Inputs, received: Tensor | None) -> Tensor:
+    """What a pipeline hands on: hidden states, and from the last stage the summed loss."""
+    if stage.is_last:
+        return summed_loss(stage.module, head, inputs, received, gather)
+    hidden = hidden_states(stage.module, inputs, received)
+    return hidden.clone() if hidden._is_view() else hidden  # zero-bubble schedules detach it in place
 
 
 def fill_model(
     model: PreTrainedModel, config: Config, device: torch.device, restore: Callable[[PreTrainedModel], None] | None
 ) -> None:
-    """Gives a sharded meta model its memory, weights and buffers, in place."""
+    """Gives a sharded meta model its memory, weights and buffers, in place; offloaded weights stay on the CPU."""
     dtype = getattr(torch, config.training.dtype)
+    home = torch.device("cpu") if config.training.enable_cpu_offload else device
     shadow = meta_model(model.config, model.config._attn_implementation, dtype)
     loaded: set[str] = set()
     if restore is not None:
-        model.to_empty(device=device)
+        model.to_empty(device=home)
         compute_buffers(model, shadow, device)
         restore(model)
         return
     if config.model.name_or_path:
         folder = weight_folder(config.model.name_or_path)
-        loaded = load_weights(model, shadow, folder, device, dtype)
+        loaded = load_weights(model, shadow, folder, home, dtype)
     else:
-        model.to_empty(device=device)
+        model.to_empty(device=home)
         initialize_weights(model, shadow, device, config.training.seed)
     compute_buffers(model, shadow, device, loaded)
     left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]

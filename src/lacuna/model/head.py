@@ -1,5 +1,6 @@
-"""From token ids to the loss of any Hugging Face causal LM: how its head makes logits, found out by asking it."""
+"""From a micro-batch to its loss, for any Hugging Face causal LM: how its head makes logits, found out by asking it."""
 
+import copy
 import logging
 from dataclasses import dataclass
 from types import MethodType
@@ -8,31 +9,18 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from torch.distributed.tensor import DTensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError
-from lacuna.model.attention import VARLEN
+from lacuna.model.architecture import decoder_layers
+from lacuna.model.inputs import Inputs, packing_arguments
 from lacuna.model.loss import IGNORED, HeadTransform, chunked_linear_cross_entropy
+from lacuna.parallel.pipeline import PassThrough
+from lacuna.parallel.tensor import gather_sequence_slices
 
 logger = logging.getLogger(__name__)
-
-
-def packing_arguments(attention: str, cu_seqlens: Tensor, max_seqlen: int) -> dict[str, Any]:
-    """What `attention` must be told of the documents in a batch, beside their position ids."""
-    if attention != VARLEN and not attention.startswith("flash_attention"):
-        return {}  # transformers builds the mask from position ids that start again
-    return {
-        "cu_seq_lens_q": cu_seqlens, "cu_seq_lens_k": cu_seqlens,
-        "max_length_q": max_seqlen, "max_length_k": max_seqlen,
-    }  # fmt: skip
-
-
-def _hidden_states(model: PreTrainedModel, input_ids: Tensor, position_ids: Tensor, extra: dict[str, Any]) -> Tensor:
-    """What the head is given [B, T, width]. No mask and no cache: either would let documents see each other."""
-    output = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra)
-    return output.last_hidden_state
 
 
 @dataclass(frozen=True)
@@ -44,30 +32,53 @@ class Head:
     compiled: bool
 
 
-def _summed_loss(
-    model: PreTrainedModel, head: Head, input_ids: Tensor, position_ids: Tensor, labels: Tensor, extra: dict[str, Any]
+def hidden_states(model: PreTrainedModel, inputs: Inputs, received: Tensor | None = None) -> Tensor:
+    """What the head is given [B, T, width]. No mask and no cache: either would let documents see each other.
+
+    `received` stands for the embeddings where an earlier pipeline stage has computed them.
+    """
+    output = model.base_model(**_arguments(inputs, received))
+    return output.last_hidden_state
+
+
+def _arguments(inputs: Inputs, received: Tensor | None) -> dict[str, Any]:
+    source = {"input_ids": inputs.input_ids} if received is None else {"inputs_embeds": received}
+    return {**source, "position_ids": inputs.position_ids, "use_cache": False, **inputs.attention}
+
+
+def summed_loss(
+    model: PreTrainedModel, head: Head, inputs: Inputs, received: Tensor | None = None, gather: DeviceMesh | None = None
 ) -> Tensor:
-    labels = labels.flatten()
-    if not head.chunked:
-        logits = model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **extra).logits
-        return F.cross_entropy(logits.float().flatten(0, 1), labels, ignore_index=IGNORED, reduction="sum")
-    hidden = _hidden_states(model, input_ids, position_ids, extra).flatten(0, 1)
-    linear = model.get_output_embeddings()
-    return chunked_linear_cross_entropy(
-        hidden, linear.weight, labels, linear.bias, head.transform, compiled=head.compiled and hidden.is_cuda
-    )
+    """The summed cross-entropy (nats, float32) of the labels of `inputs`.
+
+    With `gather`, a tensor-parallel mesh, hidden states of the whole sequence are gathered first, labels are those of
+    the whole sequence, and every rank takes its share of the same loss.
+    """
+    if head.chunked:
+        states = hidden_states(model, inputs, received)
+    else:
+        states = type(model).forward(model, **_arguments(inputs, received)).logits.float()
+    if gather is not None:
+        states = gather_sequence_slices(states, gather)
+    states, labels, linear = states.flatten(0, 1), inputs.labels.flatten(), model.get_output_embeddings()
+    if head.chunked:
+        compiled = head.compiled and states.is_cuda
+        loss = chunked_linear_cross_entropy(
+            states, linear.weight, labels, linear.bias, head.transform, compiled=compiled
+        )
+    else:
+        loss = F.cross_entropy(states, labels, ignore_index=IGNORED, reduction="sum")
+    return loss if gather is None else loss / gather.size()
 
 
 def attach_loss(model: PreTrainedModel) -> None:
-    """Gives `model` the method `summed_loss(head, input_ids, position_ids, labels, extra)`, in place.
+    """Gives `model` the method `summed_loss(head, inputs, received, gather)`, in place.
 
     A method of the model and not a function around it, so that sharding gathers the parameters of embedding and
     head for the whole of it.
     """
-    model.summed_loss = MethodType(_summed_loss, model)
-    model.hidden_states = MethodType(_hidden_states, model)
+    model.summed_loss = MethodType(summed_loss, model)
     register_fsdp_forward_method(model, "summed_loss")
-    register_fsdp_forward_method(model, "hidden_states")
 
 
 def head_transform(model_config: PretrainedConfig) -> HeadTransform:
@@ -79,10 +90,43 @@ def head_transform(model_config: PretrainedConfig) -> HeadTransform:
 
 
 def _relative_difference(left: Tensor, right: Tensor) -> float:
-    left, right = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (left, right))
     return ((left.float() - right.float()).norm() / right.float().norm().clamp(min=1e-12)).item()
 
 
+def specimen(
+    model_config: PretrainedConfig, attention: str, dtype: torch.dtype, device: torch.device
+) -> PreTrainedModel:
+    """The model in small for the probes: one layer of each kind, few tokens, transformers' own initial weights."""
+    small = copy.deepcopy(model_config)
+    text_config = small.get_text_config()
+    text_config.vocab_size, text_config.pad_token_id = min(text_config.vocab_size, 64), None
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=attention).eval()
+    layers = decoder_layers(model)
+    kinds = getattr(text_config, "layer_types", None) or [None] * len(layers)
+    seen = set()
+    for place, kind in enumerate([*zip(map(type, layers), kinds, strict=True)]):
+        if kind in seen:
+            layers[place] = PassThrough()
+        seen.add(kind)
+    model.to_empty(device=device)
+    with torch.no_grad():
+        for module in model.modules():
+            model._init_weights(module)
+    model.tie_weights()
+    return model
+
+
+def _probe_inputs(model: PreTrainedModel, input_ids: Tensor, lengths: list[int]) -> Inputs:
+    """One row of documents of these `lengths`."""
+    ids = (input_ids % model.config.get_text_config().vocab_size)[None]
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
+    attention = packing_arguments(model.config._attn_implementation, bounds, max(lengths), ids.shape[1], model.device)
+    return Inputs(ids.to(model.device), ids, positions.to(model.device), attention)
+
+
+@torch.no_grad()
 def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     """Compares the chunked path with the model's own logits on a few tokens and decides which one to use.
 
@@ -93,9 +137,7 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     if not isinstance(linear, nn.Linear):
         logger.info("the head is no linear layer: the loss is made from the model's own logits")
         return Head(transform, False, compiled)
-    device = next(model.buffers(), next(model.parameters())).device
-    input_ids = torch.arange(8, device=device)[None] % model.config.get_text_config().vocab_size
-    positions = torch.arange(8, device=device)[None]
+    inputs = _probe_inputs(model, torch.arange(8), [8])
     seen: dict[str, Tensor] = {}
 
     def enlarge(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -106,17 +148,13 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
         # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
         seen["product"] = F.linear(arguments[0], module.weight, module.bias)
 
-    hooks = [
-        linear.register_forward_pre_hook(enlarge),
-        linear.register_forward_hook(multiply),
-    ]
-    extra = packing_arguments(model.config._attn_implementation, torch.tensor([0, 8], device=device).int(), 8)
+    hooks = [linear.register_forward_pre_hook(enlarge), linear.register_forward_hook(multiply)]
     try:
-        logits = model(input_ids=input_ids, position_ids=positions, use_cache=False, **extra).logits
+        logits = model(**_arguments(inputs, None)).logits
     finally:
         for hook in hooks:
             hook.remove()
-    hidden = model.hidden_states(input_ids, positions, extra)
+    hidden = hidden_states(model, inputs)
     tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
     same_input = seen["hidden"].shape == hidden.shape and _relative_difference(hidden, seen["hidden"]) < tolerance
     same_output = _relative_difference(transform.apply(seen["product"]), logits) < tolerance
@@ -125,22 +163,18 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     return Head(transform, same_input and same_output, compiled)
 
 
-def probe_packing(model: PreTrainedModel, attention: str) -> None:
+@torch.no_grad()
+def probe_packing(model: PreTrainedModel) -> None:
     """Changes one of two documents in a row and asks whether the other's hidden states change.
 
     Raises `UserError` when they do: the architecture does not keep packed documents apart.
     """
-    device = next(model.buffers(), next(model.parameters())).device
-    positions = torch.cat([torch.arange(8), torch.arange(8)])[None].to(device)
-    first = torch.arange(16, device=device)[None] + 3
-    second = first.clone()
-    second[:, :8] += 7
-    vocabulary = model.config.get_text_config().vocab_size
-    extra = packing_arguments(attention, torch.tensor([0, 8, 16], device=device).int(), 8)
-    states = [model.hidden_states(ids % vocabulary, positions, extra)[:, 8:] for ids in (first, second)]
+    first = torch.arange(16) + 3
+    second = torch.cat([first[:8] + 7, first[8:]])
+    states = [hidden_states(model, _probe_inputs(model, ids, [8, 8]))[:, 8:] for ids in (first, second)]
     if _relative_difference(states[0], states[1]) > 1e-3:
         raise UserError(
-            f"data.document_mask: {type(model).__name__} with attention {attention!r} lets packed documents see each "
-            f"other (it does not follow position ids): set data.document_mask = false to accept that, or choose "
-            f"another model.attention."
+            f"data.document_mask: {type(model).__name__} with attention {model.config._attn_implementation!r} lets "
+            f"packed documents see each other (it does not follow position ids): set data.document_mask = false to "
+            f"accept that, or choose another model.attention."
         )

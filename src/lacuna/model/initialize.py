@@ -22,6 +22,13 @@ def copy_local_slice(target: Tensor, full: Tensor) -> None:
         target.to_local().copy_(full[index])
 
 
+def tie_weights(model: PreTrainedModel) -> None:
+    """Ties in place what the model ties, unless only one end of it is on this rank's pipeline stages."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
+        model.tie_weights()
+
+
 @torch.no_grad()
 def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, seed: int) -> None:
     """Fills the sharded, materialised `model` with the weights that transformers would draw from `seed`.
@@ -49,13 +56,14 @@ def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: 
         module.to_empty(device=device, recurse=is_layer)
         draw(module, is_layer)
         for name, parameter in module.named_parameters(recurse=is_layer):
-            if prefix + name not in model.all_tied_weights_keys:  # what is tied follows its source
+            # What is tied follows its source; what another pipeline stage holds is drawn all the same.
+            if prefix + name not in model.all_tied_weights_keys and prefix + name in parameters:
                 copy_local_slice(parameters[prefix + name], parameter)
         module.to_empty(device="meta", recurse=is_layer)
 
     with guard_torch_init_functions():
         visit(shadow, "")
-    model.tie_weights()
+    tie_weights(model)
 
 
 @torch.no_grad()
@@ -67,8 +75,9 @@ def compute_buffers(
     `loaded` names those that already have their value. `shadow` is the same model on the meta device: working there
     cannot touch weights that were just loaded. Raises `RuntimeError` when the model leaves a buffer unset.
     """
+    present = {prefix for prefix, _ in model.named_modules()}
     for prefix, module in shadow.named_modules():
-        if not module._buffers:
+        if not module._buffers or prefix not in present:  # another pipeline stage has it
             continue
         module.to_empty(device=device, recurse=False)
         for buffer in module._buffers.values():
@@ -78,8 +87,9 @@ def compute_buffers(
         target = model.get_submodule(prefix)._buffers
         for key, buffer in module._buffers.items():
             name = f"{prefix}.{key}" if prefix else key
-            if buffer is None or name in loaded:
-                continue
-            if buffer.is_floating_point() and buffer.isnan().any():
-                raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
-            target[key] = buffer
+            if name in loaded:
+                target[key] = target[key].to(device)
+            elif buffer is not None:
+                if buffer.is_floating_point() and buffer.isnan().any():
+                    raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
+                target[key] = buffer

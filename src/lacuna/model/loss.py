@@ -92,11 +92,15 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias = ctx.saved_tensors
-        # Scaled in float32 and rounded once; in place, since each is used here only.
+
+        def scaled(gradient: Tensor) -> Tensor:
+            """Scaled in float32 and rounded once; not in place: zero-bubble pipelines come here twice."""
+            return torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=ctx.weight_dtype))
+
         return (
             hidden * upstream.to(hidden.dtype) if hidden is not None else None,
-            weight.mul_(upstream).to(ctx.weight_dtype) if weight is not None else None,
-            bias.mul_(upstream).to(ctx.weight_dtype) if bias is not None else None,
+            scaled(weight) if weight is not None else None,
+            scaled(bias) if bias is not None else None,
             None, None, None, None,
         )  # fmt: skip
 

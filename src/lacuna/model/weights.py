@@ -14,6 +14,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 
 from lacuna.config import UserError
+from lacuna.model.initialize import tie_weights
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -63,10 +64,9 @@ def load_weights(
         weight_mapping=get_model_conversion_mapping(shadow), dtype=dtype, device_map={"": device}
     )
     info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
-    tied = set(model.all_tied_weights_keys)
-    missing = sorted(info.missing_keys - tied)
+    missing = sorted(info.missing_keys - set(model.all_tied_weights_keys))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
         raise UserError(f"model.name_or_path: the checkpoint in {folder!r} {problem} {info.conversion_errors or ''}")
-    model.tie_weights()
+    tie_weights(model)
     return expected - info.missing_keys

@@ -2,13 +2,14 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from lacuna.config import Config
+from lacuna.parallel.mesh import Layout, Mesh
 
 
 def compute_dtype(config: Config, device_type: str) -> torch.dtype:
@@ -19,13 +20,17 @@ def compute_dtype(config: Config, device_type: str) -> torch.dtype:
     return getattr(torch, name)
 
 
-def reshard_after_forward(config: Config) -> bool:
-    """Whether layers give their gathered parameters back between forward and backward (ZeRO-3), or keep them."""
-    parallelism = config.parallelism
-    return parallelism.zero_stage != 2 and parallelism.fsdp_reshard_after_forward != "never"
+def reshard_after_forward(config: Config, layout: Layout) -> bool:
+    """Whether layers give their gathered parameters back between forward and backward (ZeRO-3), or keep them.
+
+    With one shard that would save nothing and cost a second gather; a pipeline would gather for every micro-batch.
+    """
+    wanted, stage = config.parallelism.fsdp_reshard_after_forward, config.parallelism.zero_stage
+    worthwhile = layout.dp_shard * layout.cp > 1 and (layout.pp == 1 or wanted == "always")
+    return worthwhile and stage in (3, None) and wanted != "never"
 
 
-def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, config: Config) -> None:
+def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
     """Shards `model` in place: each layer is a unit; embedding, last norm and head are one with the root.
 
     One root unit because a tied weight must be seen by one unit only. Also used on one process, where nothing is
@@ -37,31 +42,46 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh,
         reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
         cast_forward_inputs=True,
     )
-    # With one shard, giving parameters back would save nothing and cost a second gather.
-    reshard = reshard_after_forward(config) and mesh["dp_shard"].size() > 1
-    for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
     always = config.parallelism.fsdp_reshard_after_forward == "always"
-    fully_shard(model, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard and always)
+    reshard = reshard_after_forward(config, mesh.layout)
+    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
+    for layer in layers:
+        shard(layer, mesh=mesh.layers, reshard_after_forward=reshard)
+    shard(model, mesh=mesh.root, reshard_after_forward=reshard and always)
     for unit in (*layers, model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
+def exchange_gradients(model: nn.Module, config: Config, last: bool) -> None:
+    """Says, in place, what the next backward pass exchanges; `last` is that of a step's last micro-batch.
+
+    Replicas exchange gradients once a step. Shards are reduced every time, which bounds memory, but with ZeRO-1: there
+    whole gradients are kept, and gathered parameters too, until the end of the step.
+    """
+    model.set_requires_all_reduce(last)
+    if config.parallelism.zero_stage == 1:
+        model.set_requires_gradient_sync(last)
+        model.set_reshard_after_backward(last)
+
+
 @contextmanager
-def inference(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is in evaluation mode without gradients; afterwards sharded and as before.
+def inference(*roots: nn.Module) -> Iterator[None]:
+    """Within it, the models `roots` are in evaluation mode without gradients; afterwards sharded and as before.
 
     Sharding gives gathered parameters back in the backward pass, which inference has not; until then
     `model.parameters()` would be the gathered copies.
     """
-    training = model.training
-    model.eval()
+    training = roots[0].training
+    for root in roots:
+        root.eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        model.train(training)
+        for root in roots:
+            for module in root.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            root.train(training)

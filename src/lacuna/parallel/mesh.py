@@ -1,23 +1,46 @@
 """From degrees to one named device mesh."""
 
+import math
 from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lacuna.config import Config, UserError
 
+_SETTINGS = {
+    "dp_replicate": "data_parallel_replicate_degree",
+    "dp_shard": "data_parallel_shard_degree",
+    "cp": "context_parallel_degree",
+    "tp": "tensor_parallel_degree",
+    "pp": "pipeline_parallel_degree",
+}
+
 
 @dataclass(frozen=True)
 class Layout:
-    """How many processes hold copies of the model (`dp_replicate`) and how many share one (`dp_shard`)."""
+    """The degrees: copies of the model, ranks that shard one, and that share a sequence, a matrix, the layers.
 
-    dp_replicate: int
-    dp_shard: int
+    `ring` says that the ranks of a sequence pass keys and values round instead of gathering them.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    pp: int = 1
+    ring: bool = False
 
     @property
     def data_parallel(self) -> int:
-        """The number of ranks that read different data."""
+        """The number of groups of ranks that read different data."""
         return self.dp_replicate * self.dp_shard
+
+    @property
+    def sharing(self) -> int:
+        """The number of ranks that read the same data, and share its sequences or the layers."""
+        return self.cp * self.tp * self.pp
 
 
 def resolve_layout(config: Config, world_size: int) -> Layout:
@@ -25,21 +48,82 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
 
     Raises `UserError`, with the arithmetic, when the degrees do not multiply to the world.
     """
-    replicate = config.parallelism.data_parallel_replicate_degree
-    shard = config.parallelism.data_parallel_shard_degree
-    if shard == -1:
-        shard = max(world_size // replicate, 1)
-    if replicate * shard != world_size:
+    degrees = {name: getattr(config.parallelism, setting) for name, setting in _SETTINGS.items()}
+    if degrees["dp_shard"] == -1:
+        others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
+        degrees["dp_shard"] = max(world_size // others, 1)
+    product = math.prod(degrees.values())
+    if product != world_size:
+        shown = {name: setting for name, setting in _SETTINGS.items() if degrees[name] > 1 or name.startswith("dp")}
         raise UserError(
-            f"parallelism.data_parallel_replicate_degree × parallelism.data_parallel_shard_degree = "
-            f"{replicate} × {shard} = {replicate * shard}, but there are {world_size} processes: "
-            f"choose degrees whose product is {world_size}, or set data_parallel_shard_degree = -1 for the rest."
+            f"parallelism: {' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = "
+            f"{product}, but there are {world_size} processes: choose degrees whose product is {world_size}, or set "
+            f"data_parallel_shard_degree = -1 for the rest."
         )
-    return Layout(replicate, shard)
+    return Layout(**degrees, ring=config.parallelism.context_parallel_rotate_method == "alltoall")
 
 
-def build_mesh(layout: Layout, device_type: str) -> DeviceMesh:
-    """The mesh (`dp_replicate`, `dp_shard`) over all processes of the default group."""
-    return init_device_mesh(
-        device_type, (layout.dp_replicate, layout.dp_shard), mesh_dim_names=("dp_replicate", "dp_shard")
-    )
+@dataclass(frozen=True)
+class Mesh:
+    """The devices of a run under their names, and the cuts of it that parameters are spread over.
+
+    Attributes:
+        layout: the degrees.
+        named: (`pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`) over all ranks; `tp` varies fastest.
+        layers: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp`: over it a layer is sharded.
+        tensor: `tp`, of the same root as `layers`: over it the matrices of a layer are split.
+        root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`: what is outside the layers works on
+            its own slice of the sequence on every `tp` rank, and is sharded over all of them.
+        ends: the group of this rank's first and last pipeline stage.
+    """
+
+    layout: Layout
+    named: DeviceMesh
+    layers: DeviceMesh
+    tensor: DeviceMesh
+    root: DeviceMesh
+    ends: dist.ProcessGroup | None
+
+    @property
+    def device_type(self) -> str:
+        """`cuda` or `cpu`."""
+        return self.named.device_type
+
+    @property
+    def pipeline(self) -> dist.ProcessGroup | None:
+        """The ranks that have the other layers, where there are any."""
+        return self.named["pp"].get_group() if self.layout.pp > 1 else None
+
+    def rank(self, name: str) -> int:
+        """This process's place along a dimension of `named`."""
+        return self.named.get_local_rank(name)
+
+    @property
+    def data_rank(self) -> int:
+        """Which of the `Layout.data_parallel` shares of the batch this process reads."""
+        return self.rank("dp_replicate") * self.layout.dp_shard + self.rank("dp_shard")
+
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All process groups of the mesh."""
+        meshes = (self.named, self.layers, self.tensor, self.root)
+        found = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
+        return [*found.values(), *([self.ends] if self.ends else [])]
+
+
+def build_mesh(layout: Layout, device_type: str) -> Mesh:
+    """The mesh over all processes of the default group."""
+    replicate, shard, cp, tp, pp = layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp
+    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+    named = init_device_mesh(device_type, (pp, replicate, shard, cp, tp), mesh_dim_names=names)
+    # Meshes of their own and not flattened dimensions: FSDP wants `layers` and `tensor` cut from one root, and torch
+    # is about to drop slices of flattened dimensions.
+    cuts = ("pp", "dp_replicate", "fsdp", "tp")
+    split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=cuts)
+    root = split
+    if tp > 1:
+        root = init_device_mesh(device_type, (pp, replicate, shard * cp * tp), mesh_dim_names=cuts[:3])
+    ends = None
+    if pp > 1:
+        stages = named.mesh.flatten(1)
+        ends, _ = dist.new_subgroups_by_enumeration(torch.stack([stages[0], stages[-1]], dim=1).tolist())
+    return Mesh(layout, named, split["dp_replicate", "fsdp"], split["tp"], root["dp_replicate", "fsdp"], ends)

@@ -1,25 +1,41 @@
 """The recipe: what is done to a model on the meta device, in this order."""
 
-from collections.abc import Sequence
-
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.parallel.fsdp import shard_model
-from lacuna.parallel.recompute import recompute
+from lacuna.parallel.mesh import Mesh
+from lacuna.parallel.pipeline import Stage, cut
+from lacuna.parallel.recompute import offload_inputs, recompute
+from lacuna.parallel.schedule import splits_backward
+from lacuna.parallel.tensor import overlap_communication, split_layers
 
 
 def compile_enabled(config: Config, device_type: str) -> bool:
-    """`compile.enable`, by default on for GPUs and off for CPUs."""
-    return device_type == "cuda" if config.compile.enable is None else config.compile.enable
+    """`compile.enable`, by default on for GPUs and off for CPUs and for schedules that cannot have it."""
+    able = device_type == "cuda" and not splits_backward(config.parallelism)
+    return able if config.compile.enable is None else config.compile.enable
 
 
-def parallelize(model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, config: Config) -> None:
-    """Applies recomputation, compilation and sharding to `model` in place."""
-    recompute(layers, config)
+def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config) -> list[Stage]:
+    """Spreads `model` over `mesh`, in place; returns the parts of it that this rank runs.
+
+    Raises `UserError` for a model that cannot be spread like that.
+    """
+    stages = cut(model, layers, mesh, config)
+    own = [layer for stage in stages for layer in stage.layers]
+    if mesh.layout.tp > 1:
+        split_layers(own, model.config, mesh.tensor)
+        if config.parallelism.enable_async_tensor_parallel:
+            overlap_communication(mesh.tensor)
+    recompute(own, config)
     if compile_enabled(config, mesh.device_type):
         # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay outside it.
-        for layer in layers:
+        for layer in own:
             layer.compile(fullgraph=True)
-    shard_model(model, layers, mesh, config)
+    for stage in stages:
+        if config.activation_checkpoint.offload:
+            offload_inputs(stage.module.base_model, model.config.get_text_config().hidden_size)
+        shard_model(stage.module, stage.layers, mesh, config)
+    return stages

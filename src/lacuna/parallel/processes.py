@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, UserError, refuse
+from lacuna.parallel.mesh import Mesh
 
 Result = TypeVar("Result")
 
@@ -53,10 +53,10 @@ def check_device(config: Config, kind: str) -> None:
     gpu_only = {
         'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
+        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
     }
-    for setting, wanted in gpu_only.items():
-        if wanted and kind != "cuda":
-            raise UserError(f"{setting} needs a GPU, and this run is on the CPU: leave it out.")
+    needs = "needs a GPU, and this run is on the CPU: leave it out"
+    refuse({f"{setting} {needs}": wanted and kind != "cuda" for setting, wanted in gpu_only.items()})
 
 
 def start_process(config: Config) -> Process:
@@ -81,7 +81,7 @@ def start_process(config: Config) -> Process:
         if config.comm.trace_buf_size:
             os.makedirs(os.path.dirname(dump_prefix), exist_ok=True)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
-    backend = "nccl" if kind == "cuda" else "gloo"
+    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
     if "RANK" in os.environ:
         dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
     else:
@@ -98,10 +98,10 @@ def stop_process() -> None:
     dist.destroy_process_group()
 
 
-def tighten_timeout(config: Config, mesh: DeviceMesh) -> None:
+def tighten_timeout(config: Config, mesh: Mesh) -> None:
     """After the first step (compilation, first data) a collective should fail sooner."""
     timeout = timedelta(seconds=config.comm.train_timeout_seconds)
-    for group in (dist.group.WORLD, *mesh.get_all_groups()):
+    for group in (dist.group.WORLD, *mesh.groups()):
         dist.distributed_c10d._set_pg_timeout(timeout, group)  # there is no public call yet
 
 
@@ -112,6 +112,20 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
     values: list[Any] = [None] * process.world_size
     dist.all_gather_object(values, value, group=process.control)
     return values
+
+
+def require_same_config(config: Config, process: Process) -> None:
+    """Raises `UserError`, on all ranks alike, when they were not all started with the same configuration."""
+    own = {f"{section}.{name}": repr(value) for section, table in config for name, value in table}
+    first, *others = gather_objects(process, own)
+    for rank, other in enumerate(others, start=1):
+        changed = [f"{name} is {first[name]} on rank 0, {other[name]} on rank {rank}" for name in first
+                   if other[name] != first[name]]  # fmt: skip
+        if changed:
+            raise UserError(
+                f"the processes were started with different configurations: {'; '.join(changed[:3])}. Start all of "
+                f"them with the same file and the same flags."
+            )
 
 
 def on_first(process: Process, action: Callable[[], Result]) -> Result:

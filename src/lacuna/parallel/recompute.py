@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # registers its operation
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import lacuna.parallel.context  # noqa: F401  registers its operation
 from lacuna.config import Config
 
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
@@ -18,6 +19,7 @@ _KEPT = {
     torch.ops.aten._scaled_dot_product_cudnn_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
     torch.ops.torch_attn._varlen_attn.default,
+    torch.ops.lacuna.ring_attention.default,
     torch.ops._c10d_functional.all_gather_into_tensor.default,
     torch.ops._c10d_functional.reduce_scatter_tensor.default,
     torch.ops._c10d_functional.all_to_all_single.default,
@@ -38,6 +40,40 @@ def recompute(layers: Sequence[nn.Module], config: Config) -> None:
     contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())} if by_operation else {}
     for layer in layers[every - 1 :: every] if settings.mode != "none" else ():
         layer.forward = _checkpointed(layer.forward, contexts)
+
+
+def offload_inputs(base: nn.Module, width: int) -> None:
+    """Makes a decoder, in place, keep the inputs of its layers [B, T, `width`] in CPU memory until the backward pass.
+
+    The hooks are around the decoder and not its layers, since compiled layers must not contain them.
+    """
+    forward = base.forward
+    streams: list[torch.cuda.Stream] = []
+
+    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+        if tensor.ndim != 3 or tensor.shape[-1] != width or not tensor.is_floating_point():
+            return tensor
+        if not tensor.is_cuda:
+            return tensor.device, tensor.clone()
+        streams[:] = streams or [torch.cuda.Stream()]
+        streams[0].wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[0]):
+            kept = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
+        tensor.record_stream(streams[0])  # its memory must not be given away before it is copied
+        return tensor.device, kept
+
+    def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        if streams:
+            torch.cuda.current_stream().wait_stream(streams[0])
+        return kept[1].to(kept[0], non_blocking=True)
+
+    def offloading(*arguments: Any, **named: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            return forward(*arguments, **named)
+
+    base.forward = offloading
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:

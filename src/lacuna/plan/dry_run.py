@@ -3,59 +3,65 @@
 import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.data import build_loader, build_validation, load_tokenizer
-from lacuna.model.architecture import decoder_layers, load_model_config, non_embedding_parameters
+from lacuna.model.architecture import load_model_config, non_embedding_parameters
 from lacuna.model.attention import choose_attention
 from lacuna.model.build import meta_model
+from lacuna.model.limits import check_layout
 from lacuna.model.weights import safetensors_files, weight_folder
-from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
-from lacuna.parallel.mesh import resolve_layout
+from lacuna.parallel.fsdp import compute_dtype
+from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import check_device, device_type
 from lacuna.plan.memory import MemoryEstimate, estimate_memory
-from lacuna.train.batch import plan_batch
+from lacuna.train.batch import BatchPlan, plan_batch
 from lacuna.train.setup import tokenizer_source, total_steps
 
 
-def dry_run(config: Config, processes: int) -> None:
-    """Prints model size, tokens a step, steps and estimated memory for `processes` ranks.
+def shapes(
+    config: Config, processes: int, device: str
+) -> tuple[Layout, BatchPlan, PreTrainedTokenizerBase, PreTrainedModel]:
+    """How a run on that kind of `device` is laid out and batched, its tokenizer, and its model without memory.
+
+    Raises `UserError` where they do not fit each other.
+    """
+    layout = resolve_layout(config, processes)
+    plan = plan_batch(config, layout)
+    tokenizer = load_tokenizer(tokenizer_source(config))
+    model_config = load_model_config(config, tokenizer)
+    check_layout(config, model_config, layout)
+    attention = choose_attention(config, model_config, device, compute_dtype(config, device), layout)
+    return layout, plan, tokenizer, meta_model(model_config, attention, getattr(torch, config.training.dtype))
+
+
+def dry_run(config: Config, processes: int, device: str | None = None) -> None:
+    """Prints model size, tokens a step, steps and estimated memory for `processes` ranks, by default of this machine.
 
     Raises `UserError` for everything that the run itself would refuse.
     """
-    device = device_type()
+    device = device or device_type()
     check_device(config, device)
-    layout = resolve_layout(config, processes)
-    plan = plan_batch(config, layout.data_parallel)
-    tokenizer = load_tokenizer(tokenizer_source(config))
-    model_config = load_model_config(config, tokenizer)
-    compute = compute_dtype(config, device)
-    attention = choose_attention(config, model_config, device, compute)
-    model = meta_model(model_config, attention, getattr(torch, config.training.dtype))
+    layout, plan, tokenizer, model = shapes(config, processes, device)
     if config.model.name_or_path:
         safetensors_files(weight_folder(config.model.name_or_path))
-    loader = build_loader(
-        config, tokenizer, dp_rank=0, dp_world=layout.data_parallel, **vars(plan)
-    )  # fmt: skip
+    loader = build_loader(config, tokenizer, dp_rank=0, dp_world=layout.data_parallel, **vars(plan))
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, dp_rank=0, dp_world=1, micro_batch=plan.micro_batch)
     steps = total_steps(config, loader)
     loader.close()
-    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    estimate = estimate_memory(
-        config, model_config, parameters, parameters - sum(layers), max(layers), layout.dp_shard, compute,
-        compile_enabled(config, device), reshard_after_forward(config),
-    )  # fmt: skip
+    parameters, compute = sum(parameter.numel() for parameter in model.parameters()), compute_dtype(config, device)
+    estimate = estimate_memory(config, layout, plan, model, compute, compile_enabled(config, device))
     step_tokens = plan.global_batch * config.training.seq_len
     rows = {
         "model": f"{type(model).__name__}, {parameters:,} parameters ({non_embedding_parameters(model):,} in "
         f"matrix products)",
-        "processes": f"{processes} on {device}: data_parallel_replicate_degree {layout.dp_replicate} × "
-        f"data_parallel_shard_degree {layout.dp_shard}",
+        "processes": f"{processes} on {device}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × "
+        f"cp {layout.cp} × tp {layout.tp} × pp {layout.pp}",
         "precision": f"{config.training.dtype} weights, {str(compute).removeprefix('torch.')} compute",
-        "attention": attention,
+        "attention": model.config._attn_implementation,
         "batch": f"{plan.global_batch} sequences = {plan.micro_batch} × {plan.accumulation} accumulated × "
         f"{layout.data_parallel} ranks",
         "tokens a step": f"{step_tokens:,} ({config.training.seq_len} a sequence)",

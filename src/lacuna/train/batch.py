@@ -4,6 +4,8 @@ import logging
 from dataclasses import dataclass
 
 from lacuna.config import Config, UserError
+from lacuna.parallel.mesh import Layout
+from lacuna.parallel.schedule import held_stages, pipeline_order
 
 logger = logging.getLogger(__name__)
 
@@ -17,11 +19,34 @@ class BatchPlan:
     global_batch: int
 
 
-def plan_batch(config: Config, data_parallel: int, saved_global_batch: int | None = None) -> BatchPlan:
+def plan_batch(config: Config, layout: Layout, saved_global_batch: int | None = None) -> BatchPlan:
     """The batch of this run; a resumed one keeps its global batch, whatever the ranks.
 
+    A pipeline takes all micro-batches of a step at once, and cuts the rows of a rank anew into as many as it wants.
     Raises `UserError` when the global batch does not divide.
     """
+    plan = _plan(config, layout.data_parallel, saved_global_batch)
+    if config.optimizer.early_step_in_backward and (plan.accumulation > 1 or layout.pp > 1):
+        raise UserError(
+            "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) "
+            "has no gradient that is complete before its end: use one micro-batch, or drop the setting."
+        )
+    if layout.pp == 1:
+        return plan
+    rows, stages = plan.micro_batch * plan.accumulation, held_stages(pipeline_order(config.parallelism))
+    wanted = config.parallelism.pipeline_parallel_microbatches
+    wanted = wanted or max(plan.accumulation, sum(map(len, stages.values())))
+    if rows % wanted:
+        raise UserError(
+            f"parallelism.pipeline_parallel_microbatches: the {plan.micro_batch} × {plan.accumulation} = {rows} "
+            f"sequences of a rank's step (training.batch_size × accumulation) cannot be cut into {wanted} equal "
+            f"micro-batches: choose a number that divides {rows}, or another batch."
+        )
+    pipeline_order(config.parallelism, wanted)  # refuses what the schedule cannot run
+    return BatchPlan(rows // wanted, wanted, plan.global_batch)
+
+
+def _plan(config: Config, data_parallel: int, saved_global_batch: int | None) -> BatchPlan:
     training = config.training
     micro = training.batch_size
     if saved_global_batch is not None:

@@ -7,6 +7,7 @@ import re
 import shutil
 import zlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -38,14 +39,14 @@ def listed_steps(folder: str) -> list[int]:
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name)))
 
 
-def clean_up(folder: str) -> None:
-    """Deletes what a killed run left half written or half deleted."""
-    for name in os.listdir(folder) if os.path.isdir(folder) else []:
-        if name.startswith((UNFINISHED, REMOVED)):
-            shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
+def prepare_folder(folder: str) -> None:
+    """Makes the folder of a run's checkpoints; deletes what a killed run left there half written or half deleted."""
+    os.makedirs(folder, exist_ok=True)
+    for path in Path(folder).glob(".*-step-*"):
+        shutil.rmtree(path, ignore_errors=True)
 
 
-def _checksum(path: str) -> list[int]:
+def _checksum(path: str | Path) -> list[int]:
     """Size and CRC-32 of a file."""
     size = checksum = 0
     with open(path, "rb") as file:
@@ -55,12 +56,8 @@ def _checksum(path: str) -> list[int]:
     return [size, checksum]
 
 
-def _files(path: str) -> list[str]:
-    found = [os.path.join(base, name) for base, _, names in os.walk(path) for name in names]
-    return sorted(os.path.relpath(name, path) for name in found if os.path.basename(name) != MANIFEST)
-
-
-def _sync_folder(path: str) -> None:
+def _sync(path: str) -> None:
+    """Has the disk hold what was written to a file, or which names a folder has."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
@@ -68,12 +65,10 @@ def _sync_folder(path: str) -> None:
 
 def find_damage(path: str, process: Process) -> str | None:
     """What is wrong with the checkpoint at `path`, or None. The ranks share the reading; all get the same answer."""
-    manifest_path = os.path.join(path, MANIFEST)
-    if not os.path.exists(manifest_path):
-        return f"{MANIFEST} is missing: it was never finished"
     try:
-        with open(manifest_path) as file:
-            manifest: dict[str, list[int]] = json.load(file)
+        manifest: dict[str, list[int]] = json.loads(Path(path, MANIFEST).read_text())
+    except FileNotFoundError:
+        return f"{MANIFEST} is missing: it was never finished"
     except ValueError:
         return f"{MANIFEST} is damaged"
     problem = None
@@ -110,11 +105,7 @@ def require_complete(path: str, setting: str, process: Process) -> str:
 
 
 def write_checkpoint(
-    path: str,
-    tensors: dict[str, Tensor],
-    state: dict[str, Any],
-    describe: Callable[[str], None],
-    process: Process,
+    path: str, tensors: dict[str, Tensor], state: dict[str, Any], describe: Callable[[str], None], process: Process
 ) -> None:
     """Writes `tensors` (sharded ones by their shards) and the small `state` to `path`; all ranks must call it.
 
@@ -122,30 +113,24 @@ def write_checkpoint(
     `step-N` is always complete. `describe(folder)` adds the model's configuration and tokenizer. Raises `RunError`
     on all ranks when the disk refuses.
     """
-    unfinished = os.path.join(os.path.dirname(path), UNFINISHED + os.path.basename(path))
-    written: dict[str, list[int]] = {}
-    failure = None
+    folder, name = os.path.split(path)
+    unfinished = os.path.join(folder, UNFINISHED + name)
     try:
-        on_first(process, lambda: _fresh_folder(unfinished))
+        on_first(process, lambda: shutil.rmtree(unfinished, ignore_errors=True))
         dcp.save(tensors, storage_writer=_Writer(unfinished), process_group=process.control)
-        own = (name for name in os.listdir(unfinished) if name.startswith(f"__{process.rank}_"))
-        written = {name: _checksum(os.path.join(unfinished, name)) for name in own}
-    except (OSError, CheckpointException, RuntimeError) as error:
-        failure = _reason(error)
-    reports = gather_objects(process, (failure, written))
-    failure = next((found for found, _ in reports if found), None)
-    if failure is None:
-        manifest = {name: checksum for _, part in reports for name, checksum in part.items()}
-        failure = on_first(process, lambda: _seal(path, unfinished, state, describe, manifest))
-    if failure is not None:
-        free = shutil.disk_usage(os.path.dirname(path)).free
+        own = {file.name: _checksum(file) for file in Path(unfinished).glob(f"__{process.rank}_*")}
+        manifest = {name: checksum for part in gather_objects(process, own) for name, checksum in part.items()}
+        on_first(process, lambda: _seal(path, unfinished, state, describe, manifest))
+    except (Exception, CheckpointException) as error:  # of the disk, whatever type the libraries give it
+        full = "the disk is full: " if shutil.disk_usage(folder).free < 2**20 else ""
         if process.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
-        full = "the disk is full: " if free < 2**20 else ""
+        # torch wraps what went wrong on one rank in the tracebacks of all
+        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise RunError(
-            f"cannot write the checkpoint {path}: {full}{failure}. Earlier checkpoints are intact; the same command "
+            f"cannot write the checkpoint {path}: {full}{reason}. Earlier checkpoints are intact; the same command "
             f"goes on from the newest of them."
-        )
+        ) from error
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -158,36 +143,24 @@ class _Writer(dcp.FileSystemWriter):
             raise error.__context__ or error from None
 
 
-def _reason(error: BaseException) -> str:
-    """What went wrong on one rank; torch wraps it in the tracebacks of all."""
-    return str(next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error)
-
-
-def _fresh_folder(path: str) -> None:
-    shutil.rmtree(path, ignore_errors=True)
-    os.makedirs(path)
-
-
 def _seal(
     path: str, unfinished: str, state: dict[str, Any], describe: Callable[[str], None], manifest: dict[str, list[int]]
-) -> str | None:
-    """Adds state, description and manifest, then gives the folder its name. Returns what went wrong, if anything."""
-    try:
-        torch.save(state, os.path.join(unfinished, STATE))
-        describe(os.path.join(unfinished, DESCRIPTION))
-        rest = {name: _checksum(os.path.join(unfinished, name)) for name in _files(unfinished) if name not in manifest}
-        with open(os.path.join(unfinished, MANIFEST), "w") as file:
-            json.dump({**manifest, **rest}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        _sync_folder(unfinished)
-        if os.path.isdir(path):  # a damaged one that was skipped, or the same step saved again
-            remove_checkpoint(path)
-        os.replace(unfinished, path)
-        _sync_folder(os.path.dirname(path))
-    except Exception as error:  # of the disk, whatever type the libraries give it; raised again as RunError
-        return _reason(error)
-    return None
+) -> None:
+    """Adds state, description and manifest, which has the checksums of tensors, then gives the folder its name."""
+    torch.save(state, os.path.join(unfinished, STATE))
+    describe(os.path.join(unfinished, DESCRIPTION))
+    for file in Path(unfinished).rglob("*"):
+        name = str(file.relative_to(unfinished))
+        if file.is_file() and name not in manifest:
+            manifest[name] = _checksum(file)
+    with open(os.path.join(unfinished, MANIFEST), "w") as file:
+        json.dump(manifest, file)
+    _sync(os.path.join(unfinished, MANIFEST))
+    _sync(unfinished)
+    if os.path.isdir(path):  # a damaged one that was skipped, or the same step saved again
+        remove_checkpoint(path)
+    os.replace(unfinished, path)
+    _sync(os.path.dirname(path))
 
 
 def remove_checkpoint(path: str) -> None:
@@ -210,12 +183,11 @@ def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> Non
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
-        if name not in saved:
-            raise UserError(f"checkpoint {path}: it has no {name!r}: it belongs to another model configuration.")
-        if saved[name].size != tensor.shape:
+        shape = tuple(saved[name].size) if name in saved else None
+        if shape != tuple(tensor.shape):
             raise UserError(
-                f"checkpoint {path}: {name!r} has the shape {tuple(saved[name].size)}, the model "
-                f"{tuple(tensor.shape)}: it belongs to another model configuration."
+                f"checkpoint {path}: {name!r} {'is missing' if shape is None else f'has the shape {shape}'}, in the "
+                f"model it has the shape {tuple(tensor.shape)}: it belongs to another model configuration."
             )
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=process.control)
 

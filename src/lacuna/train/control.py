@@ -1,15 +1,13 @@
 """Signals, the run folder's lock, and news from the device that nobody waits for."""
 
-import fcntl
-import gc
 import os
 import signal
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from lacuna.config import UserError
@@ -17,62 +15,39 @@ from lacuna.config import UserError
 LOCK_PATIENCE_SECONDS = 10.0
 
 
-class StopRequest:
-    """Set by Ctrl-C or SIGTERM: the loop saves and stops after the step. A second Ctrl-C stops at once."""
-
-    def __init__(self) -> None:
-        self.requested = False
-
-    def handle(self, number: int, frame: FrameType | None) -> None:
-        """The signal handler."""
-        if self.requested and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        self.requested = True
-
-
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Within it, SIGINT and SIGTERM are requests to save and stop."""
-    request = StopRequest()
-    previous = {number: signal.signal(number, request.handle) for number in (signal.SIGINT, signal.SIGTERM)}
+def stop_on_signals() -> Iterator[Sequence[int]]:
+    """Yields the signals received so far: within it, SIGINT and SIGTERM ask the loop to save and stop after the step.
+
+    A second Ctrl-C stops at once.
+    """
+    received: list[int] = []
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield request
+        yield received
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
 
 
-@contextmanager
-def locked(folder: str) -> Iterator[None]:
-    """Holds the lock of a run folder; the system frees it when the process dies, however it dies.
+def lock(folder: str) -> AbstractContextManager[object]:
+    """Takes the lock of a run folder, until the end of the context or of the process, however it dies.
 
     Raises `UserError` when another run has it. Waits some seconds first, for workers of a killed run to be gone.
     """
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".lock"), "w") as file:
-        deadline = time.monotonic() + LOCK_PATIENCE_SECONDS
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise UserError(
-                        f"job.dump_folder: another run is writing to {folder!r}: stop it, or choose another folder."
-                    ) from error
-                time.sleep(0.2)
-        yield
-
-
-@contextmanager
-def no_random_collection() -> Iterator[None]:
-    """Within it, Python collects garbage only where the loop asks: ranks that pause at random wait for each other."""
-    gc.collect()
-    gc.disable()
     try:
-        yield
-    finally:
-        gc.enable()
+        return FileLock(os.path.join(folder, ".lock")).acquire(timeout=LOCK_PATIENCE_SECONDS)
+    except Timeout as error:
+        raise UserError(
+            f"job.dump_folder: another run is writing to {folder!r}: stop it, or choose another folder."
+        ) from error
 
 
 class Readback:
@@ -81,27 +56,22 @@ class Readback:
     On a CPU there is nothing to wait for, and values come back at once.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self) -> None:
         self._pending: tuple[Tensor, torch.cuda.Event] | None = None
 
     def exchange(self, values: Tensor) -> list[list[float]]:
         """Sends `values` off and returns what has arrived: the previous step's (GPU), or these (CPU)."""
-        if self.device.type == "cpu":
+        if not values.is_cuda:
             return [values.tolist()]
         arrived = self.flush()
-        host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-        host.copy_(values, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        self._pending = (host, event)
+        host = values.to("cpu", non_blocking=True)  # into page-locked memory
+        self._pending = (host, torch.cuda.current_stream().record_event())
         return arrived
 
     def flush(self) -> list[list[float]]:
         """Waits for what was sent off and returns it."""
         if self._pending is None:
             return []
-        host, event = self._pending
-        event.synchronize()
-        self._pending = None
+        (host, sent), self._pending = self._pending, None
+        sent.synchronize()
         return [host.tolist()]

@@ -5,8 +5,11 @@ import logging
 import math
 import os
 import re
+import resource
 import sys
-from typing import Any
+from contextlib import ExitStack
+from functools import partial
+from typing import Any, TextIO
 
 import torch
 from rich.console import Console
@@ -40,6 +43,13 @@ def peak_flops(device: torch.device) -> float | None:
     return PEAK_TFLOPS[max(known, key=len)] * 1e12
 
 
+def peak_memory(device: torch.device) -> float:
+    """Peak memory in GiB: what the allocator reserved on this GPU, or this process's resident set on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved() / 2**30
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+
+
 def set_up_logging(config: Config, visible: bool) -> Console:
     """Sends log messages to the terminal (stderr), of the first rank only unless `visible`."""
     plain = config.metrics.disable_color_printing
@@ -51,106 +61,90 @@ def set_up_logging(config: Config, visible: bool) -> Console:
     return console
 
 
-def drop_rows_after(path: str, step: int) -> None:
-    """Removes rows beyond `step` from a metrics file, as a resume from `step` will write them anew."""
-    if not os.path.exists(path):
-        return
-    with open(path) as file:
-        lines = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step]
-    with open(path + ".new", "w") as file:
-        file.writelines(lines)
-    os.replace(path + ".new", path)
-
-
-def _json_number(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def _open_rows(path: str, step: int) -> TextIO:
+    """Opens a file of rows to add to, without those beyond `step`: a resume from there will write them anew."""
+    if os.path.exists(path):
+        with open(path) as file:
+            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step]
+        with open(path + ".new", "w") as file:
+            file.writelines(kept)
+        os.replace(path + ".new", path)
+    return open(path, "a", buffering=1)
 
 
 class MetricWriter:
-    """Writes rows of metrics to wherever the configuration wants them. Silent on ranks that do not write."""
+    """Writes rows of metrics to wherever the configuration wants them, and to `console`, which is quiet on most ranks.
+
+    Only the first rank writes, unless `metrics.rank_0_only` is false.
+    """
 
     def __init__(self, config: Config, rank: int, console: Console, start_step: int, total_steps: int) -> None:
+        settings, folder = config.metrics, str(config.job.dump_folder)
         self.console = console
-        self.first = rank == 0
-        self.writes = self.first or not config.metrics.rank_0_only
-        folder = str(config.job.dump_folder)
-        self._file = self._board = self._wandb = None
-        if self.writes:
-            name = "metrics.jsonl" if self.first else f"metrics-rank-{rank}.jsonl"
-            path = os.path.join(folder, name)
-            for rewritten in (path, os.path.join(folder, "samples.jsonl")) if self.first else (path,):
-                drop_rows_after(rewritten, start_step or -1)  # a run from the start measures step 0 again
-            self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open as long as the run)
-            if config.metrics.enable_tensorboard:
-                self._board = _tensorboard(os.path.join(folder, config.metrics.save_tb_folder), rank, start_step)
-        if self.first and config.metrics.enable_wandb:
-            self._wandb = _wandb_run(config)
-        self._progress = Progress(
+        self._open = ExitStack()
+        self._rows = self._samples = self._board = self._wandb = None
+        kept = start_step or -1  # a run from the start measures step 0 again
+        if rank == 0 or not settings.rank_0_only:
+            name = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
+            self._rows = self._open.enter_context(_open_rows(os.path.join(folder, name), kept))
+            if settings.enable_tensorboard:
+                from torch.utils.tensorboard import SummaryWriter
+
+                board = os.path.join(folder, settings.save_tb_folder, f"rank-{rank}" if rank else "")
+                purged = start_step + 1 if start_step else None
+                self._board = self._open.enter_context(SummaryWriter(board, purge_step=purged))
+        if rank == 0 and config.validation.prompts:
+            self._samples = self._open.enter_context(_open_rows(os.path.join(folder, "samples.jsonl"), kept))
+        if rank == 0 and settings.enable_wandb:
+            self._wandb = self._open.enter_context(_wandb_run(config))
+        progress = Progress(
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[summary]}"),
             TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(),
-            console=console, transient=True, disable=not (self.first and sys.stderr.isatty()),
+            console=console, transient=True, disable=console.quiet or not sys.stderr.isatty(),
         )  # fmt: skip
-        self._task = self._progress.add_task("train", total=total_steps, completed=start_step, summary="")
-        self._progress.start()
-
-    def advance(self, step: int) -> None:
-        """Moves the progress display to `step`."""
-        self._progress.update(self._task, completed=step)
+        task = progress.add_task("train", total=total_steps, completed=start_step, summary="")
+        # Moves the display: advance(completed=step).
+        self.advance = partial(self._open.enter_context(progress).update, task)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes one row; numbers that are not finite become null in the JSON file."""
         step = row["step"]
-        if self._file is not None:
-            self._file.write(json.dumps({key: _json_number(value) for key, value in row.items()}) + "\n")
-        numbers = {key: value for key, value in row.items() if key != "step" and isinstance(value, (int, float))}
+        infinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        if self._rows is not None:
+            self._rows.write(json.dumps(row | dict.fromkeys(infinite)) + "\n")
+        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
         if self._board is not None:
             for key, value in numbers.items():
                 self._board.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
-        if self.first:
-            self._show(row)
-
-    def _show(self, row: dict[str, Any]) -> None:
         if "val_loss" in row:
-            bits = row["val_bits_per_byte"]
-            shown = "" if bits is None or not math.isfinite(bits) else f"  {bits:.4f} bits per byte"
-            self.console.print(
-                f"[cyan]step {row['step']:>6}  validation loss {row['val_loss']:.4f} nats per token{shown}"
-            )
-            return
+            bits = "" if "val_bits_per_byte" in infinite else f"  {row['val_bits_per_byte']:.4f} bits per byte"
+            self.console.print(f"[cyan]step {step:>6}  validation loss {row['val_loss']:.4f} nats per token{bits}")
+        else:
+            self._show_training(row)
+
+    def _show_training(self, row: dict[str, Any]) -> None:
         mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
         skipped = f"  [red]skipped {row['skipped_steps']}[/red]" if row["skipped_steps"] else ""
         speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-        self._progress.update(self._task, summary=f"loss {row['loss']:.4f}  {speed}")
+        self.advance(summary=f"loss {row['loss']:.4f}  {speed}")
         self.console.print(
             f"step {row['step']:>6}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.1e}  "
             f"{speed}{mfu}  {row['memory_gib']:.1f} GiB  wait {row['data_wait_fraction']:.0%}{skipped}",
             soft_wrap=True,
         )
 
-    def show_sample(self, step: int, prompt: str, text: str) -> None:
-        """Prints a sampled text."""
-        if self.first:
-            sample = Text.assemble((prompt, "bold"), text)
-            self.console.print(Panel(sample, title=f"sample after step {step}", title_align="left", border_style="dim"))
+    def write_sample(self, step: int, prompt: str, text: str) -> None:
+        """Keeps and shows a text that the model wrote after `prompt`."""
+        if self._samples is not None:
+            self._samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
+        sample = Text.assemble((prompt, "bold"), text)
+        self.console.print(Panel(sample, title=f"sample after step {step}", title_align="left", border_style="dim"))
 
     def close(self) -> None:
         """Flushes and closes everything."""
-        self._progress.stop()
-        if self._file is not None:
-            self._file.close()
-        if self._board is not None:
-            self._board.close()
-        if self._wandb is not None:
-            self._wandb.finish()
-
-
-def _tensorboard(folder: str, rank: int, start_step: int) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
-
-    folder = folder if rank == 0 else os.path.join(folder, f"rank-{rank}")
-    return SummaryWriter(folder, purge_step=start_step + 1 if start_step else None)
+        self._open.close()
 
 
 def _wandb_run(config: Config) -> Any:
@@ -164,7 +158,6 @@ def _wandb_run(config: Config) -> Any:
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "lacuna"),
         name=os.environ.get("WANDB_NAME", config.job.name),
-        id=os.environ.get("WANDB_RUN_ID"),
         resume=os.environ.get("WANDB_RESUME", "allow"),
         config=config.model_dump(),
         dir=config.job.dump_folder,

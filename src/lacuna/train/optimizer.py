@@ -1,11 +1,14 @@
 """AdamW over a sharded model: parameter groups, one step without waiting for the device, state for checkpoints."""
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from lacuna.config import Config
+from lacuna.model.build import BuiltModel
+from lacuna.parallel.pipeline import tied_weights
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
@@ -21,7 +24,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
         if parameter.requires_grad:
             (decayed if parameter.ndim >= 2 and id(parameter) not in embeddings else free).append(parameter)
     settings = config.optimizer
-    return torch.optim.AdamW(
+    optimizer = torch.optim.AdamW(
         [{"params": decayed}, {"params": free, "weight_decay": 0.0}],
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
@@ -30,26 +33,66 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
         fused=settings.implementation == "fused",
         foreach=settings.implementation == "foreach",
     )
+    if settings.early_step_in_backward:
+        step_in_backward(optimizer)
+    return optimizer
 
 
-def clip_gradients(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales gradients down in place to a global norm of `max_norm` (0: leaves them). Returns the norm before."""
-    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    norm = get_total_norm(gradients, foreach=True)
-    if isinstance(norm, DTensor):
-        norm = norm.full_tensor()
+def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """Lets the backward pass update each parameter as soon as its gradient is complete, which then is dropped."""
+
+    def update(_: Tensor) -> None:
+        optimizer.step()  # only those that have a gradient
+        optimizer.zero_grad(set_to_none=True)
+
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(update)
+
+
+def _norm(gradients: list[Tensor]) -> Tensor:
+    """The norm of all of them, on one mesh. On CPUs torch sums squares one by one, which float32 is too short for."""
+    dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
+    """Scales gradients down in place to a global norm of `max_norm` (0: leaves them). Returns the norm before.
+
+    The norm is 0 when the backward pass has used the gradients up. Parameters inside and outside the layers lie on
+    different meshes, of which torch takes one at a time.
+    """
+    inside = {id(parameter) for stage in built.stages for layer in stage.layers for parameter in layer.parameters()}
+    counted_elsewhere = {id(weight) for weight in tied_weights(built.model, built.mesh) if built.mesh.rank("pp") > 0}
+    trained = [parameter for parameter in built.model.parameters() if parameter.grad is not None]
+    parts = [[parameter for parameter in trained if (id(parameter) in inside) == is_inside] for is_inside in (0, 1)]
+    norms = [
+        _norm([parameter.grad for parameter in part if id(parameter) not in counted_elsewhere])
+        for part in parts
+        if part
+    ]
+    square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=built.device)
+    if built.pipeline is not None:
+        dist.all_reduce(square, group=built.mesh.pipeline)
+    norm = square.sqrt().float()
     if max_norm > 0:
-        clip_grads_with_norm_(model.parameters(), max_norm, norm, foreach=True)
-    return norm
+        for part in parts:
+            clip_grads_with_norm_(part, max_norm, norm, foreach=True)
+    return norm.to(built.device)
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, learning_rate: float, skip: Tensor | None) -> None:
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Sets it for every parameter, in place; before the backward pass, which may be what updates them."""
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+
+
+def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
     """One update in place, left out where `skip` (a float scalar on the device) is 1.
 
     The fused kernel reads `skip` on the device, so that nobody waits; the others have to ask.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
     if skip is None:
         optimizer.step()
     elif optimizer.defaults["fused"]:

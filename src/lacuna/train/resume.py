@@ -1,5 +1,6 @@
 """The state of a run that survives it, and where a run starts from."""
 
+import logging
 import os
 import random
 from dataclasses import dataclass, field
@@ -7,28 +8,19 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
 
 from lacuna.config import Config, UserError
-from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import (
-    checkpoint_path,
-    has_optimizer,
-    newest_complete,
-    read_state,
-    read_tensors,
-    require_complete,
-)
+from lacuna.data import Loader, merge_states
+from lacuna.model.architecture import stored_tensors
+from lacuna.parallel.processes import Process, gather_objects
+from lacuna.train import checkpoint
 
-# What decides which samples a step trains on; a run that goes on must keep them.
-_SAMPLE_SETTINGS = {
-    "data": (
-        "dataset", "dataset_name", "dataset_split", "data_dir", "data_files", "data_probs", "sources", "streaming",
-        "document_mask", "predict_across_documents", "shuffle", "text_column", "tokenization",
-    ),
-    "training": ("seq_len", "context_len", "varlen", "seed"),
-}  # fmt: skip
+logger = logging.getLogger(__name__)
+
+# What decides which samples a step trains on, and must stay in a run that goes on: all of data but these, and those.
+_FREE_OF_DATA = {"num_workers", "prefetch_factor", "max_broken_records", "retries"}
+_FIXED_OF_TRAINING = {"seq_len", "context_len", "varlen", "seed"}
 
 
 @dataclass
@@ -48,54 +40,54 @@ class TrainState:
         seen = self.source_tokens or [0] * len(tokens)
         self.source_tokens = [before + int(more) for before, more in zip(seen, tokens, strict=True)]
 
-
-@dataclass(frozen=True)
-class Start:
-    """Where a run starts: weights from `path` if given, and with `state` everything else from there too."""
-
-    path: str | None = None
-    state: dict[str, Any] | None = None
+    def source_shares(self, config: Config) -> dict[str, float]:
+        """The share of all tokens so far that each source gave, when there are several."""
+        seen, sources = self.source_tokens, config.data.resolved_sources()
+        shares = {f"share_{index}_{source.dataset}": seen[index] / sum(seen) for index, source in enumerate(sources)}
+        return shares if len(shares) > 1 else {}
 
 
-def find_start(config: Config, folder: str, process: Process) -> Start:
-    """The newest complete checkpoint in `folder` or the one asked for, else a fresh start.
+def find_start(config: Config, folder: str, process: Process) -> tuple[str | None, dict[str, Any] | None]:
+    """The checkpoint that the weights come from, if any, and its state where everything else does too.
 
-    `step-0` and `checkpoint.initial_load_path` give weights only. Raises `UserError` for one that cannot be used.
+    That is the newest complete checkpoint in `folder` or the one asked for; `step-0` and
+    `checkpoint.initial_load_path` give weights only. Raises `UserError` for one that cannot be used.
     """
-    settings = config.checkpoint
-    if settings.enable_checkpoint:
-        if settings.load_step >= 0:
-            path = checkpoint_path(folder, settings.load_step)
-            require_complete(path, "checkpoint.load_step", process)
-        else:
-            path = newest_complete(folder, process)
+    settings, path, state = config.checkpoint, None, {"step": 0}
+    if settings.enable_checkpoint and settings.load_step >= 0:
+        asked = checkpoint.checkpoint_path(folder, settings.load_step)
+        path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
+    elif settings.enable_checkpoint:
+        path = checkpoint.newest_complete(folder, process)
+    if path is not None:
+        state = checkpoint.read_state(path)
+    elif settings.initial_load_path:
+        path = checkpoint.require_complete(settings.initial_load_path, "checkpoint.initial_load_path", process)
+    if state["step"] == 0:
         if path is not None:
-            state = read_state(path)
-            if state["step"] == 0:
-                return Start(path)
-            if not has_optimizer(path):
-                raise UserError(
-                    f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only), so the run "
-                    f"cannot go on from it: start a new run with checkpoint.initial_load_path = {path!r}."
-                )
-            _require_same_samples(config, state["settings"], path)
-            return Start(path, state)
-    if settings.initial_load_path:
-        return Start(require_complete(settings.initial_load_path, "checkpoint.initial_load_path", process))
-    return Start()
+            logger.info("starting from the weights in %s", path)
+        return path, None
+    if not checkpoint.has_optimizer(path):
+        raise UserError(
+            f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only), so the run cannot go "
+            f"on from it: start a new run with checkpoint.initial_load_path = {path!r}."
+        )
+    _require_same_samples(config, state["settings"], path)
+    logger.info("resuming after step %d from %s", state["step"], path)
+    return path, state
 
 
-def sample_settings(config: Config) -> dict[str, str]:
+def _sample_settings(config: Config) -> dict[str, str]:
     """The settings that decide which samples a step trains on, by dotted name, as text."""
-    return {
-        f"{section}.{name}": repr(getattr(getattr(config, section), name))
-        for section, names in _SAMPLE_SETTINGS.items()
-        for name in names
+    tables = {
+        "data": config.data.model_dump(exclude=_FREE_OF_DATA),
+        "training": config.training.model_dump(include=_FIXED_OF_TRAINING),
     }
+    return {f"{section}.{name}": repr(value) for section, table in tables.items() for name, value in table.items()}
 
 
 def _require_same_samples(config: Config, saved: dict[str, str], path: str) -> None:
-    now = sample_settings(config)
+    now = _sample_settings(config)
     changed = [f"{name}: {saved[name]} in the checkpoint, {now[name]} now" for name in now if now[name] != saved[name]]
     if changed:
         raise UserError(
@@ -105,43 +97,48 @@ def _require_same_samples(config: Config, saved: dict[str, str], path: str) -> N
         )
 
 
-def model_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Weights and persistent buffers by name, `model.<name>`, tied ones once, not copied."""
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return {f"model.{name}": tensor.detach() for name, tensor in (dict(model.named_parameters()) | buffers).items()}
+    return {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
 
 
-def restore_model(model: PreTrainedModel, path: str, process: Process) -> None:
-    """Fills the weights of `model` in place from the checkpoint at `path`."""
-    read_tensors(path, model_tensors(model), process)
-
-
-def random_states() -> dict[str, Any]:
-    """Every random state of this process, in types that `torch.load(weights_only=True)` accepts."""
-    version, numbers, gauss = random.getstate()
-    kind, keys, position, has_gauss, cached = np.random.get_state()
+def saved_state(
+    config: Config, global_batch: int, counters: TrainState, loader: Loader, process: Process
+) -> dict[str, Any]:
+    """What a checkpoint holds beside tensors; all ranks must call it."""
+    ranks = gather_objects(process, {"data": loader.state_dict(), "random": _random_states()})
     return {
-        "python": [version, list(numbers), gauss],
-        "numpy": [kind, keys.tolist(), int(position), int(has_gauss), float(cached)],
+        "step": counters.step,
+        "counters": vars(counters).copy(),
+        "global_batch": global_batch,
+        "settings": _sample_settings(config),
+        "ranks": ranks,
+    }
+
+
+def restore(state: dict[str, Any], loader: Loader, process: Process) -> TrainState:
+    """Puts data and random numbers where a checkpoint of this `state` left them, in place; returns its counters."""
+    ranks = state["ranks"]
+    loader.load_state_dict(merge_states([rank["data"] for rank in ranks]))
+    if len(ranks) == process.world_size:
+        _set_random_states(ranks[process.rank]["random"])
+    return TrainState(**state["counters"])
+
+
+def _random_states() -> dict[str, Any]:
+    """Every random state of this process, in types that `torch.load(weights_only=True)` accepts."""
+    kind, keys, *rest = np.random.get_state()
+    return {
+        "python": random.getstate(),
+        "numpy": (kind, keys.tolist(), *rest),
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
     }
 
 
-def set_random_states(states: dict[str, Any]) -> None:
-    """Puts this process's random states back to what `random_states` returned."""
-    version, numbers, gauss = states["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, np.array(keys, dtype=np.uint32), *rest))
+def _set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(states["numpy"])
     torch.set_rng_state(states["torch"])
     if states["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])
-
-
-def seed_everything(seed: int, rank: int) -> None:
-    """Seeds every generator; ranks differ, so that dropout does."""
-    random.seed(seed + rank)
-    np.random.seed((seed + rank) % 2**32)
-    torch.manual_seed(seed + rank)

@@ -11,32 +11,22 @@ def decay_steps(total: int, warmup: int, decay_ratio: float | None) -> int:
     return max(min(wanted, total - warmup), 0)
 
 
-def learning_rate_factor(
-    step: int, total: int, warmup: int, decay_ratio: float | None, decay_type: str, minimum: float
-) -> float:
-    """What the learning rate is multiplied with in `step` (from 0), as flame and torchtitan define it.
+def learning_rate(config: Config, step: int, total: int) -> float:
+    """The learning rate used in `step` (from 0) of `total`, as flame and torchtitan define it.
 
-    (s+1)/(W+1) during W warmup steps, then 1, then over D decay steps from 1 to `minimum` (a ratio) by
-    p = (s+1−W−stable)/(D+1): 1−p, 1−√p, or ½(1+cos πp).
+    Times `optimizer.lr`: (s+1)/(W+1) during W warmup steps, then 1, then over D decay steps from 1 to
+    `lr_scheduler.lr_min` by p = (s+1−W−stable)/(D+1): 1−p, 1−√p, or ½(1+cos πp).
     """
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    decaying = decay_steps(total, warmup, decay_ratio)
+    peak, schedule = config.optimizer.lr, config.lr_scheduler
+    if step < schedule.warmup_steps:
+        return peak * (step + 1) / (schedule.warmup_steps + 1)
+    decaying = decay_steps(total, schedule.warmup_steps, schedule.decay_ratio)
     progress = (step + 1 - (total - decaying)) / (decaying + 1)
-    if decay_type == "constant" or progress <= 0:
-        return 1.0
+    if schedule.decay_type == "constant" or progress <= 0:
+        return peak
     shape = {
         "linear": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[decay_type]
-    return minimum + (1 - minimum) * shape
-
-
-def learning_rate(config: Config, step: int, total: int) -> float:
-    """The learning rate used in `step` (from 0) of `total`."""
-    schedule = config.lr_scheduler
-    factor = learning_rate_factor(
-        step, total, schedule.warmup_steps, schedule.decay_ratio, schedule.decay_type, schedule.lr_min
-    )
-    return config.optimizer.lr * factor
+    }[schedule.decay_type]
+    return peak * (schedule.lr_min + (1 - schedule.lr_min) * shape)

@@ -1,20 +1,25 @@
 """One run in this process from start to end: what it says, trains, exports."""
 
+import json
 import os
 import time
-from contextlib import nullcontext
+from collections.abc import Sequence
+from contextlib import closing, nullcontext
+from pathlib import Path
 
 import torch
 from rich.console import Console
 
 from lacuna.config import Config
-from lacuna.config.describe import to_toml
 from lacuna.export.huggingface import export_model
-from lacuna.parallel.processes import on_first, start_process, stop_process
-from lacuna.train.control import StopRequest, locked, stop_on_signals
+from lacuna.parallel.processes import on_first, require_same_config, start_process, stop_process
+from lacuna.train.control import lock, stop_on_signals
 from lacuna.train.metrics import set_up_logging
-from lacuna.train.setup import Run, finished_step, mark_finished, save_seed, set_up
+from lacuna.train.resume import model_tensors
+from lacuna.train.setup import Run, set_up
 from lacuna.train.trainer import train
+
+FINISHED = "finished.json"
 
 
 def train_here(config: Config) -> None:
@@ -24,63 +29,72 @@ def train_here(config: Config) -> None:
     """
     first = int(os.environ.get("RANK", 0)) == 0
     console = set_up_logging(config, visible=first)
-    with stop_on_signals() as stop, locked(str(config.job.dump_folder)) if first else nullcontext():
+    with stop_on_signals() as stop, lock(str(config.job.dump_folder)) if first else nullcontext():
         _train(config, console, stop)
 
 
-def _train(config: Config, console: Console, stop: StopRequest) -> None:
+def _train(config: Config, console: Console, stop: Sequence[int]) -> None:
     process = start_process(config)
+    require_same_config(config, process)
     done = on_first(process, lambda: finished_step(config))
     if done is not None:
         console.print(f"The run in {config.job.dump_folder} is finished (step {done}). To train it further, raise "
                       f"training.steps or epochs; to train anew, choose another job.dump_folder.")  # fmt: skip
         stop_process()
         return
-    if config.job.print_args and process.is_first:
-        print(to_toml(config))
     started = time.monotonic()
     run = set_up(config, process, console)
-    try:
+    built, state, settings = run.built, run.state, config.checkpoint
+    with closing(run.metrics), closing(run.loader):
         _introduce(run, console)
-        ended = config.checkpoint.create_seed_checkpoint or train(run, stop)
-        if config.checkpoint.create_seed_checkpoint:
-            save_seed(run)
-        elif ended:
-            folder = os.path.join(str(config.job.dump_folder), "hf")
-            dtype = getattr(torch, config.checkpoint.export_dtype)
-            export_model(run.built.model, run.tokenizer, folder, dtype, process.is_first, config.model.name_or_path)
-            on_first(process, lambda: mark_finished(config, run.state.step))
-    finally:
-        run.metrics.close()
-        run.loader.close()
-    _say_goodbye(run, ended, time.monotonic() - started, console)
+        if settings.create_seed_checkpoint:  # for runs in any layout to start from
+            run.saver.save(0, model_tensors(built.model), {"step": 0, "counters": vars(state)}, wait=True)
+            console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
+        elif train(run, stop):
+            folder, dtype = os.path.join(str(config.job.dump_folder), "hf"), getattr(torch, settings.export_dtype)
+            source, pipeline = config.model.name_or_path, built.mesh.pipeline
+            export_model(built.model, run.tokenizer, folder, dtype, process.is_first, source, pipeline)
+            on_first(process, lambda: mark_finished(config, state.step))
+            seconds = time.monotonic() - started
+            console.print(f"Done: {state.step:,} steps, {state.tokens:,} tokens in {seconds:.0f} s.")
+            _show_ways_on(run, console)
+        else:
+            console.print(f"Stopped and saved after step {state.step}. The same command goes on from there.")
     stop_process()
+
+
+def finished_step(config: Config) -> int | None:
+    """The step at which the run in this folder came to the end that `config` asks for, or None."""
+    path = Path(str(config.job.dump_folder), FINISHED)
+    if not path.exists() or config.checkpoint.load_step >= 0:  # who names a step wants to go back to it
+        return None
+    done, wanted = json.loads(path.read_text()), config.training
+    enough = wanted.steps <= done["steps"] if wanted.steps is not None else wanted.epochs == done["epochs"]
+    return done["step"] if enough else None
+
+
+def mark_finished(config: Config, step: int) -> None:
+    """Notes in the run folder that the run came to its end, which patience may have brought before its last step."""
+    path, training = Path(str(config.job.dump_folder), FINISHED), config.training
+    note = {"step": step, "steps": max(training.steps or 0, step), "epochs": training.epochs}
+    path.with_suffix(".new").write_text(json.dumps(note))
+    path.with_suffix(".new").replace(path)
 
 
 def _introduce(run: Run, console: Console) -> None:
     """One screen about what is going to happen."""
-    plan, config = run.plan, run.config
-    tokens = plan.global_batch * config.training.seq_len
-    ranks = plan.global_batch // (plan.micro_batch * plan.accumulation)
+    plan, job, length = run.plan, run.config.job, run.config.training.seq_len
     console.print(
-        f"[bold]{config.job.name}[/bold]: {run.built.parameters / 1e6:,.1f} M parameters on {run.process.world_size} × "
-        f"{run.process.device.type}; {run.total_steps:,} steps of {plan.global_batch} × {config.training.seq_len} = "
-        f"{tokens:,} tokens ({plan.micro_batch} sequences × {plan.accumulation} accumulated × {ranks} data-parallel); "
-        f"writing to {config.job.dump_folder}"
+        f"[bold]{job.name}[/bold]: {run.built.parameters / 1e6:,.1f} M parameters on {run.process.world_size} × "
+        f"{run.process.device.type}; {run.total_steps:,} steps of {plan.global_batch} × {length} = "
+        f"{plan.global_batch * length:,} tokens ({plan.micro_batch} sequences × {plan.accumulation} accumulated × "
+        f"{run.built.mesh.layout.data_parallel} data-parallel); writing to {job.dump_folder}"
     )
 
 
-def _say_goodbye(run: Run, ended: bool, seconds: float, console: Console) -> None:
-    """What was done, and how to go on."""
-    folder = str(run.config.job.dump_folder)
-    if run.config.checkpoint.create_seed_checkpoint:
-        console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
-        return
-    if not ended:
-        console.print(f"Stopped and saved after step {run.state.step}. The same command goes on from there.")
-        return
-    console.print(f"Done: {run.state.step:,} steps, {run.state.tokens:,} tokens in {seconds:.0f} s.")
-    epochs = run.config.training.epochs
+def _show_ways_on(run: Run, console: Console) -> None:
+    """What can be done with the model now."""
+    folder, epochs = str(run.config.job.dump_folder), run.config.training.epochs
     longer = f"--training.epochs {epochs * 2}" if epochs else f"--training.steps {run.total_steps * 2}"
     ways_on = {
         "model": f"{folder}/hf, which transformers' AutoModelForCausalLM.from_pretrained opens",

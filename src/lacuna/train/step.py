@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lacuna.config import Config
 from lacuna.data import Batch
 from lacuna.model.build import BuiltModel
-from lacuna.objective.language_modelling import language_modelling_loss, to_device
+from lacuna.model.inputs import to_device
+from lacuna.objective.language_modelling import language_modelling_loss
+from lacuna.parallel.fsdp import exchange_gradients
+from lacuna.parallel.pipeline import add_tied_gradients
 from lacuna.train.optimizer import clip_gradients, optimizer_step
 
 
@@ -31,48 +33,49 @@ def count_skip(skipped: Tensor, skip: Tensor) -> Tensor:
     return torch.stack([skipped[0] + skip, (skipped[1] + 1) * skip])
 
 
-def agree(batches: Sequence[Batch], stop: bool, save: bool, device: torch.device) -> Tensor:
+def agree(batches: Sequence[Batch], stop: bool, save: bool, built: BuiltModel) -> Tensor:
     """Float64 [tokens, trained tokens, stop, save, tokens of each source...] on the device.
 
-    All are summed over micro-batches and ranks.
+    All are summed over micro-batches and data-parallel ranks.
     """
     tokens = sum(batch.tokens for batch in batches)
     trained = sum(batch.trained_tokens for batch in batches)
     sources = map(sum, zip(*(batch.source_tokens for batch in batches), strict=True))
-    totals = to_device(torch.tensor([tokens, trained, stop, save, *sources], dtype=torch.float64), device)
+    totals = to_device(torch.tensor([tokens, trained, stop, save, *sources], dtype=torch.float64), built.device)
     dist.all_reduce(totals)
-    return totals
+    return totals / built.mesh.layout.sharing  # ranks that share sequences or layers all count the same
 
 
-def accumulate_gradients(built: BuiltModel, batches: Sequence[Batch], trained: Tensor, device: torch.device) -> Tensor:
+def accumulate_gradients(built: BuiltModel, batches: Sequence[Batch], trained: Tensor) -> Tensor:
     """Backward over the micro-batches; returns this rank's summed loss.
 
     Every micro-batch's summed loss is divided by the trained tokens of the whole step over all ranks, and gradients
     are summed over ranks, so that neither accumulation nor the number of ranks weighs tokens differently
     (transformers issue 34191).
     """
-    total = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.zeros((), dtype=torch.float64, device=built.device)
     divisor = trained.clamp(min=1).float()
+    if built.pipeline is not None:
+        total += built.pipeline.step([built.inputs(batch) for batch in batches], divisor)
+        add_tied_gradients(built.model, built.mesh)
+        return total
     for index, batch in enumerate(batches):
-        # Replicas exchange gradients once a step; shards are reduced every time, which bounds memory.
-        built.model.set_requires_all_reduce(index == len(batches) - 1)
-        loss = language_modelling_loss(built, batch, device)
+        exchange_gradients(built.model, built.config, index == len(batches) - 1)
+        loss = language_modelling_loss(built, batch)
         (loss / divisor).backward()
         total += loss.detach()
     return total
 
 
-def update(
-    config: Config, built: BuiltModel, optimizer: torch.optim.Optimizer, trained: Tensor, learning_rate: float
-) -> tuple[Tensor, Tensor]:
+def update(built: BuiltModel, optimizer: torch.optim.Optimizer, trained: Tensor) -> tuple[Tensor, Tensor]:
     """Clips and updates in place. Returns the gradient norm before clipping, and whether the step was skipped (1, 0).
 
     A step without trained tokens is skipped; so is one whose norm is not finite, with `training.skip_nan_inf`.
     """
-    norm = clip_gradients(built.model, config.training.max_norm)
+    norm = clip_gradients(built, built.config.training.max_norm)
     skip = trained == 0
-    if config.training.skip_nan_inf:
+    if built.config.training.skip_nan_inf:
         skip = skip | ~torch.isfinite(norm)
     skip = skip.float()
-    optimizer_step(optimizer, learning_rate, skip)
+    optimizer_step(optimizer, skip)
     return norm, skip

@@ -1,0 +1,278 @@
+"""Context parallelism: rows of tokens cut over ranks, and causal attention across the cuts, inside documents.
+
+A row of T tokens is cut in 2·C equal chunks over C ranks. Rank r holds the chunks r and 2·C − 1 − r (head and tail),
+one behind the other, so that causal attention costs every rank the same. Documents are given as `ends`, int32 [B, K]:
+where the documents of each row end, ascending, filled up with T, which is always the last.
+"""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed._functional_collectives  # makes the collectives differentiable
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+_collectives = torch.ops._c10d_functional
+
+
+class Part(NamedTuple):
+    """Queries and the keys they may see, in N pieces: a query sees keys of its own piece only.
+
+    A piece may have no queries or no keys.
+
+    Attributes:
+        cu_q: int32 [N + 1], bounds of the pieces among the queries of all rows, flattened.
+        cu_k: int32 [N + 1], bounds of the pieces among the first `stop` keys of each row, flattened.
+        longest_q: no piece has more queries.
+        longest_k: no piece has more keys.
+        stop: how many keys of each row there are.
+        causal: whether the last query of a piece sees all of its keys, the one before all but the last and so on
+            (FlashAttention's alignment, bottom right), or every query sees all.
+        whole: whether every row is known to be one piece, with as many queries as keys.
+    """
+
+    cu_q: Tensor
+    cu_k: Tensor
+    longest_q: int
+    longest_k: int
+    stop: int
+    causal: bool = True
+    whole: bool = False
+
+
+def causal_parts(ends: Tensor, length: int, cp: int, rank: int, longest: int) -> tuple[Part, ...]:
+    """A rank's queries among the keys of whole rows of `length` tokens: its head and its tail; all with `cp` = 1.
+
+    No document has more than `longest` tokens.
+    """
+    size, chunks = (length, (0,)) if cp == 1 else (length // (2 * cp), _chunks(cp, rank))
+    parts = []
+    for start in (chunk * size for chunk in chunks):
+        stop = start + size
+        cu_q, cu_k = _bounds((ends - start).clamp(0, size), size), _bounds(ends.clamp(max=stop), stop)
+        parts.append(Part(cu_q, cu_k, min(longest, size), min(longest, stop), stop))
+    return tuple(parts)
+
+
+def visible(part: Part, rows: int, queries: int, window: int | None = None) -> Tensor:
+    """Which keys each of a row's `queries` sees: bool [rows, queries, stop].
+
+    With a `window` a query sees itself and the window − 1 keys before it.
+    """
+
+    def places(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """Of each token, its piece and how many tokens are left of that."""
+        tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.device)
+        piece = torch.searchsorted(bounds, tokens, right=True)  # of the whole: torch 2.11 does not compile a slice here
+        return piece.view(rows, -1), (bounds[piece] - tokens).view(rows, -1)
+
+    (piece_q, left_q), (piece_k, left_k) = places(part.cu_q, queries), places(part.cu_k, part.stop)
+    seen, distance = piece_q[:, :, None] == piece_k[:, None], left_k[:, None] - left_q[:, :, None]
+    if part.causal:
+        seen = seen & (distance >= 0)
+    return seen if window is None else seen & (distance < window)
+
+
+def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
+    """A rank's head and tail of a tensor that is whole along `dim`."""
+    assert tensor.shape[dim] % (2 * cp) == 0, f"{tensor.shape[dim]} tokens do not make 2 × {cp} equal chunks"
+    chunks = tensor.chunk(2 * cp, dim)
+    return torch.cat([chunks[chunk] for chunk in _chunks(cp, rank)], dim)
+
+
+def gather_sequence(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
+    """The whole tensor from every rank's head and tail along `dim`; its gradients are summed over the ranks."""
+    gathered = _collectives.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
+    shards = _collectives.wait_tensor(gathered).chunk(group.size())
+    heads, tails = zip(*(shard.chunk(2, dim) for shard in shards), strict=True)
+    return torch.cat([*heads, *reversed(tails)], dim)
+
+
+def ring_attention(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, group: ProcessGroup, scaling: float
+) -> Tensor:
+    """Causal attention inside documents, with keys and values that travel round the ranks of `group`.
+
+    `query` [B, heads, T/C, D], `key` and `value` [B, key heads, T/C, D] are a rank's head and tail; so is the result,
+    in the query's shape. No document has more than `longest` tokens. Beside its own, a rank holds the keys and values
+    of two others at most, and going backward their gradients. What each rank's keys give is merged by log-sum-exp in
+    float32, which makes it one softmax over all keys (Liu et al., Ring Attention, arXiv 2310.01889).
+    """
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    place = (group.group_name, group.size(), group.rank())
+    return _ring_forward(query, key, value, ends, longest, scaling, *place)[0].transpose(1, 2)
+
+
+def _chunks(cp: int, rank: int) -> tuple[int, int]:
+    return rank, 2 * cp - 1 - rank
+
+
+def _bounds(ends: Tensor, length: int) -> Tensor:
+    """Ends of pieces in rows of `length` tokens, [B, K], to bounds among the tokens of all rows, [B·K + 1]."""
+    rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
+    return F.pad((ends + rows[:, None] * length).flatten(), (1, 0))
+
+
+def _ring_part(ends: Tensor, length: int, cp: int, rank: int, origin: int, longest: int) -> tuple[int, Part]:
+    """A rank's queries among the keys of rank `origin`, both of `length`: the first query that sees any, and the part.
+
+    Unless the keys are the rank's own, all that are seen stand before all queries, so that at most one document of
+    each row has both.
+    """
+    size = length // 2
+    start, stop = size if origin > rank else 0, size if origin < rank else length
+    queries, keys = (sum((ends - chunk * size).clamp(0, size) for chunk in _chunks(cp, r)) for r in (rank, origin))
+    if origin == rank:
+        longest = min(longest, length)
+        return start, Part(_bounds(queries, length), _bounds(keys, length), longest, longest, length)
+    queries, keys, count = (queries - start).clamp(min=0), keys.clamp(max=stop), length - start
+    # Three pieces a row: that one document, all before it and all after it.
+    place = (keys < stop).sum(1, keepdim=True)
+    first_key, last_query = F.pad(keys, (1, 0)).gather(1, place), queries.gather(1, place)
+    zero = torch.zeros_like(first_key)
+    cu_q = _bounds(torch.cat((zero, last_query, zero + count), 1), count)
+    cu_k = _bounds(torch.cat((first_key, zero + stop, zero + stop), 1), stop)
+    return start, Part(cu_q, cu_k, count, stop, stop, causal=False)
+
+
+def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
+    """Starts to send a tensor to the next rank; returns what the rank before sends, once waited for."""
+    sent, received = [0] * cp, [0] * cp
+    sent[(rank + 1) % cp] = received[rank - 1] = len(tensor)
+    return _collectives.all_to_all_single(tensor, received, sent, group)
+
+
+def _travel(
+    key: Tensor, value: Tensor, ends: Tensor, longest: int, group: str, cp: int, rank: int
+) -> Iterator[tuple[int, Part, Tensor, Tensor]]:
+    """Of each rank, its own first: the first query that sees its keys, their part, its keys and values that are seen.
+
+    The next are on their way while some are worked on.
+    """
+    travelling = torch.stack((key, value))
+    for step in range(cp):
+        arriving = _pass_on(travelling, group, cp, rank) if step + 1 < cp else None
+        start, part = _ring_part(ends, key.shape[1], cp, rank, (rank - step) % cp, longest)
+        yield start, part, *travelling[:, :, : part.stop]
+        if arriving is not None:
+            travelling = _collectives.wait_tensor(arriving)
+
+
+# Operations of their own: `torch.compile` takes them as they are, and recomputation can keep their results.
+# From here on tensors are [B, tokens, heads, D], log-sum-exps [B, tokens, heads].
+@torch.library.custom_op("lacuna::ring_attention", mutates_args=())
+def _ring_forward(
+    query: Tensor, key: Tensor, value: Tensor, ends: Tensor,
+    longest: int, scaling: float, group: str, cp: int, rank: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp."""
+    output = query.new_zeros(query.shape, dtype=torch.float32)
+    lse = output.new_full(query.shape[:-1], -torch.inf)
+    for start, part, keys, values in _travel(key, value, ends, longest, group, cp, rank):
+        partial, partial_lse = _attend(query[:, start:], keys, values, part, scaling)
+        output[:, start:].lerp_(partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1))
+        lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
+        del keys, values  # or they would still be there when the ones after the next set out
+    return output.to(query.dtype), lse
+
+
+@torch.library.custom_op("lacuna::ring_attention_backward", mutates_args=())
+def _ring_backward(
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor,
+    longest: int, scaling: float, group: str, cp: int, rank: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Gradients of the query, and of key and value in one, which travel with what they belong to."""
+    grad_query = query.new_zeros(query.shape, dtype=torch.float32)
+    grads = grad_query.new_zeros((2, *key.shape))
+    for start, part, keys, values in _travel(key, value, ends, longest, group, cp, rank):
+        seeing = (tensor[:, start:] for tensor in (grad, output, lse, query))
+        of_query, of_key, of_value = _attend_backward(*seeing, keys, values, part, scaling)
+        grad_query[:, start:] += of_query
+        if not part.causal:  # all but one's own
+            grads = _collectives.wait_tensor(grads)
+        grads[0, :, : part.stop] += of_key
+        grads[1, :, : part.stop] += of_value
+        grads = _pass_on(grads, group, cp, rank)
+        del keys, values
+    return grad_query.to(query.dtype), _collectives.wait_tensor(grads).to(key.dtype)
+
+
+@_ring_forward.register_fake
+def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), query.new_empty(query.shape[:-1], dtype=torch.float32)
+
+
+@_ring_backward.register_fake
+def _(grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), key.new_empty((2, *key.shape))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*output, *inputs[:4])
+    ctx.settings = inputs[4:]
+
+
+def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    grad_query, (grad_key, grad_value) = _ring_backward(grad, *ctx.saved_tensors, *ctx.settings)
+    return grad_query, grad_key, grad_value, *[None] * 6
+
+
+_ring_forward.register_autograd(_differentiate, setup_context=_save)
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
+    """Output and log-sum-exp over the keys of a part: zero and -inf for a query that sees none."""
+    if _takes_flash(query):
+        tensors = (tensor.flatten(0, 1) for tensor in (query, key, value))
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *_flash_part(part), False, scale=scaling)
+        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of a query that sees no key
+        return output.unflatten(0, query.shape[:2]), lse.T.unflatten(0, query.shape[:2])
+    query, key, value = (_grouped(tensor, key.shape[2]) for tensor in (query, key, value))
+    scores = _scores(query, key, part, scaling)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()  # zero where all scores are -inf
+    return _ungrouped(weights @ value), _ungrouped(lse)
+
+
+def _attend_backward(
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float
+) -> tuple[Tensor, ...]:
+    """What a part gives to the gradients of query, key and value; output and log-sum-exp are those over all keys."""
+    if _takes_flash(query):
+        tensors = (tensor.flatten(0, 1) for tensor in (grad, query, key, value, output))
+        dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # there is none
+        settings = (lse.flatten(0, 1).T.contiguous(), *_flash_part(part), *dropout_state)
+        grads = torch.ops.aten._flash_attention_backward(*tensors, *settings, scale=scaling)
+        return tuple(tensor.unflatten(0, (len(query), -1)) for tensor in grads)
+    tensors = (_grouped(tensor, key.shape[2]) for tensor in (grad, output, lse, query, key, value))
+    grad, output, lse, query, key, value = tensors
+    weights = (_scores(query, key, part, scaling) - lse[..., None]).exp()
+    of_scores = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * scaling
+    of_key, of_value = (product.sum(2, keepdim=True) for product in (of_scores.mT @ query, weights.mT @ grad))
+    return _ungrouped(of_scores @ key), _ungrouped(of_key), _ungrouped(of_value)
+
+
+def _takes_flash(tensor: Tensor) -> bool:
+    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
+
+
+def _flash_part(part: Part) -> tuple[Any, ...]:
+    # With a longest_q of 1, FlashAttention would take every piece to have one query, as in generation.
+    return part.cu_q, part.cu_k, max(part.longest_q, 2), part.longest_k, 0.0, part.causal
+
+
+def _grouped(tensor: Tensor, heads: int) -> Tensor:
+    """[B, tokens, heads, ...] to float32 [B, key heads, query heads for each (1 for keys), tokens, ...]."""
+    return tensor.float().unflatten(2, (heads, -1)).movedim(1, 3)
+
+
+def _ungrouped(tensor: Tensor) -> Tensor:
+    return tensor.movedim(3, 1).flatten(2, 3)
+
+
+def _scores(query: Tensor, key: Tensor, part: Part, scaling: float) -> Tensor:
+    """Of grouped queries and keys, -inf where a query does not see a key."""
+    seen = visible(part, len(query), query.shape[3])[:, None, None]
+    return (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)

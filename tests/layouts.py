@@ -1,0 +1,166 @@
+"""One training step on the same sequences in any layout, to be compared with that of one rank."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lacuna.config import Config
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.data import Batch
+from lacuna.model.build import build_model
+from lacuna.parallel.mesh import Layout, Mesh, build_mesh
+from lacuna.train.optimizer import build_optimizer
+from lacuna.train.step import accumulate_gradients, agree, update
+from tiny import CPU, VOCABULARY, differing, relative_error, run_ranks, tokenizer_of_words, whole
+
+LENGTH = 24
+SEQUENCES = 8
+FOUR_LAYERS = {
+    "gemma3": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]}
+}
+"""What else an architecture wants to have four layers."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A layout, the micro-batches of each data-parallel rank, the ZeRO stage, and what is recomputed."""
+
+    layout: Layout = Layout()
+    accumulation: int = 1
+    zero_stage: int = 3
+    parallelism: dict[str, Any] = field(default_factory=dict)
+    max_norm: float = 0.5
+    offload: bool = False
+    early_step: bool = False
+    recompute: ActivationCheckpointConfig = ActivationCheckpointConfig()
+    compiled: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one step came to; the tensors are whole."""
+
+    loss: float
+    norm: float
+    tokens: float
+    gradients: dict[str, Tensor]
+    updated: dict[str, Tensor]
+
+
+def pipeline(schedule: str, ranks: int, file: Path | None = None, points: Sequence[str] = ()) -> ParallelismConfig:
+    """The settings of a pipeline."""
+    return ParallelismConfig(
+        pipeline_parallel_degree=ranks,
+        pipeline_parallel_schedule=schedule,
+        pipeline_parallel_schedule_csv=file and str(file),
+        pipeline_parallel_split_points=points,
+    )
+
+
+def pipelined(layout: Layout, microbatches: int, schedule: str = "1F1B") -> Case:
+    """A case with a pipeline."""
+    settings = {"pipeline_parallel_degree": layout.pp, "pipeline_parallel_schedule": schedule}
+    return Case(layout, microbatches, parallelism=settings)
+
+
+def sequences(seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids, positions and labels [8, 24] of two documents each; from all to none of the tokens are trained."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
+    labels = ids.roll(-1, dims=1)
+    for row in range(SEQUENCES):
+        labels[row, LENGTH - 4 * row :] = -100  # rows 6 and 7 train on nothing
+    first = torch.arange(SEQUENCES) + 5
+    columns = torch.arange(LENGTH).expand(SEQUENCES, LENGTH)
+    positions = torch.where(columns < first[:, None], columns, columns - first[:, None])
+    labels[positions.roll(-1, dims=1) == 0] = -100
+    return ids, positions, labels
+
+
+def micro_batch(rows: slice, seed: int = 3) -> Batch:
+    ids, positions, labels = (tensor[rows] for tensor in sequences(seed))
+    starts = (positions.flatten() == 0).nonzero().flatten()
+    bounds = torch.cat([starts, torch.tensor([ids.numel()])]).int()
+    return Batch(
+        input_ids=ids, labels=labels, position_ids=positions, cu_seqlens=bounds, max_seqlen=int(bounds.diff().max()),
+        tokens=ids.numel(), trained_tokens=int((labels != -100).sum()), text_bytes=0.0, source_tokens=(ids.numel(),),
+    )  # fmt: skip
+
+
+def configuration(model_config: Path, case: Case) -> Config:
+    """The run of a case."""
+    # A small eps would blow up rounding where gradients are zero.
+    optimizer = OptimizerConfig(lr=0.1, eps=1e-2, early_step_in_backward=case.early_step)
+    return Config(
+        model=ModelConfig(config=str(model_config)),
+        training=TrainingConfig(seq_len=LENGTH, max_norm=case.max_norm, enable_cpu_offload=case.offload),
+        optimizer=optimizer,
+        parallelism=ParallelismConfig(zero_stage=case.zero_stage, **case.parallelism),
+        activation_checkpoint=case.recompute,
+        compile=CompileConfig(enable=case.compiled),
+    )
+
+
+def own_batches(case: Case, mesh: Mesh, seed: int = 3) -> list[Batch]:
+    """This rank's micro-batches of the eight sequences."""
+    size = SEQUENCES // case.layout.data_parallel // case.accumulation
+    starts = range(mesh.data_rank * size * case.accumulation, SEQUENCES, size)
+    return [micro_batch(slice(start, start + size), seed) for start in starts[: case.accumulation]]
+
+
+def one_step(model_config: Path, case: Case) -> Outcome:
+    """Trains one step on the eight sequences, this rank and each micro-batch on their share."""
+    config, mesh = configuration(model_config, case), build_mesh(case.layout, "cpu")
+    built = build_model(config, tokenizer_of_words(), mesh, CPU, case.accumulation)
+    optimizer = build_optimizer(built.model, config)
+    batches = own_batches(case, mesh)
+    totals = agree(batches, False, False, built)
+    loss = accumulate_gradients(built, batches, totals[1])
+    dist.all_reduce(loss)
+    parameters = dict(built.model.named_parameters())
+    gradients = {
+        name: whole(parameter.grad).clone() for name, parameter in parameters.items() if parameter.grad is not None
+    }
+    norm, skip = update(built, optimizer, totals[1])
+    assert not skip
+    updated = {name: whole(parameter).detach().clone() for name, parameter in parameters.items()}
+    return Outcome(loss.item() / totals[1].item(), norm.item(), totals[1].item(), gradients, updated)
+
+
+def steps(model_config: Path, cases: list[Case]) -> list[Outcome]:
+    return [one_step(model_config, case) for case in cases]
+
+
+def outcomes(model_config: Path, cases: list[Case]) -> list[Outcome]:
+    """What each case came to, all on the same number of ranks; where ranks share anything they must agree on it."""
+    ranks = {case.layout.data_parallel * case.layout.sharing for case in cases}
+    results = run_ranks(ranks.pop(), steps, model_config, cases)
+    assert not ranks
+    return [merge(of_ranks) for of_ranks in zip(*results, strict=True)]
+
+
+def merge(of_ranks: Sequence[Outcome]) -> Outcome:
+    """One outcome of those of all ranks, each of which may have other layers."""
+    first, *others = of_ranks
+    for other in others:
+        assert (other.loss, other.norm, other.tokens) == (first.loss, first.norm, first.tokens)
+        for mine, whole_model in ((other.gradients, first.gradients), (other.updated, first.updated)):
+            both = mine.keys() & whole_model.keys()
+            assert differing({name: mine[name] for name in both}, {name: whole_model[name] for name in both}) == []
+            whole_model.update(mine)
+    return first
+
+
+def check_same(outcome: Outcome, alone: Outcome) -> None:
+    assert outcome.tokens == alone.tokens
+    assert outcome.loss == pytest.approx(alone.loss, rel=1e-6)
+    assert outcome.norm == pytest.approx(alone.norm, rel=1e-6)
+    assert relative_error(outcome.gradients, alone.gradients) < 1e-6
+    assert relative_error(outcome.updated, alone.updated) < 1e-6

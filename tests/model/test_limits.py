@@ -1,0 +1,39 @@
+"""A layout that the model or the data cannot have is refused with the arithmetic, before anything is built."""
+
+import pytest
+
+from lacuna.config import Config, UserError
+from lacuna.config.documents import ValidationConfig
+from lacuna.config.sections import TrainingConfig
+from lacuna.model.limits import check_layout
+from lacuna.parallel.mesh import Layout
+from tiny import tiny_config
+
+
+def refusal(architecture: str, layout: Layout, length: int = 64, prompts: tuple[str, ...] = (), **shape: int) -> str:
+    config = Config(training=TrainingConfig(seq_len=length), validation=ValidationConfig(prompts=prompts))
+    with pytest.raises(UserError) as raised:
+        check_layout(config, tiny_config(architecture, **shape), layout)
+    return str(raised.value)
+
+
+def test_sequences_must_cut_evenly() -> None:
+    text = refusal("llama", Layout(cp=3, tp=2), 64)
+    assert "training.seq_len: 64 is no multiple" in text and "= 2 × 2 × 3" in text and "above is 72" in text
+    assert "above is 64" in refusal("llama", Layout(tp=2), 63)
+
+
+def test_heads_and_matrices_must_share_evenly() -> None:
+    assert "4 ranks cannot share the model's num_key_value_heads = 2" in refusal("llama", Layout(tp=4))
+    assert "num_attention_heads = 2" in refusal("llama", Layout(tp=4), num_attention_heads=2)
+
+
+@pytest.mark.parametrize(("architecture", "reason"), [("gpt2", "no tensor-parallel plan"), ("qwen3_moe", "experts")])
+def test_tensor_parallelism_needs_a_plan(architecture: str, reason: str) -> None:
+    assert reason in refusal(architecture, Layout(tp=2))
+
+
+def test_a_ring_knows_no_windows_and_text_is_sampled_from_whole_models_only() -> None:
+    assert 'use "allgather"' in refusal("mistral", Layout(cp=2, ring=True))
+    assert "validation.prompts" in refusal("llama", Layout(cp=2), prompts=("the",))
+    check_layout(Config(training=TrainingConfig(seq_len=64)), tiny_config("mistral"), Layout(cp=2, tp=2, pp=2))

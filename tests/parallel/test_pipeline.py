@@ -1,0 +1,62 @@
+"""Stages share the layers evenly, and a pipeline that a model cannot have is refused with its reason."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from lacuna.config import Config, UserError
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
+from lacuna.model.architecture import decoder_layers
+from lacuna.model.build import meta_model
+from lacuna.parallel.pipeline import balanced_stages, check_pipeline, stage_ranges
+from layouts import pipeline
+from tiny import tiny_config
+
+
+@pytest.mark.parametrize(
+    ("layers", "stages", "head"), [(8, 4, 0.0), (7, 4, 0.5), (5, 5, 3.0), (61, 16, 2.4), (32, 2, 1)]
+)
+def test_no_other_split_has_a_faster_slowest_stage(layers: int, stages: int, head: float) -> None:
+    parts = balanced_stages(layers, stages, head)
+    assert [layer for part in parts for layer in part] == list(range(layers))
+    loads = [len(part) + (head if part is parts[-1] else 0) for part in parts]
+    movable = [load for part, load in zip(parts, loads, strict=True) if len(part) > 1]
+    assert all(max(loads) <= load + 1 for load in loads) or max(loads) not in movable
+
+
+def ranges(points: Sequence[str], stages: int = 3) -> list[range]:
+    model = meta_model(tiny_config("llama", num_hidden_layers=6), "eager", torch.float32)
+    return stage_ranges(points, stages, model, decoder_layers(model))
+
+
+def test_split_points_are_the_first_layers_of_their_stages() -> None:
+    assert ranges(["layers.1", "model.layers.5"]) == [range(1), range(1, 5), range(5, 6)]
+    assert sum(map(len, ranges([]))) == 6
+
+
+@pytest.mark.parametrize("points", [["layers.4", "layers.2"], ["layers.0"], ["layers.6"], ["norm"], ["ers.2"]])
+def test_points_that_are_no_layers_in_order_are_refused(points: list[str]) -> None:
+    with pytest.raises(
+        UserError, match=r"pipeline_parallel_split_points: .* from model\.layers\.1 to model\.layers\.5"
+    ):
+        ranges(points, len(points) + 1)
+
+
+def refused(model_config: PretrainedConfig, schedule: str, ranks: int, **sections: object) -> str:
+    with pytest.raises(UserError) as raised:
+        check_pipeline(Config(parallelism=pipeline(schedule, ranks), **sections), model_config)
+    return str(raised.value)
+
+
+def test_pipelines_that_cannot_run_are_refused() -> None:
+    untied, tied = (tiny_config(name, num_hidden_layers=4) for name in ("llama", "llama_tied"))
+    assert "8 stages, more than the 4 layers" in refused(untied, "Interleaved1F1B", 4)
+    assert "cannot share the model's tied embedding" in refused(tied, "ZBVZeroBubble", 2)
+    compiled = CompileConfig(enable=True)
+    assert "leave compile.enable out" in refused(untied, "InterleavedZeroBubble", 2, compile=compiled)
+    by_operation = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+    assert 'mode = "full"' in refused(untied, "InterleavedZeroBubble", 2, activation_checkpoint=by_operation)
+    for schedule, model_config in (("1F1B", tied), ("ZBVZeroBubble", untied)):
+        check_pipeline(Config(parallelism=pipeline(schedule, 2)), model_config)

@@ -1,0 +1,142 @@
+"""A checkpoint belongs to no layout: what one saves, every other loads, optimizer included, and exports alike."""
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from lacuna.config import Config
+from lacuna.config.sections import ModelConfig, TrainingConfig
+from lacuna.export.huggingface import export_model
+from lacuna.model.build import BuiltModel, build_model
+from lacuna.parallel.mesh import Layout, build_mesh
+from lacuna.parallel.processes import Process
+from lacuna.train.checkpoint import read_tensors, write_checkpoint
+from lacuna.train.optimizer import allocate_state, build_optimizer, optimizer_tensors
+from lacuna.train.resume import model_tensors
+from layouts import pipelined
+from tiny import CPU, differing, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
+
+CASES = {
+    "alone": pipelined(Layout(), 4),
+    "dp_shard 2": pipelined(Layout(dp_shard=2), 4),
+    "dp_replicate 2": pipelined(Layout(dp_replicate=2), 4),
+    "tp 2": pipelined(Layout(tp=2), 4),
+    "cp 2": pipelined(Layout(cp=2), 4),
+    "pp 2": pipelined(Layout(pp=2), 4),
+    "pp 2 interleaved": pipelined(Layout(pp=2), 4, "Interleaved1F1B"),
+    "dp_shard 3": pipelined(Layout(dp_shard=3), 4),
+    "dp_shard 2, tp 2": pipelined(Layout(dp_shard=2, tp=2), 4),
+    "tp 2, pp 2": pipelined(Layout(tp=2, pp=2), 4),
+    "dp_shard 2, pp 2": pipelined(Layout(dp_shard=2, pp=2), 4),
+    "dp_replicate 2, dp_shard 2, tp 2": pipelined(Layout(2, 2, tp=2), 4),
+}
+SAMPLE = [
+    ("dp_shard 2", "tp 2"),
+    ("tp 2", "pp 2"),
+    ("pp 2", "alone"),
+    ("dp_shard 2, tp 2", "dp_shard 3"),
+    ("tp 2, pp 2", "dp_shard 2, pp 2"),
+]
+
+
+def built_in(name: str, model_config: Path) -> tuple[BuiltModel, dict[str, Tensor], Process]:
+    """The model in a layout, and everything of it and its optimizer that a checkpoint holds."""
+    case = CASES[name]
+    config = Config(
+        model=ModelConfig(config=str(model_config)), training=TrainingConfig(seq_len=24), parallelism=case.parallelism
+    )
+    group = torch.distributed.group.WORLD
+    process = Process(group.rank(), group.size(), group.rank(), CPU, group, group)
+    built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU, case.accumulation)
+    optimizer = build_optimizer(built.model, config)
+    allocate_state(optimizer)
+    return built, model_tensors(built.model) | optimizer_tensors(built.model, optimizer), process
+
+
+def fill(tensors: dict[str, Tensor]) -> None:
+    """Gives every tensor, in place, numbers that follow from its name and from the place in it."""
+    for name, tensor in tensors.items():
+        if tensor.ndim:
+            generator = torch.Generator().manual_seed(sum(map(ord, name)))
+            full = torch.rand(tensor.shape, generator=generator)
+            tensor.copy_(torch.distributed.tensor.distribute_tensor(full, tensor.device_mesh, tensor.placements))
+        else:
+            tensor.fill_(7.0)
+
+
+def save(name: str, model_config: Path, path: Path) -> None:
+    _, tensors, process = built_in(name, model_config)
+    with torch.no_grad():
+        fill(tensors)
+    write_checkpoint(str(path), tensors, {"step": 1}, lambda folder: None, process)
+
+
+def load(name: str, model_config: Path, paths: list[Path], target: Path) -> list[bool]:
+    """Whether each checkpoint comes out as it went in; the last is exported to `target`."""
+    built, tensors, process = built_in(name, model_config)
+    equal = []
+    for path in paths:
+        with torch.no_grad():
+            fill(tensors)
+            expected = {key: whole(tensor).clone() for key, tensor in tensors.items()}
+            for tensor in tensors.values():
+                tensor.zero_()
+        read_tensors(str(path), tensors, process)
+        equal.append(all(torch.equal(whole(tensors[key]), expected[key]) for key in expected))
+    export_model(
+        built.model, tokenizer_of_words(), str(target), torch.float32, process.is_first, pipeline=built.mesh.pipeline
+    )
+    return equal
+
+
+def check(pairs: list[tuple[str, str]], architecture: str, folder: Path) -> None:
+    tiny_config(architecture, num_hidden_layers=4).save_pretrained(folder / "model")
+    for source in dict.fromkeys(source for source, _ in pairs):
+        layout = CASES[source].layout
+        run_ranks(layout.data_parallel * layout.sharing, save, source, folder / "model", folder / source)
+    exported = {}
+    for target in dict.fromkeys(target for _, target in pairs):
+        layout, sources = CASES[target].layout, [folder / source for source, other in pairs if other == target]
+        ranks = layout.data_parallel * layout.sharing
+        results = run_ranks(ranks, load, target, folder / "model", sources, folder / f"{target}-hf")
+        assert all(itertools.chain(*results)), (target, results)
+        exported[target] = load_file(folder / f"{target}-hf" / "model.safetensors")
+    first, *others = exported.values()
+    for other in others:
+        assert other.keys() == first.keys() and all(torch.equal(other[key], first[key]) for key in first)
+
+
+def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
+    check(SAMPLE, "llama_tied", tmp_path)
+
+
+def loaded(name: str, folder: Path) -> dict[str, Tensor]:
+    """The whole weights that a layout loads from a Hugging Face folder."""
+    case = CASES[name]
+    config = Config(
+        model=ModelConfig(name_or_path=str(folder)),
+        training=TrainingConfig(seq_len=24, enable_cpu_offload=case.offload),
+        parallelism=case.parallelism,
+    )
+    built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU, case.accumulation)
+    return {key: whole(parameter).detach().clone() for key, parameter in built.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["pp 2", "tp 2, pp 2", "dp_shard 2, tp 2"])
+def test_weights_of_hugging_face_load_into_any_layout_bit_by_bit(name: str, tmp_path: Path) -> None:
+    model = random_model(tiny_config("llama_tied", num_hidden_layers=4))
+    model.save_pretrained(tmp_path)
+    tensors: dict[str, Tensor] = {}
+    for of_rank in run_ranks(CASES[name].layout.data_parallel * CASES[name].layout.sharing, loaded, name, tmp_path):
+        tensors |= of_rank
+    assert differing(tensors, dict(model.named_parameters())) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama", "llama_tied"])
+def test_a_checkpoint_of_any_layout_loads_in_every_other(architecture: str, tmp_path: Path) -> None:
+    check(list(itertools.product(CASES, CASES)), architecture, tmp_path)
