@@ -1,0 +1,37 @@
+"""`lacuna plan`: says before the run what it takes; with --draw, which rank holds what and when it works.
+
+usage: lacuna plan [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--draw]
+
+Checks the run of RUN.toml and shows its sizes, steps and memory, as lacuna train --dry-run does; starts nothing.
+
+  --gpus N, --cpus N  processes to plan for, here or not (default: the product of the degrees, -1 counted as 1)
+  --draw              draw instead, here and in job.dump_folder/plan.svg, which rank holds what, and the pipeline
+
+Settings are those of lacuna train --help.
+"""
+
+import math
+from collections.abc import Sequence
+
+from lacuna.commands.arguments import CommandParser, asks_for_help, parse_run
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the command; returns its exit status."""
+    if asks_for_help(words):
+        _, _, usage = str(__doc__).partition("\n\n")
+        print(usage)
+        return 0
+    parser = CommandParser(prog="lacuna plan", add_help=False, allow_abbrev=False)
+    parser.add_argument("--draw", action="store_true")
+    options, config = parse_run(parser, words)
+    # Experts are folded over the other degrees.
+    degrees = [max(size, 1) for name, size in config.parallelism if "_degree" in name and "expert" not in name]
+    from lacuna.parallel.processes import device_type  # torch takes seconds to import: not before it is needed
+    from lacuna.plan.draw import draw
+    from lacuna.plan.dry_run import dry_run
+
+    show = draw if options.draw else dry_run
+    processes = options.gpus or options.cpus or math.prod(degrees)
+    show(config, processes, "cuda" if options.gpus else "cpu" if options.cpus else device_type())
+    return 0

@@ -1,0 +1,135 @@
+"""`lacuna plan --draw`: the mesh with which rank holds what, and the pipeline's timeline, on the screen and as SVG."""
+
+import io
+import os
+import re
+from collections.abc import Iterator
+from itertools import product
+
+from rich.console import CONSOLE_SVG_FORMAT, Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+from transformers import PreTrainedModel
+
+from lacuna.config import Config, UserError
+from lacuna.model.architecture import decoder_layers
+from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
+from lacuna.parallel.mesh import Layout
+from lacuna.parallel.pipeline import stage_ranges
+from lacuna.parallel.schedule import held_stages, pipeline_order
+from lacuna.plan.dry_run import shapes
+from lacuna.plan.timeline import Slot, bubble_share, makespan, simulate
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""The mesh's axes, outermost first."""
+
+STYLES = {"F": "#14171a on #9ecbff", "B": "#14171a on #a6e3a1", "I": "#14171a on #8be0d8", "W": "#14171a on #f5c26b"}
+LISTED_RANKS = 32
+WIDTH = 120
+# rich's picture, but without fonts from elsewhere, and as large as its text instead of as its window.
+SVG = re.sub("@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+SVG = SVG.replace("viewBox", 'width="{width}" height="{height}" viewBox')
+
+
+def draw(config: Config, processes: int, device: str) -> None:
+    """Prints mesh and timeline, and draws them in plan.svg in the run folder; `device` is the kind that will run.
+
+    Raises `UserError` for a layout, batch or schedule that the run would refuse.
+    """
+    layout, plan, _, model = shapes(config, processes, device)
+    order = pipeline_order(config.parallelism, plan.accumulation) if layout.pp > 1 else {}
+    rows = list(holdings(config, layout, model, plan.micro_batch * plan.accumulation, held_stages(order) or {0: [0]}))
+    words = explain(config, layout, decoder_layers(model), plan.accumulation, device)
+    timeline = simulate(order)
+    lines = [timeline_line(rank, slots, makespan(timeline)) for rank, slots in timeline.items()]
+    if timeline:
+        words.append(
+            f"Pipeline: {plan.accumulation} micro-batches take {makespan(timeline)} units, 1 for F (forward), 2 for B "
+            f"(backward), 1 for its halves I (inputs) and W (weights); small letters are a rank's later stages. The "
+            f"ranks wait (·) {bubble_share(timeline):.1%} of the time: the bubble."
+        )
+    terminal = Console(no_color=config.metrics.disable_color_printing, highlight=False)
+    picture = Console(record=True, file=io.StringIO(), width=max([WIDTH, *map(len, lines)]), highlight=False)
+    for console, listed in ((terminal, rows[:LISTED_RANKS]), (picture, rows)):
+        table = Table("rank", "place", "layers (pp)", "parameters (fsdp, tp)", "rows (dp)", "tokens (cp)", box=None)
+        for row in listed:
+            table.add_row(*row)
+        more = f"… {len(rows)} ranks, all in plan.svg\n" if len(listed) < len(rows) else ""
+        console.print(*words, "", table, more, sep="\n", width=WIDTH)
+        console.print(*lines, sep="\n", no_wrap=True, overflow="ellipsis")
+    path = os.path.join(str(config.job.dump_folder), "plan.svg")
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        picture.save_svg(path, title=f"lacuna plan {config.job.name}", code_format=SVG)
+    except OSError as error:
+        raise UserError(f"job.dump_folder: cannot write {path}: {error.strerror}; choose another.") from error
+    terminal.print(f"Also drawn in {path}.", soft_wrap=True, markup=False)
+
+
+def holdings(
+    config: Config, layout: Layout, model: PreTrainedModel, sequences: int, held: dict[int, list[int]]
+) -> Iterator[tuple[str, ...]]:
+    """A row for every rank, of what it holds: the stages `held` by its place in a pipeline, `sequences` of a step."""
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
+    points, count = config.parallelism.pipeline_parallel_split_points, sum(map(len, held.values()))
+    parts = stage_ranges(points, count, model, decoder_layers(model))
+    names = [f"{part[0]}–{part[-1]}" for part in parts]
+    sizes = [sum(layers[part.start : part.stop]) for part in parts]
+    embeddings = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+    names[0] = f"embedding, {names[0]}"
+    names[-1] += ", head"
+    sizes[0] += embeddings
+    sizes[-1] += model.num_parameters() - sum(layers) - embeddings
+    if count > 1 and model.config.get_text_config().tie_word_embeddings:  # a matrix of its own at either end
+        sizes[-1] += model.get_output_embeddings().weight.numel()
+    for rank, place in enumerate(product(*(range(getattr(layout, axis)) for axis in AXES))):
+        pp, replicate, shard, cp, _ = place
+        numel = sum(sizes[stage] for stage in held[pp]) / (layout.dp_shard * layout.cp * layout.tp)
+        first = sequences * (replicate * layout.dp_shard + shard)
+        yield (
+            str(rank),
+            ", ".join(map(str, place)),
+            ", ".join(names[stage] for stage in held[pp]),
+            f"{numel / 1e6:,.2f} M",
+            f"{first}–{first + sequences - 1}",
+            f"chunks {cp}, {2 * layout.cp - 1 - cp} of {2 * layout.cp}" if layout.cp > 1 else "all",
+        )
+
+
+def explain(config: Config, layout: Layout, layers: nn.ModuleList, microbatches: int, device: str) -> list[str]:
+    """What a mesh is, how a matrix is split, and what resharding costs and saves here."""
+    shards, held = layout.dp_shard * layout.cp, -(-len(layers) // layout.pp)
+    dtype = compute_dtype(config, device)
+    name, matrix = max(layers[0].named_parameters(), key=lambda named: named[1].numel())
+    gib = sum(parameter.numel() for parameter in layers[0].parameters()) / layout.tp * dtype.itemsize / 2**30
+    choice = (
+        "gives them back"
+        if reshard_after_forward(config, layout)
+        else "keeps them"
+        if shards > 1
+        else "has but one shard"
+    )
+    return [
+        f"Mesh: the ranks in a grid of {' × '.join(f'{axis} {getattr(layout, axis)}' for axis in AXES)}, the last axis "
+        "fastest; dp is dp_replicate × dp_shard, fsdp is dp_shard × cp. A column names the axes that divide it: ranks "
+        "whose places differ on these hold other parts of it, and exchange them.",
+        f"Splitting: of the {matrix.numel():,} parameters of {name} in a layer, a rank computes with 1/{layout.tp} "
+        f"(tp), and stores 1/{shards} of that (fsdp): {matrix.numel() // layout.tp // shards:,}.",
+        f"Resharding: to compute with a layer, a rank gathers its {shards} shards, {gib:.3g} GiB in {dtype}: "
+        f"{held if layout.pp > 1 else held * microbatches} times a step if it keeps them until the backward pass, up "
+        f"to {2 * held * microbatches} times if it gives them back in between, which takes "
+        f"{gib * max(held - 2, 0):.3g} GiB less memory. This run {choice}.",
+    ]
+
+
+def timeline_line(rank: int, slots: list[Slot], end: int) -> Text:
+    """A rank's line of the timeline until `end`, with a cell for every unit."""
+    cell = 2 + len(str(max(slot.action.microbatch for slot in slots)))
+    line, now = Text(f"pp {rank:<3} "), 0
+    for (stage, kind, microbatch), start, stop in slots:
+        label = f"{kind if stage == slots[0].action.stage else kind.lower()}{microbatch}"
+        line.append("·".ljust(cell) * (start - now), "dim")
+        line.append(label.ljust(cell * (stop - start) - 1, "─"), STYLES[kind]).append(" ")
+        now = stop
+    return line.append("·".ljust(cell) * (end - now), "dim")
