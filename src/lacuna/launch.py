@@ -114,9 +114,10 @@ def _stop_after_failure(workers: Sequence[subprocess.Popen], first: Sequence[int
     for worker in workers:
         worker.kill()
         worker.wait()
-    # The others fail because one did: who says why is to blame first, then who failed first, then who was killed.
+    # The others fail because one did: to blame is who was killed, by nobody here, then who says why, then the first.
+    killed = [rank for rank in first if failing[rank] < 0]
     said = [rank for rank, code in failing.items() if code in (INPUT_WRONG, RUN_FAILED)]
-    failed = said[0] if said else min(failing, key=lambda rank: (rank not in first, failing[rank] > 0))
+    failed = (killed or said or sorted(failing, key=lambda rank: rank not in first))[0]
     code = failing[failed]
     if failed or code < 0:  # else the first rank has said itself what went wrong
         how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else "failed"
