@@ -16,7 +16,7 @@ from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.plan import Plan
 from lacuna.data.rows import IndexedRows
 from lacuna.data.sources import open_source
-from lacuna.data.tokenize import BrokenRecords, TokenTable, tokenised
+from lacuna.data.tokenize import TokenTable, token_table
 from texts import END, write_lines
 
 TEXTS = [f"text {n}" * (n % 7) for n in range(2500)]
@@ -24,11 +24,11 @@ TEXTS = [f"text {n}" * (n % 7) for n in range(2500)]
 
 def table_of(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int = 0) -> TokenTable:
     source = open_source(Source(dataset=str(path)), DataConfig(), streaming=False)
-    return tokenised(source, tokenizer, BrokenRecords(limit))
+    return token_table([source], tokenizer, limit)
 
 
 def tokens_of(table: TokenTable, index: int) -> list[int]:
-    return table.document(index).tokens.tolist()
+    return table.document(index)[0].tokens.tolist()
 
 
 def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -36,9 +36,9 @@ def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreT
     for index in (0, 1, 999, 1000, 2499):
         expected = [*tokenizer(TEXTS[index])["input_ids"], END] if TEXTS[index] else []
         assert tokens_of(table, index) == expected
-        assert (table.lengths[index], table.text_bytes[index]) == (len(expected), len(TEXTS[index]))
-    span = table.document(1).span(2, 5, source=0)
-    assert [*span.tokens, span.following] == tokens_of(table, 1)[2:6] and span.text_bytes == len(TEXTS[1]) * 3 / 7
+        assert (table.lengths[index], table.document(index)[0].text_bytes) == (len(expected), len(TEXTS[index]))
+    span = table.document(1)[0].span(2, 5, source=0)
+    assert [span.tokens[0], *span.labels] == tokens_of(table, 1)[2:6] and span.text_bytes == len(TEXTS[1]) * 3 / 7
 
 
 def test_of_many_processes_one_tokenises(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -68,7 +68,7 @@ def test_ready_made_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: PreT
     Dataset.from_dict({"input_ids": documents}).to_parquet(tmp_path / "tokens.parquet")
     table = table_of(tmp_path / "tokens.parquet", tokenizer, limit=1)
     assert table.lengths.tolist() == [3, 0, 0, 1, 2] and tokens_of(table, 4) == [5, 6]
-    assert np.isnan(table.text_bytes[0])
+    assert np.isnan(table.document(0)[0].text_bytes)
     with pytest.raises(UserError, match="document 2"):
         table_of(tmp_path / "tokens.parquet", tokenizer, limit=0)
 
@@ -84,11 +84,24 @@ def test_broken_records_are_remembered_with_the_cache(tmp_path: Path, tokenizer:
 
 def test_rows_are_slices_of_all_documents_laid_end_to_end(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     table = table_of(write_lines(tmp_path / "rows.jsonl", TEXTS[:40]), tokenizer)
-    order = Mixture(0, (Pool(0, (40,), key=None),), (1.0,), lanes=1)
-    plan = Plan(Config(training=TrainingConfig(seq_len=50)), tokenizer, order, (), (table,))
+    order = Mixture(0, (Pool(40, key=None),), (1.0,), lanes=1)
+    plan = Plan(Config(training=TrainingConfig(seq_len=50)), tokenizer, order, (), table)
     laid = [token for index in range(40) for token in tokens_of(table, index)] * 3
     for rows in (IndexedRows(plan), IndexedRows(pickle.loads(pickle.dumps(plan)))):
         for number in (0, 1, 3, 25):
             tokens = np.concatenate([span.tokens for span in rows.row(number)])
             assert tokens.tolist() == laid[number * 50 : number * 50 + 50]
         assert sum(span.text_bytes for span in rows.row(30)) < 50
+
+
+def test_the_documents_of_several_sources_stand_behind_each_other(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    paths = [write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 3 * number]) for number in (1, 3)]
+    sources = [open_source(Source(dataset=str(path)), DataConfig(), streaming=False) for path in paths]
+    table = token_table(sources, tokenizer, most_broken=0)
+    found = [table.document(index) for index in range(8)]
+    assert [source for _, source in found] == [0] * 2 + [1] * 6
+    assert [len(document.tokens) for document, _ in found] == [
+        len(TEXTS[n]) + 1 if TEXTS[n] else 0 for n in (1, 2, *range(3, 9))
+    ]

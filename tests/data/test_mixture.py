@@ -14,8 +14,7 @@ def test_permute_hits_every_place_once(size: int) -> None:
 
 def test_every_place_is_equally_likely_for_every_document() -> None:
     size, epochs = 6, 6000
-    _, index = Pool(0, (size,), random_key(3)).locate(np.arange(size * epochs))
-    index = index.reshape(epochs, size)
+    index = Pool(size, random_key(3)).locate(np.arange(size * epochs)).reshape(epochs, size)
     for place in range(size):
         counts = np.bincount(index[:, place], minlength=size)
         assert np.abs(counts / epochs - 1 / size).max() < 0.03
@@ -24,38 +23,29 @@ def test_every_place_is_equally_likely_for_every_document() -> None:
 def test_a_hundred_million_documents_need_no_memory() -> None:
     size = 10**8
     ordinals = np.array([0, 5, size - 1, size, 7 * size + 5])
-    _, index = Pool(0, (size,), random_key(0)).locate(ordinals)
+    index = Pool(size, random_key(0)).locate(ordinals)
     assert len(set(index.tolist())) == 5 and index.max() < size
 
 
-def in_order(sources: int) -> tuple[Pool, ...]:
+def in_order(count: int) -> tuple[Pool, ...]:
     """Pools whose documents are their ordinals."""
-    return tuple(Pool(source, (10**9,), key=None) for source in range(sources))
+    return (Pool(10**9, key=None),) * count
 
 
 def test_draws_do_not_depend_on_where_one_starts() -> None:
     mixture = Mixture(seed=5, pools=in_order(3), shares=(0.2, 0.5, 0.3), lanes=4)
-    choices, sources, ordinals = mixture.draw(lane=3, cursors=[0, 0, 0], count=200)
-    cursors = np.bincount(sources[:77], minlength=3)
-    _, later_sources, later_ordinals = mixture.draw(lane=3, cursors=cursors, count=123)
-    assert np.array_equal(choices, sources)
-    assert np.array_equal(sources[77:], later_sources) and np.array_equal(ordinals[77:], later_ordinals)
+    pools, ordinals = mixture.draw(lane=3, cursors=[0, 0, 0], count=200)
+    cursors = np.bincount(pools[:77], minlength=3)
+    later_pools, later_ordinals = mixture.draw(lane=3, cursors=cursors, count=123)
+    assert np.array_equal(pools[77:], later_pools) and np.array_equal(ordinals[77:], later_ordinals)
 
 
 def test_together_the_lanes_take_every_document_once_and_the_shares_hold() -> None:
     mixture = Mixture(seed=5, pools=in_order(2), shares=(3.0, 1.0), lanes=8)
-    drawn = [mixture.draw(lane, [0, 0], 1000)[1:] for lane in range(8)]
-    sources, ordinals = (np.concatenate(part) for part in zip(*drawn, strict=True))
-    assert (sources == 0).mean() == pytest.approx(0.75, abs=0.02)
-    for source in range(2):
-        taken = np.sort(ordinals[sources == source])
-        least = min((part[0] == source).sum() for part in drawn)
+    drawn = [mixture.draw(lane, [0, 0], 1000) for lane in range(8)]
+    pools, ordinals = (np.concatenate(part) for part in zip(*drawn, strict=True))
+    assert (pools == 0).mean() == pytest.approx(0.75, abs=0.02)
+    for pool in range(2):
+        taken = np.sort(ordinals[pools == pool])
+        least = min((part[0] == pool).sum() for part in drawn)
         assert np.array_equal(taken[: least * 8], np.arange(least * 8))
-
-
-def test_sources_without_weights_are_passed_over_as_one() -> None:
-    pool = Pool(first_source=0, sizes=(3, 0, 4), key=random_key(1))
-    sources, documents = pool.locate(np.arange(7))
-    assert sorted(zip(sources.tolist(), documents.tolist(), strict=True)) == [
-        *((0, n) for n in range(3)), *((2, n) for n in range(4)),
-    ]  # fmt: skip

@@ -34,12 +34,12 @@ def stream_of(tmp_path: Path, count: int, faults: int = 0, **settings: object) -
     dataset = IterableDataset.from_generator(
         count_up, features=FEATURES, gen_kwargs={"counts": [count], "log": log, "faults": faults}
     )
-    defaults = {"first_source": 0, "sizes": (1,), "key": 3, "retries": 2}
+    defaults = {"size": 1, "key": 3, "retries": 2}
     return Stream(documents=Documents("numbers", dataset, "text"), **(defaults | settings))
 
 
 def texts(stream: Stream, start: Snapshot = BEGINNING, blocks: int = 6) -> list[str]:
-    return [record["text"] for block in islice(stream.read(0, start, fewest=1), blocks) for record, *_ in block]
+    return [record["text"] for _, block in islice(stream.read(0, start, fewest=1), blocks) for record, _ in block]
 
 
 def test_a_connection_that_breaks_twice_loses_and_repeats_nothing(tmp_path: Path) -> None:
@@ -60,8 +60,8 @@ def test_a_connection_that_stays_broken_ends_the_run(tmp_path: Path) -> None:
 def test_a_snapshot_leads_to_the_same_documents(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, 2500)
     blocks = list(islice(stream.read(0, BEGINNING, fewest=1), 8))
-    for number, block in enumerate(blocks):
-        assert list(islice(stream.read(0, block[0][2], fewest=1), 8 - number)) == blocks[number:]
+    for number, (snapshot, _) in enumerate(blocks):
+        assert list(islice(stream.read(0, snapshot, fewest=1), 8 - number)) == blocks[number:]
 
 
 def test_epochs_differ_and_each_holds_everything(tmp_path: Path) -> None:
@@ -79,10 +79,10 @@ def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(
     whole = texts(stream, blocks=5)
     record = stream.reader(4, {1: (0, ()), 2: (0, ())})
     served = {index: record(index % 4, index) for index in (1, 2, 6, 5, 3002, 4001)}
-    assert all(found["text"] == whole[index] for index, (found, _, _) in served.items())
-    assert [served[index][2].index for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
-    again = stream.reader(4, {1: (1001, served[4001][2]), 2: (750, served[3002][2])})
-    assert again(2, 3002) == served[3002] and again(1, 4005)[0]["text"] == whole[4005]
+    assert all(found["text"] == whole[index] for index, ((found, _), _) in served.items())
+    assert [served[index][1].index for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
+    again = stream.reader(4, {1: (1001, served[4001][1]), 2: (750, served[3002][1])})
+    assert again(2, 3002) == served[3002] and again(1, 4005)[0][0]["text"] == whole[4005]
 
 
 def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(

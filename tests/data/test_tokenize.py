@@ -55,12 +55,12 @@ def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(tokenizer: Pr
 
 def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
     def document(text: object) -> Document:
-        return document_of(Documents("lines", None, "text"), {"text": text}, "place one", tokenizer)
+        return document_of({"text": text}, 1, Documents("lines", None, "text"), tokenizer)
 
     assert document("äb").text_bytes == 3 and document("äb").broken is None
     assert len(document("").tokens) == 0 and document("").broken is None
     for broken in (None, 7):
-        assert len(document(broken).tokens) == 0 and document(broken).broken == "lines, place one"
+        assert len(document(broken).tokens) == 0 and document(broken).broken == "lines, document 1"
 
 
 def test_broken_records_are_counted_once_warned_of_once_and_limited(caplog: pytest.LogCaptureFixture) -> None:
@@ -75,7 +75,7 @@ def test_broken_records_are_counted_once_warned_of_once_and_limited(caplog: pyte
 def test_tokens_that_came_ready_made_are_checked(tokenizer: PreTrainedTokenizerFast) -> None:
     def document(tokens: list[int]) -> Document:
         source = Documents("tokens", None, "input_ids")
-        return document_of(source, {"input_ids": tokens}, "document 1", tokenizer)
+        return document_of({"input_ids": tokens}, 1, source, tokenizer)
 
     ready = document([1, 2])
     assert ready.tokens.tolist() == [1, 2] and np.isnan(ready.text_bytes)

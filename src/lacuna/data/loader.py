@@ -60,12 +60,15 @@ class _MicroBatches(IterableDataset):
         number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
         first = self.done + number
         try:
-            rows = open_rows(self.plan, {lane: self.lanes.get(lane) for lane in self.own_lanes(first, workers)})
+            states = {lane: self.lanes.get(lane) for lane in self.own_lanes(first, workers)}
+            broken: list[str] = []
+            row = open_rows(self.plan, states, broken)
             for micro_batch in itertools.count(first, workers):
-                batch = self.plan.batch([rows.row(number) for number in self.rows(micro_batch)])
-                yield replace(batch, state=(rows.moved.copy(), rows.broken.copy()))
-                rows.moved.clear()
-                rows.broken.clear()
+                numbers = self.rows(micro_batch)
+                batch = self.plan.batch([row(number) for number in numbers])
+                moved = {lane: states[lane] for lane in (number % self.plan.mixture.lanes for number in numbers)}
+                yield replace(batch, state=(moved, broken.copy()))
+                broken.clear()
         except UserError as error:
             yield error  # raised where the batch is handed out: a worker would bury it in a traceback
 
@@ -196,12 +199,13 @@ class Validation:
     micro_batch: int
 
     def __iter__(self) -> Iterator[Batch]:
-        rows, broken = open_rows(self.plan, {0: None}), BrokenRecords(self.plan.config.data.max_broken_records)
+        places: list[str] = []
+        row, broken = open_rows(self.plan, {0: None}, places), BrokenRecords(self.plan.config.data.max_broken_records)
         first, size = self.dp_rank * self.micro_batch, self.dp_world * self.micro_batch
         most = self.plan.config.validation.steps
         for number in range(most) if most >= 0 else itertools.count():
-            group = [rows.row(number * size + within) for within in range(size)]
-            broken.add(rows.broken)
+            group = [row(number * size + within) for within in range(size)]
+            broken.add(places)
             if not any(group):
                 return
             yield self.plan.batch(group[first : first + self.micro_batch])
@@ -214,17 +218,14 @@ def build_validation(
 
     Raises UserError when the data cannot be opened or holds no text.
     """
-    setting = config.validation.resolved_source()
-    assert setting is not None, "built only where the configuration has a validation source"
-    plan = make_plan(config, tokenizer, [setting.model_copy(update={"weight": 1.0})], lanes=1, endless=False)
+    plan = make_plan(config, tokenizer, [config.validation.resolved_source()], lanes=1, endless=False)
     return Validation(plan, dp_rank, dp_world, micro_batch)
 
 
 def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int:
     """As many as wanted, or as fit the machine and the work; lanes only go with a divisor of their period."""
-    if plan.tables:
-        size = sum(table.dataset.data.nbytes for table in plan.tables)
-        return wanted if wanted is not None else int(size > _READ_IN_PROCESS)
+    if plan.table:
+        return wanted if wanted is not None else int(plan.table.dataset.data.nbytes > _READ_IN_PROCESS)
     if wanted is None:
         wanted = min(_MOST_WORKERS, max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
     period = _STEPS_BEFORE_A_LANE_RETURNS * accumulation

@@ -65,27 +65,22 @@ class Pool:
     """Documents that are passed over as one: those of one local source, or of several that have no weights.
 
     Args:
-        first_source: number of the first source.
-        sizes: documents in each of the sources.
-        key: a `random_key`; None keeps the sources' own order.
+        size: how many they are.
+        key: a `random_key`; None keeps their own order.
     """
 
-    first_source: int
-    sizes: tuple[int, ...]
+    size: int
     key: int | None
 
-    def locate(self, ordinals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source and the document in it, int64 [n] each, at each ordinal of the endless order.
+    def locate(self, ordinals: np.ndarray) -> np.ndarray:
+        """The document, int64 [n], at each ordinal of the endless order.
 
         All documents are passed over again and again; every epoch has its own permutation.
         """
-        size = sum(self.sizes)
-        epochs, index = np.divmod(ordinals, size)
-        if self.key is not None:
-            index = permute(index, size, mix(np.uint64(self.key) + epochs.astype(np.uint64) * np.uint64(_GOLDEN)))
-        starts = np.concatenate(([0], np.cumsum(self.sizes)))
-        within = np.searchsorted(starts[1:], index, side="right")
-        return self.first_source + within, index - starts[within]
+        epochs, index = np.divmod(ordinals, self.size)
+        if self.key is None:
+            return index
+        return permute(index, self.size, mix(np.uint64(self.key) + epochs.astype(np.uint64) * np.uint64(_GOLDEN)))
 
 
 @dataclass(frozen=True)
@@ -102,22 +97,21 @@ class Mixture:
     shares: tuple[float, ...]
     lanes: int
 
-    def draw(self, lane: int, cursors: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def draw(self, lane: int, cursors: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
         """The next `count` draws of one lane.
 
         Args:
             cursors: for each pool, the draws this lane has made from it.
 
         Returns:
-            (pools, sources, documents in them), int64 [count] each.
+            (pools, documents in them), int64 [count] each.
         """
         positions = np.arange(count, dtype=np.uint64) + np.uint64(sum(cursors))
         uniform = mix(positions * np.uint64(_GOLDEN) + np.uint64(random_key(self.seed, lane))) >> np.uint64(11)
         bounds = np.cumsum(self.shares) / np.sum(self.shares) * 2.0**53
         choices = np.searchsorted(bounds[:-1], uniform, side="right")
-        sources, index = np.empty((2, count), dtype=np.int64)
+        index = np.empty(count, dtype=np.int64)
         for choice, (pool, cursor) in enumerate(zip(self.pools, cursors, strict=True)):
             chosen = np.flatnonzero(choices == choice)
-            ordinals = (np.arange(len(chosen)) + cursor) * self.lanes + lane
-            sources[chosen], index[chosen] = pool.locate(ordinals)
-        return choices, sources, index
+            index[chosen] = pool.locate((np.arange(len(chosen)) + cursor) * self.lanes + lane)
+        return choices, index

@@ -30,31 +30,29 @@ class Snapshot(NamedTuple):
     state: dict[str, Any] | None = None
 
 
-StreamRecord = tuple[dict[str, Any], str, Snapshot]
-"""A record, its place in the source, and the start of the block that it came in."""
+PlacedRecord = tuple[dict[str, Any], str]
+"""A record and its place in the source."""
 
 
 @dataclass(frozen=True)
 class Stream(Pool):
     """A streaming source that is split into parts, read once or, when `endless`, again and again.
 
-    A lane always reads the same part: lane l part l mod parts. The lane's ordinal o is document o // parts of the
-    part's order: pass after pass, the blocks of each shuffled anew. `sizes` holds the number of parts alone.
+    `size` is the number of parts. A lane always reads the same one: lane l part l mod size. The lane's ordinal o is
+    document o // size of the part's order: pass after pass, the blocks of each shuffled anew.
     """
 
     documents: Documents
     retries: int
     endless: bool = True
 
-    @property
-    def parts(self) -> int:
-        return self.sizes[0]
+    def locate(self, ordinals: np.ndarray) -> np.ndarray:
+        """The document in the lane's part, int64 [n], at each ordinal."""
+        return ordinals // self.size
 
-    def locate(self, ordinals: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The source and, int64 [n], the document in the lane's part at each ordinal."""
-        return np.full_like(ordinals, self.first_source), ordinals // self.parts
-
-    def reader(self, lanes: int, positions: dict[int, tuple[int, tuple]]) -> Callable[[int, int], StreamRecord]:
+    def reader(
+        self, lanes: int, positions: dict[int, tuple[int, tuple]]
+    ) -> Callable[[int, int], tuple[PlacedRecord, Snapshot]]:
         """A function that reads parts as far as lanes ask, and keeps for the others what they have not asked for yet.
 
         Args:
@@ -62,37 +60,37 @@ class Stream(Pool):
             positions: for each lane served, the documents it has passed and the snapshot it had last (empty: none).
 
         Returns:
-            A function from a lane and a document in its part to the record, which is then forgotten: each lane asks
-            for its documents in their order. Raises StopIteration after the last.
+            A function from a lane and a document in its part to the record, which is then forgotten (each lane asks
+            for its documents in their order), and the start of the block it came in. Raises StopIteration after the
+            last.
         """
-        stride = lanes // self.parts
-        needs = {lane: passed * stride + lane // self.parts for lane, (passed, _) in positions.items()}
-        starts: dict[int, list[Snapshot]] = {}
-        for lane, (_, snapshot) in positions.items():
-            starts.setdefault(lane % self.parts, []).append(Snapshot(*snapshot))
-        first = {part: min(snapshots, key=lambda snapshot: snapshot.index) for part, snapshots in starts.items()}
-        blocks = {part: self.read(part, snapshot, stride) for part, snapshot in first.items()}
-        kept: dict[tuple[int, int], StreamRecord] = {}
+        stride = lanes // self.size
+        needs = {lane: passed * stride + lane // self.size for lane, (passed, _) in positions.items()}
+        blocks: dict[int, Iterator[tuple[Snapshot, list[PlacedRecord]]]] = {}
+        for part in {lane % self.size for lane in positions}:
+            snapshots = [Snapshot(*last) for lane, (_, last) in positions.items() if lane % self.size == part]
+            blocks[part] = self.read(part, min(snapshots, key=lambda snapshot: snapshot.index), stride)
+        kept: dict[tuple[int, int], tuple[PlacedRecord, Snapshot]] = {}
 
-        def record(lane: int, index: int) -> StreamRecord:
-            part = lane % self.parts
+        def read_document(lane: int, index: int) -> tuple[PlacedRecord, Snapshot]:
+            part = lane % self.size
             while (part, index) not in kept:
-                block = next(blocks[part])
-                for number, found in enumerate(block, start=block[0][2].index):
-                    if number >= needs.get(number % stride * self.parts + part, number + 1):
-                        kept[part, number] = found
+                snapshot, block = next(blocks[part])
+                for number, found in enumerate(block, start=snapshot.index):
+                    if number >= needs.get(number % stride * self.size + part, number + 1):
+                        kept[part, number] = found, snapshot
             return kept.pop((part, index))
 
-        return record
+        return read_document
 
-    def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[list[StreamRecord]]:
-        """Yield the blocks of a part, each in shuffled order; after a passing fault a block is read again.
+    def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[tuple[Snapshot, list[PlacedRecord]]]:
+        """Yield the blocks of a part, each its start and its records shuffled; a fault that passes repeats nothing.
 
         Raises UserError when there are no documents, and the last fault when reading failed too often. Warns when
         there are less than `fewest` documents.
         """
-        name, where = self.documents.name, f"part {part} of {self.parts}"
-        shard = self.documents.dataset.shard(self.parts, part)
+        name, where = self.documents.name, f"part {part} of {self.size}"
+        shard = self.documents.dataset.shard(self.size, part)
         start, snapshot = shard.state_dict(), first
         blocks: Iterator[dict[str, list]] | None = None
 
@@ -109,25 +107,24 @@ class Stream(Pool):
 
         while True:
             columns = with_retries(read_block, self.retries, name)
-            block = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
             index, epoch_start, _ = snapshot
-            position = index - epoch_start
-            if block:
-                order = shuffled(len(block), self.key, part, index)
-                yield [(block[n], f"{where}, document {position + n}", snapshot) for n in order]
-                snapshot = Snapshot(index + len(block), epoch_start, shard.state_dict())
-                continue
-            if not position:
+            if columns:
+                records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+                order = shuffled(len(records), self.key, part, index)
+                yield snapshot, [(records[n], f"{index - epoch_start + n} of {where}") for n in order]
+                snapshot = Snapshot(index + len(records), epoch_start, shard.state_dict())
+            elif index == epoch_start:
                 raise UserError(f"{name}: {where} holds no documents; leave out empty files")
-            if not self.endless:
+            elif not self.endless:
                 return
-            if not epoch_start and index < fewest:
-                _LOG.warning(
-                    "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen again "
-                    "before others are seen at all; set data.streaming=false for small data",
-                    name, where, index, fewest,
-                )  # fmt: skip
-            snapshot, blocks = Snapshot(index, index), None
+            else:
+                if not epoch_start and index < fewest:
+                    _LOG.warning(
+                        "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen "
+                        "again before others are seen at all; set data.streaming=false for small data",
+                        name, where, index, fewest,
+                    )  # fmt: skip
+                snapshot, blocks = Snapshot(index, index), None
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
@@ -136,9 +133,9 @@ def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
     Every lane reads one part, so the parts must divide the lanes evenly; and as each part feeds equally many
     lanes, documents of a small part would be seen more often. At most 64.
     """
-    best = 1
-    for parts in range(2, min(len(shard_sizes), _MOST_PARTS) + 1):
+
+    def fit(parts: int) -> bool:
         sizes = [sum(part) for part in np.array_split(np.array(shard_sizes), parts)]
-        if lanes % parts == 0 and max(sizes) <= 1.25 * min(sizes):
-            best = parts
-    return best
+        return lanes % parts == 0 and max(sizes) <= 1.25 * min(sizes)
+
+    return max(filter(fit, range(1, min(len(shard_sizes), _MOST_PARTS) + 1)))

@@ -3,7 +3,7 @@
 import logging
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -26,7 +26,7 @@ from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
 
 _LOG = logging.getLogger(__name__)
-_CACHE_VERSION = 2
+_CACHE_VERSION = 3
 _BYTES_PER_PROCESS = 8 * 2**20
 
 
@@ -100,12 +100,14 @@ def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
     return backend
 
 
-def document_of(source: Documents, record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase) -> Document:
-    """The document of a record found at `place` in a source, without tokens where it is empty or broken.
+def document_of(
+    record: dict[str, Any], number: int | str, source: Documents, tokenizer: PreTrainedTokenizerBase
+) -> Document:
+    """The document of a source's record of this number, without tokens where it is empty or broken.
 
     Raises UserError when it came as tokens of which the tokenizer does not know one.
     """
-    value, place = record[source.column], record.get(BROKEN) or f"{source.name}, {place}"
+    value, place = record[source.column], record.get(BROKEN) or f"{source.name}, document {number}"
     pretokenised = source.column == "input_ids"
     broken = None if isinstance(value, list if pretokenised else str) else place
     if broken or not value:
@@ -123,62 +125,58 @@ def document_of(source: Documents, record: dict[str, Any], place: str, tokenizer
 
 @dataclass(frozen=True)
 class TokenTable:
-    """The tokens of a source's documents, read from disk as they are needed.
+    """The documents of all sources one after the other, read from disk as they are needed.
 
-    `dataset` holds of each document its tokens (none where it is empty or broken) as input_ids and its text's
-    UTF-8 bytes (nan where only tokens are known) as bytes.
+    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it.
     """
 
     dataset: Dataset
+    ends: np.ndarray
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """int64 [documents], in tokens."""
-        return pc.list_value_length(self.dataset.data.column("input_ids")).to_numpy()
+        return pc.list_value_length(self.dataset.data.column("tokens")).to_numpy()
 
-    @cached_property
-    def text_bytes(self) -> np.ndarray:
-        """float64 [documents], UTF-8 bytes of each text; nan where only its tokens are known."""
-        return self.dataset.data.column("bytes").to_numpy()
-
-    def document(self, index: int) -> Document:
-        """A document, its tokens a view of the file."""
-        return Document(self.dataset.data.column("input_ids")[index].values.to_numpy(), float(self.text_bytes[index]))
+    def document(self, index: int) -> tuple[Document, int]:
+        """A document, its tokens a view of the file, and its source."""
+        tokens, text_bytes = (self.dataset.data.column(name)[index] for name in ("tokens", "text_bytes"))
+        document = Document(tokens.values.to_numpy(), text_bytes.as_py())
+        return document, int(np.searchsorted(self.ends, index, side="right"))
 
 
-def tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, broken: BrokenRecords) -> TokenTable:
-    """The tokens of a local source, tokenising it unless somebody already has.
+def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase, most_broken: int) -> TokenTable:
+    """The tokens of local sources, tokenising those that nobody has tokenised yet.
 
-    Of many ranks that ask at once, one does the work and the others wait for it at a file lock. Broken records
-    are counted into `broken`. Raises UserError when there are too many or nothing else, or tokens the tokenizer does
-    not know.
+    Raises UserError when one holds no text, or more than `most_broken` unreadable records, or tokens that the
+    tokenizer does not know.
     """
+    parts = [_tokenised(source, tokenizer) for source in sources]
+    dataset = datasets.concatenate_datasets(parts)
+    BrokenRecords(most_broken).add(pc.drop_null(dataset.data.column(BROKEN)).to_pylist())
+    table = TokenTable(dataset, np.cumsum([len(part) for part in parts]))
+    for source, tokens in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
+        if not tokens.any():
+            raise UserError(f"{source.name}: no record holds any text; check data.text_column")
+    return table
+
+
+def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Dataset:
+    """The documents of a source from the cache. Of many ranks that ask at once, one makes it and the others wait."""
     key = Hasher.hash([_CACHE_VERSION, source.dataset._fingerprint, source.column, tokenizer_fingerprint(tokenizer)])
     folder = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", key)
     folder.mkdir(parents=True, exist_ok=True)
     tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 else "int32"))
     processes = min(usable_cores(), math.ceil(source.dataset.data.nbytes / _BYTES_PER_PROCESS))
     with FileLock(folder.with_suffix(".lock")):
-        dataset = source.dataset.map(
-            _tokenise, with_indices=True, remove_columns=source.dataset.column_names, new_fingerprint=key,
-            features=Features({"input_ids": tokens, "bytes": Value("float64"), BROKEN: Value("string")}),
+        return source.dataset.map(
+            lambda record, number: vars(document_of(record, number, source, tokenizer)), with_indices=True,
+            remove_columns=source.dataset.column_names, new_fingerprint=key, desc="tokenising",
+            features=Features({"tokens": tokens, "text_bytes": Value("float64"), BROKEN: Value("string")}),
             num_proc=processes if processes > 1 else None, cache_file_name=str(folder / "tokens.arrow"),
-            load_from_cache_file=True, fn_kwargs={"source": source, "tokenizer": tokenizer}, desc="tokenising",
         )  # fmt: skip
-    broken.add(pc.drop_null(dataset.data.column(BROKEN)).to_pylist())
-    table = TokenTable(dataset)
-    if not table.lengths.any():
-        raise UserError(f"{source.name}: no record holds any text; check data.text_column")
-    return table
 
 
 def usable_cores() -> int:
     """Processor cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _tokenise(
-    record: dict[str, Any], index: int, source: Documents, tokenizer: PreTrainedTokenizerBase
-) -> dict[str, Any]:
-    document = document_of(source, record, f"document {index}", tokenizer)
-    return {"input_ids": document.tokens, "bytes": document.text_bytes, BROKEN: document.broken}
