@@ -74,7 +74,7 @@ def outcomes(world: Path, folder: Path) -> dict[str, Ended]:
     for path in (folder / "bare").glob("token*"):
         path.unlink()
     (folder / "elsewhere").mkdir()
-    caches = {"LACUNA_CACHE": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "datasets")}
+    caches = {"HF_DATASETS_CACHE": str(folder / "datasets")}
 
     def run(name: str, *flags: object) -> Ended:
         words = [str(flag).format(folder=folder) for flag in flags]

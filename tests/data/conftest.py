@@ -19,7 +19,6 @@ def own_caches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("caches")
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
-        patch.setenv("LACUNA_CACHE", str(folder / "lacuna"))
         datasets.disable_progress_bars()
         yield
         datasets.enable_progress_bars()

@@ -125,7 +125,7 @@ def test_what_is_not_there_is_a_user_error(tmp_path: Path) -> None:
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}\n' * 100)[:-20])
     wrong = {
         "Unable to find": Source(dataset=str(tmp_path / "b.jsonl")),
-        "no such file or folder": Source(dataset=str(tmp_path / "nowhere")),
+        "find any data file at .*nowhere": Source(dataset=str(tmp_path / "nowhere")),
         "Unable to find .*b.jsonl": Source(dataset="json", files=(str(tmp_path / "b.jsonl"),)),
         "needs data.data_files": Source(dataset="json"),
         "doesn't contain any data files": Source(dataset=str(tmp_path / "empty")),

@@ -11,10 +11,9 @@ from datasets import Features, IterableDataset, Value
 
 from lacuna.config import UserError
 from lacuna.data.sources import Documents
-from lacuna.data.stream import BLOCK, Snapshot, Stream, number_of_parts
+from lacuna.data.stream import BEGINNING, BLOCK, Snapshot, Stream, number_of_parts
 
 FEATURES = Features({"text": Value("string")})
-BEGINNING = Snapshot()
 
 
 def count_up(counts: list[int], log: Path, faults: int) -> Iterator[dict[str, str]]:
@@ -77,12 +76,12 @@ def test_a_stream_that_is_not_endless_ends_with_its_last_document(tmp_path: Path
 def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, 5000)
     whole = texts(stream, blocks=5)
-    record = stream.reader(4, {1: (0, ()), 2: (0, ())})
+    record = stream.reader(4, {1: (0, BEGINNING), 2: (0, BEGINNING)})
     served = {index: record(index % 4, index) for index in (1, 2, 6, 5, 3002, 4001)}
-    assert all(found["text"] == whole[index] for index, ((found, _), _) in served.items())
-    assert [served[index][1].index for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
-    again = stream.reader(4, {1: (1001, served[4001][1]), 2: (750, served[3002][1])})
-    assert again(2, 3002) == served[3002] and again(1, 4005)[0][0]["text"] == whole[4005]
+    assert all(found["text"] == whole[index] for index, (found, _, _) in served.items())
+    assert [served[index][2][0] for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
+    again = stream.reader(4, {1: (1001, served[4001][2]), 2: (750, served[3002][2])})
+    assert again(2, 3002) == served[3002] and again(1, 4005)[0]["text"] == whole[4005]
 
 
 def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(

@@ -11,7 +11,7 @@ from lacuna.config import UserError
 from lacuna.data import load_tokenizer
 from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
-from lacuna.data.tokenize import BrokenRecords, document_of, tokenize_text, tokenizer_fingerprint
+from lacuna.data.tokenize import add_broken, document_of, tokenize_text, tokenizer_fingerprint
 from texts import END
 
 
@@ -64,12 +64,12 @@ def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(toke
 
 
 def test_broken_records_are_counted_once_warned_of_once_and_limited(caplog: pytest.LogCaptureFixture) -> None:
-    broken = BrokenRecords(limit=2)
+    known: dict[str, None] = {}
     for places in ([], ["one"], ["one"], ["two", "one"]):
-        broken.add(places)
+        add_broken(known, places, limit=2)
     assert len(caplog.records) == 1 and "left out, further ones silently: one" in caplog.text
     with pytest.raises(UserError, match="more than 2 unreadable records, the first: one; two; three;"):
-        broken.add(["three"])
+        add_broken(known, ["three"], limit=2)
 
 
 def test_tokens_that_came_ready_made_are_checked(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -7,8 +7,9 @@ import sysconfig
 import zlib
 from pathlib import Path
 
+import datasets
 from filelock import FileLock
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 NAME = "python-stdlib"
@@ -35,29 +36,20 @@ def stdlib_files() -> dict[str, list[str]]:
 
 
 def stdlib_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 4,096 tokens trained on the train split, kept in lacuna's cache folder."""
+    """A byte-level BPE of 4,096 tokens trained on the train split, kept with the caches of `datasets`."""
     texts = [Path(file).read_bytes() for file in stdlib_files()["train"]]
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
-    folder = _cache_folder() / f"{NAME}-tokenizer-{_VOCABULARY}-{digest}"
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            _LOG.info("training the %s tokenizer, once, into %s", NAME, folder)
-            _train_tokenizer(texts).save_pretrained(f"{folder}.new")
-            os.replace(f"{folder}.new", folder)
-    return PreTrainedTokenizerFast.from_pretrained(folder)
-
-
-def _cache_folder() -> Path:
-    """Where lacuna keeps what can be made again: $LACUNA_CACHE, else $XDG_CACHE_HOME/lacuna, else ~/.cache/lacuna."""
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return Path(os.environ.get("LACUNA_CACHE") or caches / "lacuna")
-
-
-def _train_tokenizer(texts: list[bytes]) -> PreTrainedTokenizerFast:
-    step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
-    sample = [text.decode(errors="replace") for text in texts[::step]]
-    trained = ByteLevelBPETokenizer()
-    trained.train_from_iterator(sample, _VOCABULARY, min_frequency=0, show_progress=False, special_tokens=[_END])
-    backend = Tokenizer.from_str(trained.to_str())
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=_END, pad_token=_END)
+    file = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", f"{NAME}-{_VOCABULARY}-{digest}.json")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{file}.lock"):
+        if not file.exists():
+            _LOG.info("training the %s tokenizer, once, into %s", NAME, file)
+            step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
+            sample = [text.decode(errors="replace") for text in texts[::step]]
+            trained = ByteLevelBPETokenizer()
+            trained.train_from_iterator(
+                sample, _VOCABULARY, min_frequency=0, show_progress=False, special_tokens=[_END]
+            )
+            trained.save(f"{file}.new")
+            os.replace(f"{file}.new", file)
+    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=_END, pad_token=_END)

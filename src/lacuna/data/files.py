@@ -5,7 +5,7 @@ import json
 import lzma
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import islice
+from itertools import chain
 from typing import IO, Any
 
 import fsspec
@@ -17,15 +17,12 @@ from lacuna.config import UserError
 BROKEN = "broken"
 """Column in which the reader says why and where a record is unreadable; null where it is not."""
 
-_LINES_LOOKED_AT = 1000
-
 
 def columns_of(files: list[str], kind: str) -> list[str]:
     """The columns of the records, as the first readable one has them. Raises UserError when there is none."""
-    for path in files:
-        for record, _ in islice(_records(path, kind), _LINES_LOOKED_AT):
-            if isinstance(record, dict):
-                return list(record)
+    for record, _ in chain.from_iterable(_records(path, kind) for path in files):
+        if isinstance(record, dict):
+            return list(record)
     raise UserError(f"{files[0]}: holds no JSON objects; give one object with a text per line")
 
 

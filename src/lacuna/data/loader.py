@@ -8,7 +8,7 @@ import signal
 import threading
 import weakref
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec.asyn
@@ -18,9 +18,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
 from lacuna.data.packing import Batch
-from lacuna.data.plan import Plan, make_plan
-from lacuna.data.rows import LaneState, open_rows
-from lacuna.data.tokenize import BrokenRecords, usable_cores
+from lacuna.data.rows import LaneState, Plan, make_plan, open_rows
+from lacuna.data.tokenize import add_broken, usable_cores
 
 _STEPS_BEFORE_A_LANE_RETURNS = 8
 _MOST_WORKERS = 8
@@ -55,10 +54,10 @@ class _MicroBatches(IterableDataset):
         numbers = range(first, first + _STEPS_BEFORE_A_LANE_RETURNS * self.accumulation, every)
         return {row % self.plan.mixture.lanes for number in numbers for row in self.rows(number)}
 
-    def __iter__(self) -> Iterator[Batch | UserError]:
+    def __iter__(self) -> Iterator[tuple[Batch | UserError, dict[int, LaneState | None], list[str]]]:
+        """Yields each with the states of the lanes it moved, and the places of unreadable records met on the way."""
         worker = get_worker_info()
-        number, workers = (worker.id, worker.num_workers) if worker else (0, 1)
-        first = self.done + number
+        first, workers = (self.done + worker.id, worker.num_workers) if worker else (self.done, 1)
         try:
             states = {lane: self.lanes.get(lane) for lane in self.own_lanes(first, workers)}
             broken: list[str] = []
@@ -67,10 +66,10 @@ class _MicroBatches(IterableDataset):
                 numbers = self.rows(micro_batch)
                 batch = self.plan.batch([row(number) for number in numbers])
                 moved = {lane: states[lane] for lane in (number % self.plan.mixture.lanes for number in numbers)}
-                yield replace(batch, state=(moved, broken.copy()))
+                yield batch, moved, broken.copy()
                 broken.clear()
         except UserError as error:
-            yield error  # raised where the batch is handed out: a worker would bury it in a traceback
+            yield error, {}, []  # raised where the batch is handed out: a worker would bury it in a traceback
 
 
 class Loader:
@@ -79,8 +78,8 @@ class Loader:
     def __init__(self, source: _MicroBatches, workers: int) -> None:
         self._source = source
         self._workers = workers
-        self._broken = BrokenRecords(source.plan.config.data.max_broken_records)
-        self._batches: Iterator[Batch | UserError] | None = None
+        self._broken: dict[str, None] = {}
+        self._batches: Iterator[tuple] | None = None
 
     @property
     def steps_per_epoch(self) -> int | None:
@@ -95,13 +94,12 @@ class Loader:
     def __next__(self) -> Batch:
         if self._batches is None:
             self._batches = self._start()
-        batch = next(self._batches)
+        batch, moved, broken = next(self._batches)
         if isinstance(batch, UserError):
             raise batch
-        lanes, broken = batch.state
-        self._source.lanes |= lanes
+        self._source.lanes |= moved
         self._source.done += 1
-        self._broken.add(broken)
+        add_broken(self._broken, broken, self._source.plan.config.data.max_broken_records)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
@@ -112,7 +110,7 @@ class Loader:
             "signature": self._source.plan.signature(self._source.global_batch),
             "steps": steps,
             "lanes": dict(self._source.lanes),
-            "broken_records": list(self._broken.places),
+            "broken_records": list(self._broken),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -131,8 +129,7 @@ class Loader:
         self.close()
         source.done = state["steps"] * source.accumulation
         source.lanes = {lane: state["lanes"].get(lane) for lane in source.own_lanes()}
-        self._broken = BrokenRecords(self._broken.limit)
-        self._broken.add(state["broken_records"])
+        self._broken = dict.fromkeys(state["broken_records"])
 
     def close(self) -> None:
         """Stop the workers, which otherwise end with the process."""
@@ -140,14 +137,14 @@ class Loader:
             self._stop()
         self._batches = None
 
-    def _start(self) -> Iterator[Batch | UserError]:
-        options: dict[str, Any] = {}
-        if self._workers:
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
-            prefetch = self._source.plan.config.data.prefetch_factor
-            options = {"num_workers": self._workers, "prefetch_factor": prefetch, "worker_init_fn": _start_worker}
+    def _start(self) -> Iterator[tuple]:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
+        prefetch = self._source.plan.config.data.prefetch_factor if self._workers else None
         # A generator of its own: else every start of a loader draws from the one that dropout draws from.
-        batches = iter(DataLoader(self._source, batch_size=None, generator=torch.Generator(), **options))
+        batches = iter(DataLoader(
+            self._source, batch_size=None, collate_fn=tuple, num_workers=self._workers, prefetch_factor=prefetch,
+            worker_init_fn=_start_worker, generator=torch.Generator(),
+        ))  # fmt: skip
         self._stop = weakref.finalize(self, _stop_workers, batches)
         return batches
 
@@ -200,12 +197,13 @@ class Validation:
 
     def __iter__(self) -> Iterator[Batch]:
         places: list[str] = []
-        row, broken = open_rows(self.plan, {0: None}, places), BrokenRecords(self.plan.config.data.max_broken_records)
+        known: dict[str, None] = {}
+        row = open_rows(self.plan, {0: None}, places)
         first, size = self.dp_rank * self.micro_batch, self.dp_world * self.micro_batch
         most = self.plan.config.validation.steps
         for number in range(most) if most >= 0 else itertools.count():
             group = [row(number * size + within) for within in range(size)]
-            broken.add(places)
+            add_broken(known, places, self.plan.config.data.max_broken_records)
             if not any(group):
                 return
             yield self.plan.batch(group[first : first + self.micro_batch])

@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -59,7 +58,6 @@ class Batch:
         trained_tokens: labels that are not -100.
         text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are known).
         source_tokens: real tokens from each source, in the order of the configuration.
-        state: what `Loader.state_dict` needs; nobody else's business.
     """
 
     input_ids: Tensor
@@ -71,7 +69,6 @@ class Batch:
     trained_tokens: int
     text_bytes: float
     source_tokens: tuple[int, ...]
-    state: Any = None
 
 
 def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: int) -> Batch:
@@ -82,7 +79,6 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
         padding: the id that fills rows with too few tokens (only validation has them).
     """
     training, data = config.training, config.data
-    piece_length = training.context_len if training.varlen else training.seq_len
     length = training.seq_len
     input_ids = np.full(len(rows) * length, padding, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORED)
@@ -98,7 +94,7 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
             if data.predict_across_documents and start > first:
                 labels[start - 1] = span.tokens[0]
             if data.document_mask:
-                starts.extend(range(start, end, piece_length))
+                starts.extend(range(start, end, training.context_len))
             source_tokens[span.source] += len(span.tokens)
         if data.document_mask:
             starts.append(end)  # of the padding; nothing where the row is full

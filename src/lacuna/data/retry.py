@@ -1,15 +1,14 @@
 """Patience with networks: which faults pass by themselves, and trying again after growing pauses."""
 
-import http.client
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 60.0
-_HTTP_LIBRARIES = {"httpx", "httpx2", "httpcore", "httpcore2", "requests", "urllib3", "aiohttp", "huggingface_hub"}
-_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError)
+_HTTP_LIBRARIES = {"http", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "aiohttp", "huggingface_hub"}
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 _GAVE_UP = ("Couldn't reach", "Cannot reach", "Offline mode")
 """How `datasets` and the Hub's client begin when they are offline, or have tried again themselves."""
 _PASSING_STATUS = {408, 425, 429}
@@ -23,21 +22,25 @@ def may_pass(error: BaseException) -> bool:
     if status is not None:
         return status >= 500 or status in _PASSING_STATUS
     libraries = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
-    return isinstance(error, OSError | http.client.HTTPException) or bool(libraries & _HTTP_LIBRARIES)
+    return isinstance(error, OSError) or bool(libraries & _HTTP_LIBRARIES)
 
 
-def with_retries(action: Callable[[], Any], retries: int, what: str) -> Any:
-    """Return what `action` returns, calling it up to `retries` times more when a passing fault stops it.
+def with_retries(start: Callable[[], Iterable[Any]], retries: int, what: str) -> Iterator[Any]:
+    """Yield what `start` gives; after a passing fault call it again, to go on behind what was yielded last.
 
-    Raises the last fault when there is no attempt left, and any other error at once.
+    Raises the last fault after `retries` in a row, and any other error at once.
     """
-    for attempt in range(retries + 1):
+    failures = 0
+    while True:
         try:
-            return action()
+            for element in start():
+                yield element
+                failures = 0
+            return
         except Exception as error:
-            if attempt == retries or not may_pass(error):
+            if failures == retries or not may_pass(error):
                 raise
-            pause = min(_LONGEST_PAUSE, 0.5 * 2**attempt)
-            _LOG.warning("%s: %s; trying again in %.1f s (%d of %d)", what, error, pause, attempt + 1, retries)
+            pause = min(_LONGEST_PAUSE, 0.5 * 2**failures)
+            failures += 1
+            _LOG.warning("%s: %s; trying again in %.1f s (%d of %d)", what, error, pause, failures, retries)
             time.sleep(pause)
-    raise AssertionError("unreachable: the last attempt returns or raises")

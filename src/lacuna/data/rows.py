@@ -1,25 +1,109 @@
-"""The rows of a plan, as spans of documents, by one of two ways."""
+"""Which rows there are: from the configuration to spans of documents, by one of two ways."""
 
+import copy
+import logging
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
 import numpy as np
+from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import UserError
-from lacuna.data.mixture import shuffled
-from lacuna.data.packing import Document, Span
-from lacuna.data.plan import Plan
-from lacuna.data.stream import Stream
-from lacuna.data.tokenize import BrokenRecords, document_of
+from lacuna.config import Config, UserError
+from lacuna.config.documents import Source
+from lacuna.data.mixture import Mixture, Pool, random_key, shuffled
+from lacuna.data.packing import Batch, Document, Span, pack
+from lacuna.data.sources import Documents, open_source
+from lacuna.data.stream import BEGINNING, Snapshot, Stream, number_of_parts
+from lacuna.data.tokenize import TokenTable, add_broken, document_of, token_table
 
+_LOG = logging.getLogger(__name__)
+_CACHED_BELOW = 256 * 2**20
 _WINDOW = 8192
 _DRAWN_AT_ONCE = 16384
 _DRAWN_AHEAD = 64
 _MOST_EMPTY = 100_000
 
-LaneState = tuple[int, list[int], list[tuple]]
+LaneState = tuple[int, list[int], list[Snapshot]]
 """Tokens used of the current document, documents passed of each source, where to read each stream from."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides the rows.
+
+    With a `table` of all tokens the mixture has one lane; without, documents are tokenised while training, and row R
+    is the next row of lane R mod lanes. Rows end with the last document unless `endless`.
+    """
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    mixture: Mixture
+    sources: tuple[Documents, ...]
+    table: TokenTable | None
+    endless: bool = True
+
+    @property
+    def tokens_per_pass(self) -> int | None:
+        """Tokens of all documents together; None when unknown, or when sources are mixed by weight: no common pass."""
+        return int(self.table.lengths.sum()) if self.table and len(self.mixture.pools) == 1 else None
+
+    def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
+        """Lay out rows as the configuration wants them."""
+        return pack(rows, self.config, len(self.sources), self.tokenizer.eos_token_id or 0)
+
+    def signature(self, global_batch: int) -> dict[str, object]:
+        """What must be the same for a saved position to mean the same samples, by the settings that decide it."""
+        return {
+            "data.tokenization": "cache" if self.table else "online",
+            "data.shuffle": any(pool.key is not None for pool in self.mixture.pools),
+            "data.data_probs": [share / sum(self.mixture.shares) for share in self.mixture.shares],
+            "documents in data.dataset": [pool.size for pool in self.mixture.pools],
+            "training.seq_len": self.config.training.seq_len,
+            "training.seed": self.mixture.seed,
+            "training.global_batch_size": global_batch,
+        }
+
+
+def make_plan(
+    config: Config, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Source], lanes: int, endless: bool = True
+) -> Plan:
+    """Open the sources and decide the order of everything; tokenise them when they are to be cached.
+
+    What is not endless comes in the sources' own order.
+    """
+    data, seed, table = config.data, config.training.seed, None
+    sources = tuple(open_source(setting, data, data.streaming) for setting in settings)
+    keys = [random_key(seed, 0, number) if data.shuffle and endless else None for number in range(len(sources))]
+    pools: list[Pool]
+    if data.streaming:
+        pools = [
+            Stream(number_of_parts(source.shard_sizes, lanes), key, source, data.retries, endless)
+            for source, key in zip(sources, keys, strict=True)
+        ]
+    else:
+        pools = [Pool(len(source.dataset), key) for source, key in zip(sources, keys, strict=True)]
+        if settings[0].weight is None:
+            pools = [Pool(sum(pool.size for pool in pools), keys[0])]
+    if _is_cached(config, sources, endless):
+        lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
+    shares = tuple(setting.weight or 1.0 for setting in settings[: len(pools)])
+    return Plan(config, tokenizer, Mixture(seed, tuple(pools), shares, lanes), sources, table, endless)
+
+
+def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
+    """Whether to tokenise ahead or while training, by the configuration and the data alone."""
+    wanted = config.data.tokenization
+    if config.data.streaming:
+        return False
+    if not endless or config.training.epochs:
+        return True  # only the cache knows how long an epoch or the validation data is
+    if wanted == "auto":
+        size = sum(source.dataset.data.nbytes for source in sources)
+        wanted = "cache" if size < _CACHED_BELOW else "online"
+        _LOG.info("%.0f MiB of data: data.tokenization is %s", size / 2**20, wanted)
+    return wanted == "cache"
 
 
 def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> Callable[[int], list[Span]]:
@@ -50,11 +134,16 @@ class IndexedRows:
 
     def row(self, number: int) -> list[Span]:
         """The spans of a row; rows are asked for in order."""
-        length = self._plan.config.training.seq_len
-        window, place = self._place(number)
-        position, stop = place * length, min((place + 1) * length, self._end)
+        epoch, within = divmod(number, self._pass)
+        window, offset = divmod(within, self._window)
+        order = shuffled(
+            min(self._window, self._pass - within + offset), self._plan.mixture.pools[0].key, epoch, window
+        )
+        length, first = self._plan.config.training.seq_len, number - offset
+        position = (first + int(order[offset])) * length
+        stop = min(position + length, self._end)
         if self._drawn[1, -1] < stop:
-            self._draw(window * length, stop)
+            self._draw(first * length, stop)
         spans = []
         while position < stop:
             index, end = self._drawn[:, np.searchsorted(self._drawn[1], position, side="right")].tolist()
@@ -63,14 +152,6 @@ class IndexedRows:
             spans.append(document.span(start, start + stop - position, source))
             position += len(spans[-1].tokens)
         return spans
-
-    def _place(self, row: int) -> tuple[int, int]:
-        """The first place of the window that a row is shuffled in, and the row's own."""
-        epoch, within = divmod(row, self._pass)
-        window, number = divmod(within, self._window)
-        size = min(self._window, self._pass - within + number)
-        order = shuffled(size, self._plan.mixture.pools[0].key, epoch, window)
-        return row - number, row - number + int(order[number])
 
     def _draw(self, start: int, stop: int) -> None:
         """Draw documents until they reach the token `stop`, and forget those that end before the token `start`.
@@ -95,8 +176,8 @@ class LaneRows:
     def __init__(self, plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> None:
         self._plan, self._states, self._broken = plan, states, broken
         pools = plan.mixture.pools
-        starts = {lane: state or (0, [0] * len(pools), [()] * len(pools)) for lane, state in states.items()}
-        self._rows = {lane: self._rows_from(lane, *start) for lane, start in starts.items()}
+        starts = {lane: state or (0, [0] * len(pools), [BEGINNING] * len(pools)) for lane, state in states.items()}
+        self._rows = {lane: self._rows_from(lane, start) for lane, start in starts.items()}
         self._readers = {}
         for source, stream in enumerate(pools):
             if isinstance(stream, Stream):
@@ -109,11 +190,9 @@ class LaneRows:
         spans, self._states[lane] = next(self._rows[lane])
         return spans
 
-    def _rows_from(
-        self, lane: int, offset: int, cursors: list[int], snapshots: list[tuple]
-    ) -> Iterator[tuple[list[Span], LaneState]]:
+    def _rows_from(self, lane: int, state: LaneState) -> Iterator[tuple[list[Span], LaneState]]:
         """The rows of a lane from a state on, each with the state after it."""
-        cursors, snapshots = list(cursors), list(snapshots)
+        offset, cursors, snapshots = copy.deepcopy(state)
         spans, space = [], self._plan.config.training.seq_len
         for source, document in self._documents(lane, cursors, snapshots):
             while offset < len(document.tokens):
@@ -129,7 +208,7 @@ class LaneRows:
             yield spans, (offset, cursors, snapshots)
             spans = []
 
-    def _documents(self, lane: int, cursors: list[int], snapshots: list[tuple]) -> Iterator[tuple[int, Document]]:
+    def _documents(self, lane: int, cursors: list[int], snapshots: list[Snapshot]) -> Iterator[tuple[int, Document]]:
         """The documents that a lane draws, each with its source; the caller counts them in `cursors`."""
         in_vain = 0
         with suppress(StopIteration):  # where a stream ends
@@ -138,8 +217,7 @@ class LaneRows:
                 for source, index in np.transpose(drawn).tolist():
                     documents = self._plan.sources[source]
                     if source in self._readers:
-                        (record, place), snapshot = self._readers[source](lane, index)
-                        snapshots[source] = tuple(snapshot)
+                        record, place, snapshots[source] = self._readers[source](lane, index)
                     else:
                         record, place = documents.dataset[index], index
                     document = document_of(record, place, documents, self._plan.tokenizer)
@@ -147,5 +225,5 @@ class LaneRows:
                         self._broken.append(document.broken)
                     in_vain = 0 if len(document.tokens) else in_vain + 1
                     yield source, document
-            BrokenRecords(self._plan.config.data.max_broken_records).add(self._broken)
+            add_broken({}, self._broken, self._plan.config.data.max_broken_records)
             raise UserError(f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column")

@@ -42,7 +42,7 @@ def open_source(source: Source, data: DataConfig, streaming: bool) -> Documents:
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        opened = with_retries(lambda: _open(source, name, data.text_column, streaming), data.retries, name)
+        [opened] = with_retries(lambda: [_open(source, name, data.text_column, streaming)], data.retries, name)
     except (DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
@@ -89,8 +89,6 @@ def _builder(source: Source, split: str, name: str) -> DatasetBuilder:
         return datasets.load_dataset_builder(kind, data_files={split: [source.dataset]}, **options)
     if source.dataset in READERS and not source.files:
         raise UserError(f"{name}: a reader of local files needs data.data_files")
-    if source.dataset.startswith((".", "/", "~")) and not Path(source.dataset).is_dir():
-        raise UserError(f"{name}: no such file or folder; check data.dataset")
     chosen = {split: list(source.files)} if source.files else None
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
@@ -124,6 +122,5 @@ def _choose_column(columns: list[str], wanted: str | None, name: str) -> str:
     for candidate in candidates:
         if candidate in columns:
             return candidate
-    raise UserError(
-        f"{name}: no column {' or '.join(candidates)}; it has {', '.join(columns)}; name one by data.text_column"
-    )
+    known = ", ".join(columns)
+    raise UserError(f"{name}: no column {' or '.join(candidates)}; it has {known}; name one by data.text_column")

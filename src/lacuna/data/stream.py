@@ -3,7 +3,8 @@
 import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from operator import itemgetter
+from typing import Any
 
 import numpy as np
 
@@ -18,17 +19,10 @@ BLOCK = 1024
 _MOST_PARTS = 64
 
 
-class Snapshot(NamedTuple):
-    """Where a part stood at the start of a block: enough to read on from there.
-
-    `index` counts documents over all epochs, `epoch_start` those before this one; `state` is the dataset's own, None
-    at the start of an epoch.
-    """
-
-    index: int = 0
-    epoch_start: int = 0
-    state: dict[str, Any] | None = None
-
+Snapshot = tuple[int, int, dict[str, Any] | None]
+"""Where a part stood at the start of a block, enough to read on from there: documents passed over all epochs, those of
+them before this one, and the dataset's own state (None at the start of an epoch)."""
+BEGINNING: Snapshot = (0, 0, None)
 
 PlacedRecord = tuple[dict[str, Any], str]
 """A record and its place in the source."""
@@ -50,35 +44,33 @@ class Stream(Pool):
         """The document in the lane's part, int64 [n], at each ordinal."""
         return ordinals // self.size
 
-    def reader(
-        self, lanes: int, positions: dict[int, tuple[int, tuple]]
-    ) -> Callable[[int, int], tuple[PlacedRecord, Snapshot]]:
+    def reader(self, lanes: int, positions: dict[int, tuple[int, Snapshot]]) -> Callable[[int, int], tuple]:
         """A function that reads parts as far as lanes ask, and keeps for the others what they have not asked for yet.
 
         Args:
             lanes: how many there are in all.
-            positions: for each lane served, the documents it has passed and the snapshot it had last (empty: none).
+            positions: for each lane served, the documents it has passed and the snapshot it had last.
 
         Returns:
-            A function from a lane and a document in its part to the record, which is then forgotten (each lane asks
-            for its documents in their order), and the start of the block it came in. Raises StopIteration after the
-            last.
+            A function from a lane and a document in its part to the record, its place, and the start of the block it
+            came in. The record is then forgotten: each lane asks for its documents in their order. Raises StopIteration
+            after the last.
         """
         stride = lanes // self.size
         needs = {lane: passed * stride + lane // self.size for lane, (passed, _) in positions.items()}
         blocks: dict[int, Iterator[tuple[Snapshot, list[PlacedRecord]]]] = {}
         for part in {lane % self.size for lane in positions}:
-            snapshots = [Snapshot(*last) for lane, (_, last) in positions.items() if lane % self.size == part]
-            blocks[part] = self.read(part, min(snapshots, key=lambda snapshot: snapshot.index), stride)
-        kept: dict[tuple[int, int], tuple[PlacedRecord, Snapshot]] = {}
+            snapshots = [last for lane, (_, last) in positions.items() if lane % self.size == part]
+            blocks[part] = self.read(part, min(snapshots, key=itemgetter(0)), stride)
+        kept: dict[tuple[int, int], tuple] = {}
 
-        def read_document(lane: int, index: int) -> tuple[PlacedRecord, Snapshot]:
+        def read_document(lane: int, index: int) -> tuple:
             part = lane % self.size
             while (part, index) not in kept:
                 snapshot, block = next(blocks[part])
-                for number, found in enumerate(block, start=snapshot.index):
+                for number, found in enumerate(block, start=snapshot[0]):
                     if number >= needs.get(number % stride * self.size + part, number + 1):
-                        kept[part, number] = found, snapshot
+                        kept[part, number] = *found, snapshot
             return kept.pop((part, index))
 
         return read_document
@@ -91,40 +83,31 @@ class Stream(Pool):
         """
         name, where = self.documents.name, f"part {part} of {self.size}"
         shard = self.documents.dataset.shard(self.size, part)
-        start, snapshot = shard.state_dict(), first
-        blocks: Iterator[dict[str, list]] | None = None
+        beginning = shard.state_dict()
+        index, epoch_start, state = first
 
-        def read_block() -> dict[str, list]:
-            nonlocal blocks
-            if blocks is None:
-                shard.load_state_dict(snapshot.state or start)
-                blocks = shard.iter(BLOCK)  # not iter(): that leaves parts to torch's other workers
-            try:
-                return next(blocks, {})
-            except Exception:
-                blocks = None  # a generator that raised is finished; the next attempt opens the source again
-                raise
+        def blocks_from_here() -> Iterator[dict[str, list]]:
+            shard.load_state_dict(state or beginning)
+            return shard.iter(BLOCK)  # not iter(): that leaves parts to torch's other workers
 
         while True:
-            columns = with_retries(read_block, self.retries, name)
-            index, epoch_start, _ = snapshot
-            if columns:
+            for columns in with_retries(blocks_from_here, self.retries, name):
                 records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
                 order = shuffled(len(records), self.key, part, index)
-                yield snapshot, [(records[n], f"{index - epoch_start + n} of {where}") for n in order]
-                snapshot = Snapshot(index + len(records), epoch_start, shard.state_dict())
-            elif index == epoch_start:
+                block = [(records[n], f"{index - epoch_start + n} of {where}") for n in order]
+                yield (index, epoch_start, state), block
+                index, state = index + len(records), shard.state_dict()
+            if index == epoch_start:
                 raise UserError(f"{name}: {where} holds no documents; leave out empty files")
-            elif not self.endless:
+            if not self.endless:
                 return
-            else:
-                if not epoch_start and index < fewest:
-                    _LOG.warning(
-                        "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen "
-                        "again before others are seen at all; set data.streaming=false for small data",
-                        name, where, index, fewest,
-                    )  # fmt: skip
-                snapshot, blocks = Snapshot(index, index), None
+            if not epoch_start and index < fewest:
+                _LOG.warning(
+                    "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen "
+                    "again before others are seen at all; set data.streaming=false for small data",
+                    name, where, index, fewest,
+                )  # fmt: skip
+            epoch_start, state = index, None
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:

@@ -1,10 +1,9 @@
 """Text to tokens: the tokenizer, one document of a record, and all of a source in a cache."""
 
 import logging
-import math
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -30,28 +29,21 @@ _CACHE_VERSION = 3
 _BYTES_PER_PROCESS = 8 * 2**20
 
 
-@dataclass
-class BrokenRecords:
-    """Counts unreadable records, warns of the first, and stops the run when there are more than `limit`.
+def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> None:
+    """Add the places of unreadable records to those that are `known`, each once; warn of the first.
 
-    A record that comes again in a later epoch, or to another reader, is counted once.
+    Raises UserError with the first few places when there are more than `limit`.
     """
-
-    limit: int
-    places: dict[str, None] = field(default_factory=dict)
-
-    def add(self, places: Iterable[str]) -> None:
-        """Raises UserError with the first few places when there are too many."""
-        warned = bool(self.places)
-        self.places |= dict.fromkeys(places)
-        examples = "; ".join(islice(self.places, 3))
-        if len(self.places) > self.limit:
-            raise UserError(
-                f"more than {self.limit} unreadable records, the first: {examples}; "
-                "mend the data, or raise data.max_broken_records to skip them"
-            )
-        if self.places and not warned:
-            _LOG.warning("unreadable records are left out, further ones silently: %s", examples)
+    warned = bool(known)
+    known |= dict.fromkeys(places)
+    examples = "; ".join(islice(known, 3))
+    if len(known) > limit:
+        raise UserError(
+            f"more than {limit} unreadable records, the first: {examples}; "
+            "mend the data, or raise data.max_broken_records to skip them"
+        )
+    if known and not warned:
+        _LOG.warning("unreadable records are left out, further ones silently: %s", examples)
 
 
 def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
@@ -153,7 +145,7 @@ def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase
     """
     parts = [_tokenised(source, tokenizer) for source in sources]
     dataset = datasets.concatenate_datasets(parts)
-    BrokenRecords(most_broken).add(pc.drop_null(dataset.data.column(BROKEN)).to_pylist())
+    add_broken({}, pc.drop_null(dataset.data.column(BROKEN)).to_pylist(), most_broken)
     table = TokenTable(dataset, np.cumsum([len(part) for part in parts]))
     for source, tokens in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
         if not tokens.any():
@@ -167,7 +159,7 @@ def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Dataset
     folder = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", key)
     folder.mkdir(parents=True, exist_ok=True)
     tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 else "int32"))
-    processes = min(usable_cores(), math.ceil(source.dataset.data.nbytes / _BYTES_PER_PROCESS))
+    processes = min(usable_cores(), source.dataset.data.nbytes // _BYTES_PER_PROCESS)
     with FileLock(folder.with_suffix(".lock")):
         return source.dataset.map(
             lambda record, number: vars(document_of(record, number, source, tokenizer)), with_indices=True,
