@@ -74,7 +74,7 @@ def make_plan(
     What is not endless comes in the sources' own order.
     """
     data, seed, table = config.data, config.training.seed, None
-    sources = tuple(open_source(setting, data, data.streaming) for setting in settings)
+    sources = tuple(open_source(setting, data) for setting in settings)
     keys = [random_key(seed, 0, number) if data.shuffle and endless else None for number in range(len(sources))]
     pools: list[Pool]
     if data.streaming:

@@ -34,7 +34,7 @@ class Documents:
     shard_sizes: tuple[int, ...] = ()
 
 
-def open_source(source: Source, data: DataConfig, streaming: bool) -> Documents:
+def open_source(source: Source, data: DataConfig) -> Documents:
     """Open a source of documents.
 
     Raises UserError when there is no such dataset, file, split or column, or nothing in it.
@@ -42,45 +42,45 @@ def open_source(source: Source, data: DataConfig, streaming: bool) -> Documents:
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        [opened] = with_retries(lambda: [_open(source, name, data.text_column, streaming)], data.retries, name)
-    except (DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
+        [opened] = with_retries(lambda: [_open(source, data)], data.retries, name)
+    except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
-            raise cause from None
+            raise UserError(f"{name}: {cause}") from None
         reason = str(cause).strip().partition("\n")[0]
         raise UserError(
             f"{name}: cannot be opened: {reason}; check data.dataset (or validation.dataset), its name, split, "
             "folder and files, and whether the Hub can be reached"
         ) from error
-    if not streaming and not len(opened.dataset):
+    documents = Documents(name, *opened)
+    if not data.streaming and not len(documents.dataset):
         raise UserError(f"{name}: holds no documents; check data.dataset_split, data.data_dir and data.data_files")
-    return opened
+    return documents
 
 
-def _open(source: Source, name: str, wanted: str | None, streaming: bool) -> Documents:
+def _open(source: Source, data: DataConfig) -> tuple[Dataset | IterableDataset, str, tuple]:
+    """All of a source's `Documents` but the name."""
     split, bracket, _ = source.split.partition("[")
-    if bracket and streaming:
-        raise UserError(
-            f"{name}: a stream has no length to take a part of; give a whole split, or set data.streaming=false"
-        )
+    if bracket and data.streaming:
+        raise UserError("a stream has no length to take a part of; give a whole split, or set data.streaming=false")
     folder = Path(source.dataset, source.dir or "")
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(folder))
         dataset: Any = _part(saved if isinstance(saved, DatasetDict) else {split: saved}, source.split)
-        if streaming:
+        if data.streaming:
             dataset = dataset.to_iterable_dataset(min(_STREAMED_SHARDS, len(dataset)))
     else:
-        builder = _builder(source, split, name)
+        builder = _builder(source, split)
         if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(builder, source.split, name, wanted, streaming)
-        if not streaming:
+            return _from_files(builder, source.split, data)
+        if not data.streaming:
             builder.download_and_prepare()
-        dataset = (builder.as_streaming_dataset if streaming else builder.as_dataset)(source.split)
-    column = _choose_column(dataset.column_names or list(next(iter(dataset), {})), wanted, name)
-    return Documents(name, dataset.select_columns([column]), column, (1,) * dataset.num_shards if streaming else ())
+        dataset = (builder.as_streaming_dataset if data.streaming else builder.as_dataset)(source.split)
+    column = _choose_column(dataset.column_names or list(next(iter(dataset), {})), data.text_column)
+    return dataset.select_columns([column]), column, (1,) * dataset.num_shards if data.streaming else ()
 
 
-def _builder(source: Source, split: str, name: str) -> DatasetBuilder:
+def _builder(source: Source, split: str) -> DatasetBuilder:
     """What `datasets` makes of a source: its files by split, and the kind of their records."""
     if source.dataset == corpus.NAME:
         return datasets.load_dataset_builder("text", data_files=corpus.stdlib_files())
@@ -88,26 +88,26 @@ def _builder(source: Source, split: str, name: str) -> DatasetBuilder:
     if kind is not None and not Path(source.dataset).is_dir():
         return datasets.load_dataset_builder(kind, data_files={split: [source.dataset]}, **options)
     if source.dataset in READERS and not source.files:
-        raise UserError(f"{name}: a reader of local files needs data.data_files")
+        raise UserError("a reader of local files needs data.data_files")
     chosen = {split: list(source.files)} if source.files else None
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
 
-def _from_files(builder: DatasetBuilder, split: str, name: str, wanted: str | None, streaming: bool) -> Documents:
+def _from_files(builder: DatasetBuilder, split: str, data: DataConfig) -> tuple[Dataset | IterableDataset, str, tuple]:
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
     whole, kind = split.partition("[")[0], builder.name
     found = builder.config.data_files.get(whole)
     if not found:
-        raise UserError(f"{name}: no files of this split; there are {', '.join(map(str, builder.config.data_files))}")
-    column = _choose_column(files.columns_of(found, kind), wanted if kind == "json" else None, name)
+        raise UserError(f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}")
+    column = _choose_column(files.columns_of(found, kind), data.text_column if kind == "json" else None)
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features({column: value, files.BROKEN: Value("string")})
     arguments = {"files": found, "kind": kind, "column": column, "version": _READER_VERSION}
-    opener = IterableDataset if streaming else Dataset
+    opener = IterableDataset if data.streaming else Dataset
     dataset = opener.from_generator(files.read_records, features=features, gen_kwargs=arguments)
-    if streaming:
-        return Documents(name, dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found))
-    return Documents(name, _part({whole: dataset}, split), column)
+    if data.streaming:
+        return dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found)
+    return _part({whole: dataset}, split), column, ()
 
 
 def _part(splits: dict[str, Dataset], split: str) -> Dataset:
@@ -117,10 +117,9 @@ def _part(splits: dict[str, Dataset], split: str) -> Dataset:
     return whole.select(range(part.from_ or 0, len(whole) if part.to is None else part.to))
 
 
-def _choose_column(columns: list[str], wanted: str | None, name: str) -> str:
+def _choose_column(columns: list[str], wanted: str | None) -> str:
     candidates = (wanted,) if wanted else _COLUMNS
     for candidate in candidates:
         if candidate in columns:
             return candidate
-    known = ", ".join(columns)
-    raise UserError(f"{name}: no column {' or '.join(candidates)}; it has {known}; name one by data.text_column")
+    raise UserError(f"no column {' or '.join(candidates)}; it has {', '.join(columns)}; name one by data.text_column")
