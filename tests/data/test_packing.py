@@ -12,7 +12,7 @@ NO = IGNORED
 
 
 def span(tokens: list[int], following: int = NO, source: int = 0, text_bytes: float = 0.0) -> Span:
-    return Span(np.array(tokens), np.array([*tokens[1:], following]), source, text_bytes)
+    return Span(np.array(tokens, dtype=np.int32), following, source, text_bytes)
 
 
 ROWS = [

@@ -2,8 +2,8 @@
 
 The way of a document: `sources` opens what the configuration names (`files` reads local JSON and texts, `corpus`
 is the one that needs no download); `mixture` decides the order of documents from the seed and their positions;
-`tokenize` makes tokens of them; `packing` makes batches of tokens; `loader` hands batches out and saves its
-position. `rows` chooses between two ways:
+`tokenize` makes tokens of them; `packing` makes batches of rows; `loader` hands batches out and saves its position.
+`rows` makes the rows of documents in one of two ways:
 
 - `IndexedRows`: the sources are tokenised once into a cache; row R is tokens [R * seq_len, (R + 1) * seq_len) of
   all documents in their order, so that any process can make any row and the position is the step alone.

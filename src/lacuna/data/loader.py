@@ -84,9 +84,8 @@ class Loader:
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps until every document was trained on; None when that is not known."""
-        plan = self._source.plan
-        tokens = plan.tokens_per_pass
-        return tokens and -(-tokens // (self._source.global_batch * plan.config.training.seq_len))
+        rows = self._source.plan.rows_per_pass
+        return rows and -(-rows // self._source.global_batch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self

@@ -16,12 +16,12 @@ IGNORED = -100
 class Span:
     """A run of one document's tokens inside one row.
 
-    `labels` has the document's next token for each, IGNORED where it ends; `text_bytes` counts the UTF-8 bytes of the
-    text that these tokens came from (nan when only tokens are known).
+    `following` is the document's next token, or IGNORED where the document ends; `text_bytes` the UTF-8 bytes of
+    the text that these tokens came from (nan when only tokens are known).
     """
 
     tokens: np.ndarray
-    labels: np.ndarray
+    following: int
     source: int
     text_bytes: float
 
@@ -39,9 +39,9 @@ class Document:
 
     def span(self, start: int, stop: int, source: int) -> Span:
         """The tokens [start, stop), fewer where the document ends before."""
-        tokens = self.tokens[start:stop]
-        labels = np.append(self.tokens[start + 1 : stop + 1], IGNORED)[: len(tokens)]
-        return Span(tokens, labels, source, self.text_bytes * len(tokens) / len(self.tokens))
+        tokens, size = self.tokens[start:stop], len(self.tokens)
+        following = int(self.tokens[stop]) if stop < size else IGNORED
+        return Span(tokens, following, source, self.text_bytes * len(tokens) / size)
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
         for span in spans:
             start, end = end, end + len(span.tokens)
             input_ids[start:end] = span.tokens
-            labels[start:end] = span.labels
+            labels[start : end - 1] = span.tokens[1:]
+            labels[end - 1] = span.following
             if data.predict_across_documents and start > first:
                 labels[start - 1] = span.tokens[0]
             if data.document_mask:

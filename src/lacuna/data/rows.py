@@ -45,9 +45,10 @@ class Plan:
     endless: bool = True
 
     @property
-    def tokens_per_pass(self) -> int | None:
-        """Tokens of all documents together; None when unknown, or when sources are mixed by weight: no common pass."""
-        return int(self.table.lengths.sum()) if self.table and len(self.mixture.pools) == 1 else None
+    def rows_per_pass(self) -> int | None:
+        """Rows that all documents fill; None when unknown, or when sources are mixed by weight: no common pass."""
+        known = self.table and len(self.mixture.pools) == 1
+        return math.ceil(self.table.lengths.sum() / self.config.training.seq_len) if known else None
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
         """Lay out rows as the configuration wants them."""
@@ -125,9 +126,9 @@ class IndexedRows:
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._end = math.inf if plan.endless else plan.tokens_per_pass
-        self._pass = -(-(plan.tokens_per_pass or 0) // plan.config.training.seq_len) or _WINDOW
-        self._window = -(-self._pass // -(-self._pass // _WINDOW))
+        self._end = math.inf if plan.endless else int(plan.table.lengths.sum())
+        self._pass = plan.rows_per_pass or _WINDOW
+        self._window = math.ceil(self._pass / math.ceil(self._pass / _WINDOW))
         self._pool_starts = np.cumsum([0, *(pool.size for pool in plan.mixture.pools)])
         self._cursors = np.zeros(len(plan.mixture.pools), dtype=np.int64)
         self._drawn = np.zeros((2, 1), dtype=np.int64)
@@ -136,9 +137,8 @@ class IndexedRows:
         """The spans of a row; rows are asked for in order."""
         epoch, within = divmod(number, self._pass)
         window, offset = divmod(within, self._window)
-        order = shuffled(
-            min(self._window, self._pass - within + offset), self._plan.mixture.pools[0].key, epoch, window
-        )
+        size = min(self._window, self._pass - within + offset)
+        order = shuffled(size, self._plan.mixture.pools[0].key, epoch, window)
         length, first = self._plan.config.training.seq_len, number - offset
         position = (first + int(order[offset])) * length
         stop = min(position + length, self._end)

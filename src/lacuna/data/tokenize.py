@@ -2,10 +2,11 @@
 
 import logging
 import os
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Any
 
@@ -123,18 +124,22 @@ class TokenTable:
     """
 
     dataset: Dataset
-    ends: np.ndarray
+    ends: list[int]
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """int64 [documents], in tokens."""
         return pc.list_value_length(self.dataset.data.column("tokens")).to_numpy()
 
+    @cached_property
+    def text_bytes(self) -> np.ndarray:
+        """float64 [documents], UTF-8 bytes of each text; nan where only its tokens are known."""
+        return self.dataset.data.column("text_bytes").to_numpy()
+
     def document(self, index: int) -> tuple[Document, int]:
         """A document, its tokens a view of the file, and its source."""
-        tokens, text_bytes = (self.dataset.data.column(name)[index] for name in ("tokens", "text_bytes"))
-        document = Document(tokens.values.to_numpy(), text_bytes.as_py())
-        return document, int(np.searchsorted(self.ends, index, side="right"))
+        tokens = self.dataset.data.column("tokens")[index].values.to_numpy()
+        return Document(tokens, float(self.text_bytes[index])), bisect_right(self.ends, index)
 
 
 def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase, most_broken: int) -> TokenTable:
@@ -146,7 +151,7 @@ def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase
     parts = [_tokenised(source, tokenizer) for source in sources]
     dataset = datasets.concatenate_datasets(parts)
     add_broken({}, pc.drop_null(dataset.data.column(BROKEN)).to_pylist(), most_broken)
-    table = TokenTable(dataset, np.cumsum([len(part) for part in parts]))
+    table = TokenTable(dataset, list(accumulate(map(len, parts))))
     for source, tokens in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
         if not tokens.any():
             raise UserError(f"{source.name}: no record holds any text; check data.text_column")
