@@ -164,7 +164,7 @@ def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Dataset
     folder = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", key)
     folder.mkdir(parents=True, exist_ok=True)
     tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 else "int32"))
-    processes = min(usable_cores(), source.dataset.data.nbytes // _BYTES_PER_PROCESS)
+    processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
     with FileLock(folder.with_suffix(".lock")):
         return source.dataset.map(
             lambda record, number: vars(document_of(record, number, source, tokenizer)), with_indices=True,
