@@ -17,7 +17,7 @@ from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
 from lacuna.train.batch import plan_batch
 from lacuna.train.checkpoint import newest_complete, read_state, read_tensors, write_checkpoint
-from lacuna.train.optimizer import allocate_state, build_optimizer, optimizer_tensors, set_learning_rate
+from lacuna.train.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
 from lacuna.train.resume import model_tensors
 from lacuna.train.schedule import learning_rate
 from lacuna.train.setup import tokenizer_source
@@ -33,7 +33,6 @@ mesh = build_mesh(layout, process.device.type)
 loader = build_loader(config, tokenizer, dp_rank=mesh.data_rank, dp_world=layout.data_parallel, **vars(plan))
 built = build_model(config, tokenizer, mesh, process.device, plan.accumulation)
 optimizer = build_optimizer(built.model, config)
-allocate_state(optimizer)
 tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)  # not copies: filled in place below
 
 first_step = 0

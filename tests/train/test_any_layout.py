@@ -15,7 +15,7 @@ from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.processes import Process
 from lacuna.train.checkpoint import read_tensors, write_checkpoint
-from lacuna.train.optimizer import allocate_state, build_optimizer, optimizer_tensors
+from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from lacuna.train.resume import model_tensors
 from layouts import pipelined
 from tiny import CPU, differing, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
@@ -53,7 +53,6 @@ def built_in(name: str, model_config: Path) -> tuple[BuiltModel, dict[str, Tenso
     process = Process(group.rank(), group.size(), group.rank(), CPU, group, group)
     built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU, case.accumulation)
     optimizer = build_optimizer(built.model, config)
-    allocate_state(optimizer)
     return built, model_tensors(built.model) | optimizer_tensors(built.model, optimizer), process
 
 

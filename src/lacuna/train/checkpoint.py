@@ -48,12 +48,11 @@ def prepare_folder(folder: str) -> None:
 
 def _checksum(path: str | Path) -> list[int]:
     """Size and CRC-32 of a file."""
-    size = checksum = 0
+    checksum = 0
     with open(path, "rb") as file:
         while block := file.read(1 << 24):
-            size += len(block)
             checksum = zlib.crc32(block, checksum)
-    return [size, checksum]
+        return [file.tell(), checksum]
 
 
 def _sync(path: str) -> None:

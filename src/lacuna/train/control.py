@@ -2,8 +2,8 @@
 
 import os
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from types import FrameType
 
 import torch
@@ -15,9 +15,8 @@ from lacuna.config import UserError
 LOCK_PATIENCE_SECONDS = 10.0
 
 
-@contextmanager
-def stop_on_signals() -> Iterator[Sequence[int]]:
-    """Yields the signals received so far: within it, SIGINT and SIGTERM ask the loop to save and stop after the step.
+def stop_on_signals() -> Sequence[int]:
+    """The signals received so far: from now on SIGINT and SIGTERM only ask the loop to save and stop after the step.
 
     A second Ctrl-C stops at once.
     """
@@ -28,12 +27,9 @@ def stop_on_signals() -> Iterator[Sequence[int]]:
             raise KeyboardInterrupt
         received.append(number)
 
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return received
 
 
 def lock(folder: str) -> AbstractContextManager[object]:

@@ -22,12 +22,19 @@ from lacuna.config import Config, UserError
 
 logger = logging.getLogger(__name__)
 
-# Dense bfloat16 tensor-core peak with float32 accumulation, TFLOP/s, by a part of the device's name.
+# Dense bfloat16 tensor-core peak with float32 accumulation, TFLOP/s, by a part of the device's name: the first fits.
 PEAK_TFLOPS = {
     "B200": 2250.0, "GB200": 2500.0, "GH200": 989.0, "H200": 989.0, "H100 NVL": 835.0, "H100 PCIe": 756.0,
     "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "A40": 149.7, "A10G": 70.0,
     "A6000": 154.8, "L40S": 362.0, "L4": 121.0, "RTX 5090": 209.5, "RTX 4090": 165.2, "RTX 3090": 71.0,
     "MI300X": 1307.4, "MI325X": 1307.4, "MI250X": 191.5,
+}  # fmt: skip
+
+# What the terminal shows of a training row, where it is known and not 0.
+SHOWN = {
+    "loss": "loss {:.4f}", "grad_norm": "norm {:.2f}", "lr": "lr {:.1e}", "tokens_per_second": "{:,.0f} tokens/s",
+    "mfu": "mfu {:.1%}", "memory_gib": "{:.1f} GiB", "data_wait_fraction": "wait {:.0%}",
+    "skipped_steps": "[red]skipped {}[/red]",
 }  # fmt: skip
 
 
@@ -36,11 +43,11 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    known = [key for key in PEAK_TFLOPS if re.search(rf"\b{key}\b", name)]
-    if not known:
-        logger.warning("no bf16 peak is known for %r: mfu stays null", name)
-        return None
-    return PEAK_TFLOPS[max(known, key=len)] * 1e12
+    for part, peak in PEAK_TFLOPS.items():
+        if re.search(rf"\b{part}\b", name):
+            return peak * 1e12
+    logger.warning("no bf16 peak is known for %r: mfu stays null", name)
+    return None
 
 
 def peak_memory(device: torch.device) -> float:
@@ -109,10 +116,10 @@ class MetricWriter:
     def write(self, row: dict[str, Any]) -> None:
         """Writes one row; numbers that are not finite become null in the JSON file."""
         step = row["step"]
-        infinite = [key for key, value in row.items() if isinstance(value, float) and not math.isfinite(value)]
+        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+        infinite = [key for key, value in numbers.items() if not math.isfinite(value)]
         if self._rows is not None:
             self._rows.write(json.dumps(row | dict.fromkeys(infinite)) + "\n")
-        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
         if self._board is not None:
             for key, value in numbers.items():
                 self._board.add_scalar(key, value, step)
@@ -122,18 +129,9 @@ class MetricWriter:
             bits = "" if "val_bits_per_byte" in infinite else f"  {row['val_bits_per_byte']:.4f} bits per byte"
             self.console.print(f"[cyan]step {step:>6}  validation loss {row['val_loss']:.4f} nats per token{bits}")
         else:
-            self._show_training(row)
-
-    def _show_training(self, row: dict[str, Any]) -> None:
-        mfu = "" if row["mfu"] is None else f"  mfu {row['mfu']:.1%}"
-        skipped = f"  [red]skipped {row['skipped_steps']}[/red]" if row["skipped_steps"] else ""
-        speed = f"{row['tokens_per_second']:,.0f} tokens/s"
-        self.advance(summary=f"loss {row['loss']:.4f}  {speed}")
-        self.console.print(
-            f"step {row['step']:>6}  loss {row['loss']:.4f}  norm {row['grad_norm']:.2f}  lr {row['lr']:.1e}  "
-            f"{speed}{mfu}  {row['memory_gib']:.1f} GiB  wait {row['data_wait_fraction']:.0%}{skipped}",
-            soft_wrap=True,
-        )
+            shown = "  ".join(text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key))
+            self.advance(summary=f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s")
+            self.console.print(f"step {step:>6}  {shown}", soft_wrap=True)
 
     def write_sample(self, step: int, prompt: str, text: str) -> None:
         """Keeps and shows a text that the model wrote after `prompt`."""

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from lacuna.config import Config
@@ -13,12 +13,7 @@ from lacuna.parallel.pipeline import tied_weights
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: not on embeddings (tied heads included), norms and biases."""
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters(recurse=False)
-    }
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     decayed, free = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -42,6 +37,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
     """Lets the backward pass update each parameter as soon as its gradient is complete, which then is dropped."""
 
     def update(_: Tensor) -> None:
+        optimizer.found_inf = None  # the last step may have been skipped
         optimizer.step()  # only those that have a gradient
         optimizer.zero_grad(set_to_none=True)
 
@@ -53,8 +49,7 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
 def _norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all of them, on one mesh. On CPUs torch sums squares one by one, which float32 is too short for."""
     dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype))).full_tensor()
 
 
 def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
@@ -63,21 +58,18 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     The norm is 0 when the backward pass has used the gradients up. Parameters inside and outside the layers lie on
     different meshes, of which torch takes one at a time.
     """
-    inside = {id(parameter) for stage in built.stages for layer in stage.layers for parameter in layer.parameters()}
     counted_elsewhere = {id(weight) for weight in tied_weights(built.model, built.mesh) if built.mesh.rank("pp") > 0}
-    trained = [parameter for parameter in built.model.parameters() if parameter.grad is not None]
-    parts = [[parameter for parameter in trained if (id(parameter) in inside) == is_inside] for is_inside in (0, 1)]
-    norms = [
-        _norm([parameter.grad for parameter in part if id(parameter) not in counted_elsewhere])
-        for part in parts
-        if part
-    ]
-    square = torch.stack(norms).square().sum() if norms else torch.zeros((), device=built.device)
+    parts: dict[DeviceMesh, list[nn.Parameter]] = {}
+    for parameter in built.model.parameters():
+        if parameter.grad is not None:
+            parts.setdefault(parameter.device_mesh, []).append(parameter)
+    norms = [_norm([p.grad for p in part if id(p) not in counted_elsewhere]) for part in parts.values()]
+    square = sum((norm.square() for norm in norms), torch.zeros(()))
     if built.pipeline is not None:
         dist.all_reduce(square, group=built.mesh.pipeline)
     norm = square.sqrt().float()
     if max_norm > 0:
-        for part in parts:
+        for part in parts.values():
             clip_grads_with_norm_(part, max_norm, norm, foreach=True)
     return norm.to(built.device)
 
@@ -88,38 +80,29 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
         group["lr"] = learning_rate
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor | None) -> None:
+def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
     """One update in place, left out where `skip` (a float scalar on the device) is 1.
 
     The fused kernel reads `skip` on the device, so that nobody waits; the others have to ask.
     """
-    if skip is None:
-        optimizer.step()
-    elif optimizer.defaults["fused"]:
-        optimizer.grad_scale, optimizer.found_inf = None, skip
-        optimizer.step()
-    elif not skip.item():
+    if optimizer.defaults["fused"]:
+        optimizer.found_inf = skip
+    if optimizer.defaults["fused"] or not skip.item():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
 
 
-def allocate_state(optimizer: torch.optim.AdamW) -> None:
-    """Gives every parameter AdamW's state before the first step, so that a checkpoint can be loaded into it."""
+def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
+    """The optimizer's state by parameter name: `optimizer.<parameter>.<exp_avg|exp_avg_sq|step>`, not copied.
+
+    Before the first step it is made, as AdamW would, so that a checkpoint can be loaded into it.
+    """
+    names, tensors = {parameter: name for name, parameter in model.named_parameters()}, {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
-            if parameter not in optimizer.state:
-                device = parameter.device if group["fused"] else "cpu"
-                optimizer.state[parameter] = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name: `optimizer.<parameter>.<exp_avg|exp_avg_sq|step>`, not copied."""
-    return {
-        f"optimizer.{name}.{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
+            state = optimizer.state[parameter]
+            if not state:
+                state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+                state |= {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
+            tensors |= {f"optimizer.{names[parameter]}.{key}": value for key, value in state.items()}
+    return tensors

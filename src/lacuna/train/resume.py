@@ -4,6 +4,7 @@ import logging
 import os
 import random
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -37,8 +38,8 @@ class TrainState:
 
     def count_sources(self, tokens: list[float]) -> None:
         """Adds a step's tokens of each source."""
-        seen = self.source_tokens or [0] * len(tokens)
-        self.source_tokens = [before + int(more) for before, more in zip(seen, tokens, strict=True)]
+        pairs = zip_longest(self.source_tokens, tokens, fillvalue=0)
+        self.source_tokens = [seen + int(more) for seen, more in pairs]
 
     def source_shares(self, config: Config) -> dict[str, float]:
         """The share of all tokens so far that each source gave, when there are several."""

@@ -1,9 +1,9 @@
 """When checkpoints are written, in the foreground or behind the training, and which ones are kept."""
 
 import logging
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -27,8 +27,8 @@ class CheckpointSaver:
         # Saves may run behind the training, whose own talk must not mix with theirs.
         self.process = replace(process, control=process.background)
         self.last_time = time.monotonic()
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
+        self._thread = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
 
     def due_by_steps(self, step: int) -> bool:
         """Whether a checkpoint falls due after `step` steps."""
@@ -54,21 +54,12 @@ class CheckpointSaver:
         copies = {name: tensor.to("cpu", non_blocking=pinned, copy=True) for name, tensor in tensors.items()}
         if pinned:
             torch.cuda.synchronize()
-        self._thread = threading.Thread(target=self._write_behind, args=(step, copies, state), daemon=True)
-        self._thread.start()
+        self._written = self._thread.submit(self._write, step, copies, state)
 
     def wait(self) -> None:
         """Waits for the checkpoint being written, if any, and raises what went wrong with it."""
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def _write_behind(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
-        try:
-            self._write(step, tensors, state)
-        except BaseException as error:  # raised in the training thread by wait()
-            self._error = error
+        if self._written is not None:
+            self._written.result()
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         started = time.monotonic()

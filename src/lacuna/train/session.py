@@ -29,7 +29,8 @@ def train_here(config: Config) -> None:
     """
     first = int(os.environ.get("RANK", 0)) == 0
     console = set_up_logging(config, visible=first)
-    with stop_on_signals() as stop, lock(str(config.job.dump_folder)) if first else nullcontext():
+    stop = stop_on_signals()
+    with lock(str(config.job.dump_folder)) if first else nullcontext():
         _train(config, console, stop)
 
 
@@ -96,13 +97,12 @@ def _show_ways_on(run: Run, console: Console) -> None:
     """What can be done with the model now."""
     folder, epochs = str(run.config.job.dump_folder), run.config.training.epochs
     longer = f"--training.epochs {epochs * 2}" if epochs else f"--training.steps {run.total_steps * 2}"
-    ways_on = {
-        "model": f"{folder}/hf, which transformers' AutoModelForCausalLM.from_pretrained opens",
-        "curves": f"{folder}/metrics.jsonl; tensorboard --logdir {folder}",
-        "try it": f"lacuna generate {folder} --prompt 'def main():' --temperature 0.8",
-        "train on": f"lacuna train {folder}/config.toml {longer}",
-        "larger": "lacuna train pretrain_124m.toml (lacuna train --help lists the recipes)",
-        "your data": "lacuna train --data.dataset my.jsonl --job.name mine (rows with a text column)",
-    }
-    for name, way in ways_on.items():
-        console.print(f"  {name:<10} {way}", soft_wrap=True)
+    console.print(
+        f"  model      {folder}/hf, which transformers' AutoModelForCausalLM.from_pretrained opens\n"
+        f"  curves     {folder}/metrics.jsonl; tensorboard --logdir {folder}\n"
+        f"  try it     lacuna generate {folder} --prompt 'def main():' --temperature 0.8\n"
+        f"  train on   lacuna train {folder}/config.toml {longer}\n"
+        "  larger     lacuna train pretrain_124m.toml (lacuna train --help lists the recipes)\n"
+        "  your data  lacuna train --data.dataset my.jsonl --job.name mine (rows with a text column)",
+        soft_wrap=True,
+    )

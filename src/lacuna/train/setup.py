@@ -19,7 +19,7 @@ from lacuna.parallel.processes import Process, on_first
 from lacuna.train.batch import BatchPlan, plan_batch
 from lacuna.train.checkpoint import prepare_folder, read_tensors
 from lacuna.train.metrics import MetricWriter
-from lacuna.train.optimizer import allocate_state, build_optimizer, optimizer_tensors
+from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from lacuna.train.resume import TrainState, find_start, model_tensors, restore
 from lacuna.train.saver import CheckpointSaver
 
@@ -90,7 +90,6 @@ def set_up(config: Config, process: Process, console: Console) -> Run:
     set_seed((config.training.seed + process.rank) % 2**32)  # ranks differ, so that dropout does
     state = TrainState()
     if saved is not None:
-        allocate_state(optimizer)
         read_tensors(str(start), optimizer_tensors(built.model, optimizer), process)
         state = restore(saved, loader, process)
     validation = None

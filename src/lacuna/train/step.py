@@ -1,7 +1,6 @@
 """One optimizer step: micro-batches in, gradients summed over ranks, one update, and its news."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,23 +13,6 @@ from lacuna.objective.language_modelling import language_modelling_loss
 from lacuna.parallel.fsdp import exchange_gradients
 from lacuna.parallel.pipeline import add_tied_gradients
 from lacuna.train.optimizer import clip_gradients, optimizer_step
-
-
-class Status(NamedTuple):
-    """What all ranks know of a step once its numbers are on the host; `stop` and `save` count the ranks that ask."""
-
-    tokens: float
-    trained_tokens: float
-    stop: float
-    save: float
-    finite: float
-    skipped: float
-    skipped_in_a_row: float
-
-
-def count_skip(skipped: Tensor, skip: Tensor) -> Tensor:
-    """[skipped steps, those in a row] on the device after one more step, which was skipped if `skip` is 1."""
-    return torch.stack([skipped[0] + skip, (skipped[1] + 1) * skip])
 
 
 def agree(batches: Sequence[Batch], stop: bool, save: bool, built: BuiltModel) -> Tensor:

@@ -22,7 +22,7 @@ from lacuna.train.profiling import profiled
 from lacuna.train.resume import model_tensors, saved_state
 from lacuna.train.schedule import learning_rate
 from lacuna.train.setup import Run
-from lacuna.train.step import Status, accumulate_gradients, agree, count_skip, update
+from lacuna.train.step import accumulate_gradients, agree, update
 from lacuna.train.validation import evaluate
 
 logger = logging.getLogger(__name__)
@@ -63,12 +63,11 @@ class _Loop:
 
     def __init__(self, run: Run, stop: Sequence[int]) -> None:
         self.run, self.state, self.stop = run, run.state, stop
-        device = run.process.device
-        self.peak_flops = peak_flops(device)
+        self.peak_flops = peak_flops(run.process.device)
         self.readback = Readback()
-        self.skipped = torch.tensor([run.state.skipped_steps, 0.0], dtype=torch.float64, device=device)
         self.interval = Interval()
         self.stopping = self.out_of_patience = self.save_wanted = False
+        self.skipped_in_a_row = 0
         self.first_step, self.saved_step = run.state.step + 1, run.state.step
 
     def step(self) -> None:
@@ -81,10 +80,8 @@ class _Loop:
         set_learning_rate(run.optimizer, rate)
         loss = accumulate_gradients(run.built, batches, totals[1])
         norm, skip = update(run.built, run.optimizer, totals[1])
-        self.skipped = count_skip(self.skipped, skip)
         state.step += 1
-        news = torch.stack([*totals[:4], torch.isfinite(norm).double(), *self.skipped, *totals[4:]])
-        self._take(self.readback.exchange(news))
+        self._take(self.readback.exchange(torch.stack([*totals, torch.isfinite(norm).double(), skip.double()])))
         run.metrics.advance(completed=state.step)
         if state.step % config.metrics.log_freq == 0 or state.step in (1, run.total_steps):
             self._log(loss, totals[1], norm, rate)
@@ -111,29 +108,26 @@ class _Loop:
 
     def _take(self, arrived: list[list[float]]) -> None:
         """Acts on news that reached the host; every rank gets the same, at the same step."""
-        for values in arrived:
-            status, sources = Status(*values[:7]), values[7:]
-            self._judge(status)
-            self.state.tokens += int(status.tokens)
-            self.state.count_sources(sources)
-            self.state.skipped_steps = int(status.skipped)
-            self.interval.tokens += status.tokens
-            self.stopping = self.stopping or status.stop > 0
-            self.save_wanted = self.save_wanted or status.save > 0
-
-    def _judge(self, status: Status) -> None:
-        training = self.run.config.training
-        if not status.finite and not training.skip_nan_inf:
-            raise RunError(
-                f"the gradient norm is not finite (by step {self.state.step}); the last checkpoint is from before "
-                f"that. training.skip_nan_inf = true would leave such steps out; a lower optimizer.lr or a longer "
-                f"lr_scheduler.warmup_steps often cures it."
-            )
-        if status.skipped_in_a_row >= training.max_skipped_steps:
-            raise RunError(
-                f"{int(status.skipped_in_a_row)} steps in a row were skipped because their gradients are not finite "
-                f"(training.max_skipped_steps): the run has diverged."
-            )
+        state, training = self.state, self.run.config.training
+        for tokens, _, stop, save, *sources, finite, skipped in arrived:
+            state.tokens += int(tokens)
+            state.count_sources(sources)
+            state.skipped_steps += int(skipped)
+            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+            self.interval.tokens += tokens
+            self.stopping |= stop > 0
+            self.save_wanted |= save > 0
+            if not finite and not training.skip_nan_inf:
+                raise RunError(
+                    f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from before "
+                    f"that. training.skip_nan_inf = true would leave such steps out; a lower optimizer.lr or a longer "
+                    f"lr_scheduler.warmup_steps often cures it."
+                )
+            if self.skipped_in_a_row >= training.max_skipped_steps:
+                raise RunError(
+                    f"{self.skipped_in_a_row} steps in a row were skipped because their gradients are not finite "
+                    f"(training.max_skipped_steps): the run has diverged."
+                )
 
     def _log(self, loss: torch.Tensor, trained: torch.Tensor, norm: torch.Tensor, rate: float) -> None:
         run, state, interval = self.run, self.state, self.interval
