@@ -1,5 +1,6 @@
 """Starts one process per GPU on this machine and looks after them."""
 
+import math
 import os
 import signal
 import socket
@@ -8,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
-from types import FrameType
 
 from lacuna.config import UserError
 
@@ -90,34 +90,31 @@ def launch(words: Sequence[str], processes: int, folder: str) -> int:
 
 
 def _look_after(workers: Sequence[subprocess.Popen], logs: Sequence[str]) -> int:
-    def forward(number: int, frame: FrameType | None) -> None:
+    """Waits for all ranks; once one failed, stops the others, says which is to blame. Returns the run's exit status."""
+
+    def forward(number: int, _: object) -> None:
         for worker in workers:
             worker.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
-    while True:
-        codes = [worker.poll() for worker in workers]
-        if any(codes):
-            return _stop_after_failure(workers, [rank for rank, code in enumerate(codes) if code], logs)
-        if None not in codes:
-            return 0
+    first: list[int] = []
+    deadline = math.inf
+    while None in (codes := [worker.poll() for worker in workers]) and time.monotonic() < deadline:
+        if any(codes) and not first:
+            first, deadline = [rank for rank, code in enumerate(codes) if code], time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
-
-
-def _stop_after_failure(workers: Sequence[subprocess.Popen], first: Sequence[int], logs: Sequence[str]) -> int:
-    """Stops all ranks after the `first` failed, says which one is to blame, and returns the run's exit status."""
-    deadline = time.monotonic() + GRACE_SECONDS
-    while time.monotonic() < deadline and any(worker.poll() is None for worker in workers):
-        time.sleep(POLL_SECONDS)
-    failing = {rank: code for rank, worker in enumerate(workers) if (code := worker.poll())}
+    failing = {rank: code for rank, code in enumerate(codes) if code}
+    if not failing:
+        return 0
     for worker in workers:
         worker.kill()
         worker.wait()
     # The others fail because one did: to blame is who was killed, by nobody here, then who says why, then the first.
+    first = first or list(failing)
     killed = [rank for rank in first if failing[rank] < 0]
     said = [rank for rank, code in failing.items() if code in (INPUT_WRONG, RUN_FAILED)]
-    failed = (killed or said or sorted(failing, key=lambda rank: rank not in first))[0]
+    failed = (killed or said or first)[0]
     code = failing[failed]
     if failed or code < 0:  # else the first rank has said itself what went wrong
         how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else "failed"

@@ -119,3 +119,8 @@ def test_tensorboard_holds_the_same_numbers_also_after_a_resume(reported: Report
         expected = unnamed[tag if not tag.startswith("share_") else tag[:7]]
         assert [step for step, _ in points] == [step for step, _ in expected]
         assert [value for _, value in points] == pytest.approx([value for _, value in expected], rel=1e-6)
+
+
+def test_a_run_that_steps_in_the_backward_pass_reports_no_norm(world: Path, tmp_path: Path) -> None:
+    train(world, tmp_path, "--optimizer.early_step_in_backward", "--training.max_norm", 0, "--training.steps", 2)
+    assert [norm for _, norm in curve(tmp_path, "grad_norm")] == [None, None]

@@ -5,6 +5,8 @@ import os
 from collections.abc import Sequence
 
 from lacuna.config import Config, UserError, load_config
+from lacuna.config.describe import help_text
+from lacuna.config.packaged import recipe_names
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -14,17 +16,18 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}. See {self.prog} --help.")
 
 
-def asks_for_help(words: Sequence[str]) -> bool:
-    """Whether the help is wanted instead of the command."""
-    return "-h" in words or "--help" in words
+def parse_run(command: str, doc: str, words: Sequence[str], *flag: str) -> tuple[argparse.Namespace, Config]:
+    """The options of `words`, which are `flag` (under all its names), `gpus` and `cpus`, and the run of the rest.
 
-
-def parse_run(parser: CommandParser, words: Sequence[str]) -> tuple[argparse.Namespace, Config]:
-    """The options of `parser` with `gpus` and `cpus` beside them, and the run that a file and settings describe.
-
-    The file comes first, if there is one. With `--cpus` this process and those it starts use no GPU. Raises
-    `UserError` for whatever is wrong.
+    The file comes first, if there is one. With `--cpus` this process and those it starts use no GPU. Prints what
+    follows the first paragraph of `doc`, and ends, where help is asked for. Raises `UserError` for whatever is wrong.
     """
+    if {"-h", "--help"} & {*words}:
+        _, _, usage = doc.partition("\n\n")
+        print(usage, f"Recipes: {', '.join(recipe_names())}\n", help_text(), sep="\n", flush=True)
+        raise SystemExit
+    parser = CommandParser(prog=f"lacuna {command}", add_help=False, allow_abbrev=False)
+    parser.add_argument(*flag, action="store_true")
     parser.add_argument("--gpus", type=_count)
     parser.add_argument("--cpus", type=_count)
     options, rest = parser.parse_known_args(list(words))

@@ -23,9 +23,8 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint step, or HF folder or Hub id")
     parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
     parser.add_argument("--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as they are"
-    )
+    dtypes = ("float32", "bfloat16", "float16")
+    parser.add_argument("--dtype", choices=dtypes, help="of the weights; default: as they are")
     given = parser.parse_args(list(words))
     if given.to == "gguf":
         raise UserError("convert: --to gguf is not available yet.")

@@ -6,25 +6,17 @@ Checks the run of RUN.toml and shows its sizes, steps and memory, as lacuna trai
 
   --gpus N, --cpus N  processes to plan for, here or not (default: the product of the degrees, -1 counted as 1)
   --draw              draw instead, here and in job.dump_folder/plan.svg, which rank holds what, and the pipeline
-
-Settings are those of lacuna train --help.
 """
 
 import math
 from collections.abc import Sequence
 
-from lacuna.commands.arguments import CommandParser, asks_for_help, parse_run
+from lacuna.commands.arguments import parse_run
 
 
 def run(words: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
-    if asks_for_help(words):
-        _, _, usage = str(__doc__).partition("\n\n")
-        print(usage)
-        return 0
-    parser = CommandParser(prog="lacuna plan", add_help=False, allow_abbrev=False)
-    parser.add_argument("--draw", action="store_true")
-    options, config = parse_run(parser, words)
+    options, config = parse_run("plan", str(__doc__), words, "--draw")
     # Experts are folded over the other degrees.
     degrees = [max(size, 1) for name, size in config.parallelism if "_degree" in name and "expert" not in name]
     from lacuna.parallel.processes import device_type  # torch takes seconds to import: not before it is needed

@@ -15,21 +15,13 @@ where its last checkpoint left it when it is started again.
 import os
 from collections.abc import Sequence
 
-from lacuna.commands.arguments import CommandParser, asks_for_help, parse_run
-from lacuna.config.describe import help_text
-from lacuna.config.packaged import recipe_names
+from lacuna.commands.arguments import parse_run
 from lacuna.launch import launch, runs_here
 
 
 def run(words: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
-    if asks_for_help(words):
-        _, _, usage = str(__doc__).partition("\n\n")
-        print(usage, f"Recipes: {', '.join(recipe_names())}\n", help_text(), sep="\n")
-        return 0
-    parser = CommandParser(prog="lacuna train", add_help=False, allow_abbrev=False)
-    parser.add_argument("--dry-run", "--dry_run", action="store_true")
-    options, config = parse_run(parser, words)
+    options, config = parse_run("train", str(__doc__), words, "--dry-run", "--dry_run")
     processes = runs_here(options.gpus, options.cpus)
     if options.dry_run or config.memory_estimation.enabled:  # torch takes seconds to import: not before it is needed
         from lacuna.plan.dry_run import dry_run

@@ -2,8 +2,9 @@
 
 import json
 import os
+import re
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from copy import deepcopy
 from typing import Any
 
@@ -20,7 +21,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from lacuna.config.errors import RunError
-from lacuna.model.architecture import decoder_layers, stored_tensors
+from lacuna.model.architecture import stored_tensors
 from lacuna.model.build import meta_model
 
 FILE_BYTES = 5 * 10**9
@@ -33,19 +34,6 @@ def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return whole.detach().to(dtype if whole.is_floating_point() else whole.dtype)
 
 
-def _from_stages(
-    name: str, own: Tensor | None, like: Tensor, owners: Sequence[Sequence[str]], pipeline: ProcessGroup, device: Any
-) -> Tensor | None:
-    """A tensor of any pipeline stage, on the ranks of the first, which receive it; None or `own` elsewhere."""
-    owner, rank = next(stage for stage, names in enumerate(owners) if name in names), pipeline.rank()
-    if owner > 0 and rank == owner:
-        dist.send(own.to(device), group=pipeline, group_dst=0)
-    elif owner > 0 and rank == 0:
-        own = torch.empty(like.shape, dtype=like.dtype, device=device)
-        dist.recv(own, group=pipeline, group_src=owner)
-    return own
-
-
 def hub_tensors(
     model: PreTrainedModel,
     shadow: PreTrainedModel,
@@ -55,28 +43,27 @@ def hub_tensors(
 ) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors one decoder layer at a time, under the names that files on the Hub have, on `device`.
 
-    Every rank must iterate: gathering is a collective. With a `pipeline` only its first stage gets all of them.
+    Every rank must iterate: gathering is a collective. The ranks of a `pipeline` give each other what they have.
     `shadow` is the whole model unsharded in `dtype`, whose class tells transformers which fused weights (experts) to
     take apart again.
     """
     tensors, everything = stored_tensors(model), stored_tensors(shadow)
-    owners: list[Any] = [None] * (1 if pipeline is None else pipeline.size())
+    owners: list[Any] = [list(tensors)]
     if pipeline is not None:
+        owners *= pipeline.size()
         dist.all_gather_object(owners, list(tensors), group=pipeline)
-    layers = decoder_layers(shadow)
-    root = next(name for name, module in shadow.named_modules() if module is layers)
-    prefixes = [f"{root}.{index}." for index in range(len(layers))]
-    rest = [name for name in everything if not name.startswith(f"{root}.")]
-    groups = [rest, *([name for name in everything if name.startswith(prefix)] for prefix in prefixes)]
-    for names in groups:
+    groups: dict[str, list[str]] = {}  # by decoder layer, if any, as the names begin: all that is fused together
+    for name in everything:
+        groups.setdefault(re.match(r"(.*?\.\d+\.)?", name)[0], []).append(name)
+    home = next(iter(tensors.values())).device
+    for names in groups.values():
         gathered = {}
         for name in names:
-            tensor = _full(tensors[name], dtype) if name in tensors else None
+            tensor = _full(tensors[name], dtype) if name in tensors else torch.empty_like(everything[name], device=home)
             if pipeline is not None:
-                own = next(iter(tensors.values())).device
-                tensor = _from_stages(name, tensor, everything[name], owners, pipeline, own)
-            if tensor is not None:
-                gathered[name] = tensor.to(device)
+                owner = next(stage for stage, own in enumerate(owners) if name in own)
+                dist.broadcast(tensor, group=pipeline, group_src=owner)
+            gathered[name] = tensor.to(device)
         yield from revert_weight_conversion(shadow, gathered).items()
 
 

@@ -4,7 +4,6 @@ import logging
 import os
 import random
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -36,11 +35,6 @@ class TrainState:
     worse_validations: int = 0
     source_tokens: list[int] = field(default_factory=list)
 
-    def count_sources(self, tokens: list[float]) -> None:
-        """Adds a step's tokens of each source."""
-        pairs = zip_longest(self.source_tokens, tokens, fillvalue=0)
-        self.source_tokens = [seen + int(more) for seen, more in pairs]
-
     def source_shares(self, config: Config) -> dict[str, float]:
         """The share of all tokens so far that each source gave, when there are several."""
         seen, sources = self.source_tokens, config.data.resolved_sources()
@@ -54,15 +48,14 @@ def find_start(config: Config, folder: str, process: Process) -> tuple[str | Non
     That is the newest complete checkpoint in `folder` or the one asked for; `step-0` and
     `checkpoint.initial_load_path` give weights only. Raises `UserError` for one that cannot be used.
     """
-    settings, path, state = config.checkpoint, None, {"step": 0}
+    settings, path = config.checkpoint, None
     if settings.enable_checkpoint and settings.load_step >= 0:
         asked = checkpoint.checkpoint_path(folder, settings.load_step)
         path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
     elif settings.enable_checkpoint:
         path = checkpoint.newest_complete(folder, process)
-    if path is not None:
-        state = checkpoint.read_state(path)
-    elif settings.initial_load_path:
+    state = {"step": 0} if path is None else checkpoint.read_state(path)
+    if path is None and settings.initial_load_path:
         path = checkpoint.require_complete(settings.initial_load_path, "checkpoint.initial_load_path", process)
     if state["step"] == 0:
         if path is not None:
@@ -107,13 +100,12 @@ def saved_state(
     config: Config, global_batch: int, counters: TrainState, loader: Loader, process: Process
 ) -> dict[str, Any]:
     """What a checkpoint holds beside tensors; all ranks must call it."""
-    ranks = gather_objects(process, {"data": loader.state_dict(), "random": _random_states()})
     return {
         "step": counters.step,
         "counters": vars(counters).copy(),
         "global_batch": global_batch,
         "settings": _sample_settings(config),
-        "ranks": ranks,
+        "ranks": gather_objects(process, {"data": loader.state_dict(), "random": _random_states()}),
     }
 
 

@@ -2,24 +2,57 @@
 
 import json
 import os
+import signal
 import time
 from collections.abc import Sequence
-from contextlib import closing, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.export.huggingface import export_model
-from lacuna.parallel.processes import on_first, require_same_config, start_process, stop_process
-from lacuna.train.control import lock, stop_on_signals
+from lacuna.parallel.processes import Process, on_first, require_same_config, start_process, stop_process
 from lacuna.train.metrics import set_up_logging
 from lacuna.train.resume import model_tensors
 from lacuna.train.setup import Run, set_up
 from lacuna.train.trainer import train
 
 FINISHED = "finished.json"
+LOCK_PATIENCE_SECONDS = 10.0
+
+
+def stop_on_signals() -> Sequence[int]:
+    """The signals received so far: from now on SIGINT and SIGTERM only ask the loop to save and stop after the step.
+
+    A second Ctrl-C stops at once.
+    """
+    received: list[int] = []
+
+    def handle(number: int, _: object) -> None:
+        if received and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    return received
+
+
+def lock(folder: str) -> AbstractContextManager[object]:
+    """Takes the lock of a run folder, until the end of the context or of the process, however it dies.
+
+    Raises `UserError` when another run has it. Waits some seconds first, for workers of a killed run to be gone.
+    """
+    os.makedirs(folder, exist_ok=True)
+    try:
+        return FileLock(os.path.join(folder, ".lock")).acquire(timeout=LOCK_PATIENCE_SECONDS)
+    except Timeout as error:
+        raise UserError(
+            f"job.dump_folder: another run is writing to {folder!r}: stop it, or choose another folder."
+        ) from error
 
 
 def train_here(config: Config) -> None:
@@ -31,18 +64,18 @@ def train_here(config: Config) -> None:
     console = set_up_logging(config, visible=first)
     stop = stop_on_signals()
     with lock(str(config.job.dump_folder)) if first else nullcontext():
-        _train(config, console, stop)
-
-
-def _train(config: Config, console: Console, stop: Sequence[int]) -> None:
-    process = start_process(config)
-    require_same_config(config, process)
-    done = on_first(process, lambda: finished_step(config))
-    if done is not None:
-        console.print(f"The run in {config.job.dump_folder} is finished (step {done}). To train it further, raise "
-                      f"training.steps or epochs; to train anew, choose another job.dump_folder.")  # fmt: skip
+        process = start_process(config)
+        require_same_config(config, process)
+        done = on_first(process, lambda: finished_step(config))
+        if done is None:
+            _train(config, process, console, stop)
+        else:
+            console.print(f"The run in {config.job.dump_folder} is finished (step {done}). To train it further, raise "
+                          f"training.steps or epochs; to train anew, choose another job.dump_folder.")  # fmt: skip
         stop_process()
-        return
+
+
+def _train(config: Config, process: Process, console: Console, stop: Sequence[int]) -> None:
     started = time.monotonic()
     run = set_up(config, process, console)
     built, state, settings = run.built, run.state, config.checkpoint
@@ -61,7 +94,6 @@ def _train(config: Config, console: Console, stop: Sequence[int]) -> None:
             _show_ways_on(run, console)
         else:
             console.print(f"Stopped and saved after step {state.step}. The same command goes on from there.")
-    stop_process()
 
 
 def finished_step(config: Config) -> int | None:

@@ -92,9 +92,8 @@ def set_up(config: Config, process: Process, console: Console) -> Run:
     if saved is not None:
         read_tensors(str(start), optimizer_tensors(built.model, optimizer), process)
         state = restore(saved, loader, process)
-    validation = None
-    if config.validation.resolved_source() is not None:
-        validation = build_validation(config, tokenizer, **share, micro_batch=plan.micro_batch)
+    wanted = config.validation.resolved_source()
+    validation = wanted and build_validation(config, tokenizer, **share, micro_batch=plan.micro_batch)
     describe = partial(save_model_description, built.model.config, tokenizer, config.model.name_or_path)
     saver = CheckpointSaver(config, folder, describe, process)
     steps = total_steps(config, loader)

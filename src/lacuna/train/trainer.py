@@ -6,16 +6,17 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from lacuna.config.errors import RunError
 from lacuna.data import Batch
 from lacuna.model.architecture import step_flops
 from lacuna.parallel.processes import tighten_timeout
 from lacuna.rollout.generate import generate_text
-from lacuna.train.control import Readback
 from lacuna.train.metrics import peak_flops, peak_memory
 from lacuna.train.optimizer import optimizer_tensors, set_learning_rate
 from lacuna.train.profiling import profiled
@@ -56,6 +57,33 @@ def train(run: Run, stop: Sequence[int]) -> bool:
         return loop.finish()
     finally:
         gc.enable()
+
+
+class Readback:
+    """Brings small device tensors to the host one step late, so that the host never waits for the device.
+
+    On a CPU there is nothing to wait for, and values come back at once.
+    """
+
+    def __init__(self) -> None:
+        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
+
+    def exchange(self, values: Tensor) -> list[list[float]]:
+        """Sends `values` off and returns what has arrived: the previous step's (GPU), or these (CPU)."""
+        if not values.is_cuda:
+            return [values.tolist()]
+        arrived = self.flush()
+        host = values.to("cpu", non_blocking=True)  # into page-locked memory
+        self._pending = (host, torch.cuda.current_stream().record_event())
+        return arrived
+
+    def flush(self) -> list[list[float]]:
+        """Waits for what was sent off and returns it."""
+        if self._pending is None:
+            return []
+        (host, sent), self._pending = self._pending, None
+        sent.synchronize()
+        return [host.tolist()]
 
 
 class _Loop:
@@ -111,7 +139,8 @@ class _Loop:
         state, training = self.state, self.run.config.training
         for tokens, _, stop, save, *sources, finite, skipped in arrived:
             state.tokens += int(tokens)
-            state.count_sources(sources)
+            seen = zip_longest(state.source_tokens, sources, fillvalue=0)
+            state.source_tokens = [before + int(more) for before, more in seen]
             state.skipped_steps += int(skipped)
             self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
             self.interval.tokens += tokens
@@ -129,7 +158,7 @@ class _Loop:
                     f"(training.max_skipped_steps): the run has diverged."
                 )
 
-    def _log(self, loss: torch.Tensor, trained: torch.Tensor, norm: torch.Tensor, rate: float) -> None:
+    def _log(self, loss: Tensor, trained: Tensor, norm: Tensor, rate: float) -> None:
         run, state, interval = self.run, self.state, self.interval
         summed = torch.stack([loss, torch.tensor(interval.waited, dtype=torch.float64, device=loss.device)])
         dist.all_reduce(summed)
