@@ -35,13 +35,9 @@ def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def hub_tensors(
-    model: PreTrainedModel,
-    shadow: PreTrainedModel,
-    dtype: torch.dtype,
-    pipeline: ProcessGroup | None = None,
-    device: str = "cpu",
+    model: PreTrainedModel, shadow: PreTrainedModel, dtype: torch.dtype, pipeline: ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors one decoder layer at a time, under the names that files on the Hub have, on `device`.
+    """The model's tensors one decoder layer at a time, under the names that files on the Hub have, on the CPU.
 
     Every rank must iterate: gathering is a collective. The ranks of a `pipeline` give each other what they have.
     `shadow` is the whole model unsharded in `dtype`, whose class tells transformers which fused weights (experts) to
@@ -63,7 +59,7 @@ def hub_tensors(
             if pipeline is not None:
                 owner = next(stage for stage, own in enumerate(owners) if name in own)
                 dist.broadcast(tensor, group=pipeline, group_src=owner)
-            gathered[name] = tensor.to(device)
+            gathered[name] = tensor if tensor.is_meta else tensor.cpu()
         yield from revert_weight_conversion(shadow, gathered).items()
 
 
@@ -97,8 +93,7 @@ def save_model_description(
         generation = GenerationConfig.from_pretrained(source or folder)
     except OSError:  # many models have none: the configuration's tokens are used then
         generation = GenerationConfig.from_model_config(model_config)
-    tokens = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    generation.update(defaults_only=True, **tokens)
+    generation.update(defaults_only=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     # Not by save_pretrained, which refuses what it finds odd: models of the Hub have temperatures without do_sample.
     generation.to_json_file(os.path.join(folder, GENERATION_CONFIG_NAME))
     tokenizer.save_pretrained(folder)
@@ -124,7 +119,7 @@ def export_model(
         for _ in tensors:
             pass
         return
-    shapes = {name: torch.empty_like(tensor) for name, tensor in hub_tensors(shadow, shadow, dtype, device="meta")}
+    shapes = {name: torch.empty_like(tensor) for name, tensor in hub_tensors(shadow, shadow, dtype)}
     unfinished = f"{folder.rstrip(os.sep)}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     os.makedirs(unfinished)

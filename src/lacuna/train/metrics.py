@@ -30,11 +30,12 @@ PEAK_TFLOPS = {
     "MI300X": 1307.4, "MI325X": 1307.4, "MI250X": 191.5,
 }  # fmt: skip
 
-# What the terminal shows of a training row, where it is known and not 0.
+# What the terminal shows of a row, where it is known and not 0.
 SHOWN = {
     "loss": "loss {:.4f}", "grad_norm": "norm {:.2f}", "lr": "lr {:.1e}", "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "mfu {:.1%}", "memory_gib": "{:.1f} GiB", "data_wait_fraction": "wait {:.0%}",
-    "skipped_steps": "[red]skipped {}[/red]",
+    "skipped_steps": "[red]skipped {}[/red]", "val_loss": "validation loss {:.4f} nats per token",
+    "val_bits_per_byte": "{:.4f} bits per byte",
 }  # fmt: skip
 
 
@@ -79,31 +80,31 @@ def _open_rows(path: str, step: int) -> TextIO:
     return open(path, "a", buffering=1)
 
 
-class MetricWriter:
+class MetricWriter(ExitStack):
     """Writes rows of metrics to wherever the configuration wants them, and to `console`, which is quiet on most ranks.
 
-    Only the first rank writes, unless `metrics.rank_0_only` is false.
+    Only the first rank writes, unless `metrics.rank_0_only` is false. As a context it closes what it has opened.
     """
 
     def __init__(self, config: Config, rank: int, console: Console, start_step: int, total_steps: int) -> None:
+        super().__init__()
         settings, folder = config.metrics, str(config.job.dump_folder)
         self.console = console
-        self._open = ExitStack()
         self._rows = self._samples = self._board = self._wandb = None
         kept = start_step or -1  # a run from the start measures step 0 again
         if rank == 0 or not settings.rank_0_only:
             name = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
-            self._rows = self._open.enter_context(_open_rows(os.path.join(folder, name), kept))
+            self._rows = self.enter_context(_open_rows(os.path.join(folder, name), kept))
             if settings.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
                 board = os.path.join(folder, settings.save_tb_folder, f"rank-{rank}" if rank else "")
                 purged = start_step + 1 if start_step else None
-                self._board = self._open.enter_context(SummaryWriter(board, purge_step=purged))
+                self._board = self.enter_context(SummaryWriter(board, purge_step=purged))
         if rank == 0 and config.validation.prompts:
-            self._samples = self._open.enter_context(_open_rows(os.path.join(folder, "samples.jsonl"), kept))
+            self._samples = self.enter_context(_open_rows(os.path.join(folder, "samples.jsonl"), kept))
         if rank == 0 and settings.enable_wandb:
-            self._wandb = self._open.enter_context(_wandb_run(config))
+            self._wandb = self.enter_context(_wandb_run(config))
         progress = Progress(
             TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[summary]}"),
             TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(),
@@ -111,7 +112,7 @@ class MetricWriter:
         )  # fmt: skip
         task = progress.add_task("train", total=total_steps, completed=start_step, summary="")
         # Moves the display: advance(completed=step).
-        self.advance = partial(self._open.enter_context(progress).update, task)
+        self.advance = partial(self.enter_context(progress).update, task)
 
     def write(self, row: dict[str, Any]) -> None:
         """Writes one row; numbers that are not finite become null in the JSON file."""
@@ -125,13 +126,10 @@ class MetricWriter:
                 self._board.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
-        if "val_loss" in row:
-            bits = "" if "val_bits_per_byte" in infinite else f"  {row['val_bits_per_byte']:.4f} bits per byte"
-            self.console.print(f"[cyan]step {step:>6}  validation loss {row['val_loss']:.4f} nats per token{bits}")
-        else:
-            shown = "  ".join(text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key))
+        shown = "  ".join(text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key))
+        self.console.print(f"step {step:>6}  {shown}", soft_wrap=True, style="cyan" if "val_loss" in row else None)
+        if "loss" in row:
             self.advance(summary=f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s")
-            self.console.print(f"step {step:>6}  {shown}", soft_wrap=True)
 
     def write_sample(self, step: int, prompt: str, text: str) -> None:
         """Keeps and shows a text that the model wrote after `prompt`."""
@@ -139,10 +137,6 @@ class MetricWriter:
             self._samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
         sample = Text.assemble((prompt, "bold"), text)
         self.console.print(Panel(sample, title=f"sample after step {step}", title_align="left", border_style="dim"))
-
-    def close(self) -> None:
-        """Flushes and closes everything."""
-        self._open.close()
 
 
 def _wandb_run(config: Config) -> Any:

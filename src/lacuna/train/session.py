@@ -17,7 +17,7 @@ from lacuna.export.huggingface import export_model
 from lacuna.parallel.processes import Process, on_first, require_same_config, start_process, stop_process
 from lacuna.train.metrics import set_up_logging
 from lacuna.train.resume import model_tensors
-from lacuna.train.setup import Run, set_up
+from lacuna.train.setup import Run
 from lacuna.train.trainer import train
 
 FINISHED = "finished.json"
@@ -77,9 +77,9 @@ def train_here(config: Config) -> None:
 
 def _train(config: Config, process: Process, console: Console, stop: Sequence[int]) -> None:
     started = time.monotonic()
-    run = set_up(config, process, console)
+    run = Run(config, process, console)
     built, state, settings = run.built, run.state, config.checkpoint
-    with closing(run.metrics), closing(run.loader):
+    with run.metrics, closing(run.loader):
         _introduce(run, console)
         if settings.create_seed_checkpoint:  # for runs in any layout to start from
             run.saver.save(0, model_tensors(built.model), {"step": 0, "counters": vars(state)}, wait=True)

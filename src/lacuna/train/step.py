@@ -55,9 +55,7 @@ def update(built: BuiltModel, optimizer: torch.optim.Optimizer, trained: Tensor)
     A step without trained tokens is skipped; so is one whose norm is not finite, with `training.skip_nan_inf`.
     """
     norm = clip_gradients(built, built.config.training.max_norm)
-    skip = trained == 0
-    if built.config.training.skip_nan_inf:
-        skip = skip | ~torch.isfinite(norm)
-    skip = skip.float()
+    broken = ~torch.isfinite(norm) & built.config.training.skip_nan_inf
+    skip = ((trained == 0) | broken).float()
     optimizer_step(optimizer, skip)
     return norm, skip

@@ -59,40 +59,13 @@ def train(run: Run, stop: Sequence[int]) -> bool:
         gc.enable()
 
 
-class Readback:
-    """Brings small device tensors to the host one step late, so that the host never waits for the device.
-
-    On a CPU there is nothing to wait for, and values come back at once.
-    """
-
-    def __init__(self) -> None:
-        self._pending: tuple[Tensor, torch.cuda.Event] | None = None
-
-    def exchange(self, values: Tensor) -> list[list[float]]:
-        """Sends `values` off and returns what has arrived: the previous step's (GPU), or these (CPU)."""
-        if not values.is_cuda:
-            return [values.tolist()]
-        arrived = self.flush()
-        host = values.to("cpu", non_blocking=True)  # into page-locked memory
-        self._pending = (host, torch.cuda.current_stream().record_event())
-        return arrived
-
-    def flush(self) -> list[list[float]]:
-        """Waits for what was sent off and returns it."""
-        if self._pending is None:
-            return []
-        (host, sent), self._pending = self._pending, None
-        sent.synchronize()
-        return [host.tolist()]
-
-
 class _Loop:
     """The moving parts of one call of `train`."""
 
     def __init__(self, run: Run, stop: Sequence[int]) -> None:
         self.run, self.state, self.stop = run, run.state, stop
         self.peak_flops = peak_flops(run.process.device)
-        self.readback = Readback()
+        self.pending: tuple[Tensor, torch.cuda.Event] | None = None
         self.interval = Interval()
         self.stopping = self.out_of_patience = self.save_wanted = False
         self.skipped_in_a_row = 0
@@ -109,7 +82,7 @@ class _Loop:
         loss = accumulate_gradients(run.built, batches, totals[1])
         norm, skip = update(run.built, run.optimizer, totals[1])
         state.step += 1
-        self._take(self.readback.exchange(torch.stack([*totals, torch.isfinite(norm).double(), skip.double()])))
+        self._tell(torch.stack([*totals, torch.isfinite(norm).double(), skip.double()]))
         run.metrics.advance(completed=state.step)
         if state.step % config.metrics.log_freq == 0 or state.step in (1, run.total_steps):
             self._log(loss, totals[1], norm, rate)
@@ -134,35 +107,50 @@ class _Loop:
             self.interval.flops += flops / built.mesh.layout.sharing
         return batches
 
-    def _take(self, arrived: list[list[float]]) -> None:
-        """Acts on news that reached the host; every rank gets the same, at the same step."""
+    def _tell(self, news: Tensor) -> None:
+        """Sends a step's numbers to the host, which reads them a step late, so that it never waits for a GPU."""
+        if not news.is_cuda:
+            return self._take(news.tolist())
+        self._catch_up()
+        host = news.to("cpu", non_blocking=True)  # into page-locked memory
+        self.pending = host, torch.cuda.current_stream().record_event()
+
+    def _catch_up(self) -> None:
+        """Waits for the numbers that were sent to the host, if any."""
+        if self.pending is not None:
+            (host, sent), self.pending = self.pending, None
+            sent.synchronize()
+            self._take(host.tolist())
+
+    def _take(self, news: list[float]) -> None:
+        """Acts on a step's numbers; every rank gets the same, at the same step."""
         state, training = self.state, self.run.config.training
-        for tokens, _, stop, save, *sources, finite, skipped in arrived:
-            state.tokens += int(tokens)
-            seen = zip_longest(state.source_tokens, sources, fillvalue=0)
-            state.source_tokens = [before + int(more) for before, more in seen]
-            state.skipped_steps += int(skipped)
-            self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
-            self.interval.tokens += tokens
-            self.stopping |= stop > 0
-            self.save_wanted |= save > 0
-            if not finite and not training.skip_nan_inf:
-                raise RunError(
-                    f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from before "
-                    f"that. training.skip_nan_inf = true would leave such steps out; a lower optimizer.lr or a longer "
-                    f"lr_scheduler.warmup_steps often cures it."
-                )
-            if self.skipped_in_a_row >= training.max_skipped_steps:
-                raise RunError(
-                    f"{self.skipped_in_a_row} steps in a row were skipped because their gradients are not finite "
-                    f"(training.max_skipped_steps): the run has diverged."
-                )
+        tokens, _, stop, save, *sources, finite, skipped = news
+        state.tokens += int(tokens)
+        seen = zip_longest(state.source_tokens, sources, fillvalue=0)
+        state.source_tokens = [before + int(more) for before, more in seen]
+        state.skipped_steps += int(skipped)
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self.interval.tokens += tokens
+        self.stopping |= stop > 0
+        self.save_wanted |= save > 0
+        if not finite and not training.skip_nan_inf:
+            raise RunError(
+                f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from before "
+                f"that. training.skip_nan_inf = true would leave such steps out; a lower optimizer.lr or a longer "
+                f"lr_scheduler.warmup_steps often cures it."
+            )
+        if self.skipped_in_a_row >= training.max_skipped_steps:
+            raise RunError(
+                f"{self.skipped_in_a_row} steps in a row were skipped because their gradients are not finite "
+                f"(training.max_skipped_steps): the run has diverged."
+            )
 
     def _log(self, loss: Tensor, trained: Tensor, norm: Tensor, rate: float) -> None:
         run, state, interval = self.run, self.state, self.interval
         summed = torch.stack([loss, torch.tensor(interval.waited, dtype=torch.float64, device=loss.device)])
         dist.all_reduce(summed)
-        self._take(self.readback.flush())
+        self._catch_up()
         total_loss, waited = summed.tolist()
         seconds = time.perf_counter() - interval.started
         row = {
@@ -206,7 +194,7 @@ class _Loop:
         """Writes a checkpoint of the present step, unless there is one."""
         run, settings = self.run, self.run.config.checkpoint
         started = time.perf_counter()
-        self._take(self.readback.flush())
+        self._catch_up()
         self.save_wanted = False
         if self.saved_step == self.state.step or not settings.enable_checkpoint:
             return
@@ -224,7 +212,7 @@ class _Loop:
     def finish(self) -> bool:
         """The last validation and the last checkpoint. Returns whether the run came to its end."""
         run, state = self.run, self.state
-        self._take(self.readback.flush())
+        self._catch_up()
         ended = state.step >= run.total_steps or self.out_of_patience
         # It was measured by the run that got here, by us now, or just before.
         if ended and state.step >= self.first_step and state.step % run.config.validation.freq > 0:

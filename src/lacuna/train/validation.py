@@ -13,8 +13,8 @@ from lacuna.parallel.fsdp import inference
 from lacuna.parallel.processes import Process
 
 
-def evaluate(built: BuiltModel, batches: Iterable[Batch], process: Process) -> tuple[float, float]:
-    """Loss in nats per trained token, and bits per byte of text (nan where the bytes are unknown), over all ranks.
+def evaluate(built: BuiltModel, batches: Iterable[Batch], process: Process) -> tuple[float, float | None]:
+    """Loss in nats per trained token, and bits per byte of text (None where the bytes are unknown), over all ranks.
 
     The bytes that the untrained first token of each document stands for are taken out in proportion.
     """
@@ -28,5 +28,5 @@ def evaluate(built: BuiltModel, batches: Iterable[Batch], process: Process) -> t
     dist.all_reduce(totals)
     nats, trained, tokens, text_bytes = totals.tolist()
     mean = nats / trained if trained else math.nan
-    bits_per_byte = mean / math.log(2) * tokens / text_bytes if text_bytes else math.nan
+    bits_per_byte = mean / math.log(2) * tokens / text_bytes if text_bytes > 0 else None
     return mean, bits_per_byte
