@@ -184,9 +184,9 @@ class _Loop:
             if settings.patience is not None and state.worse_validations >= settings.patience:
                 logger.info("stopping early: no better validation loss for %d validations", settings.patience)
                 self.stopping = self.out_of_patience = True
+        sampling = (settings.max_new_tokens, settings.temperature, run.config.training.seed)
         for prompt in settings.prompts:
-            length, temperature, seed = settings.max_new_tokens, settings.temperature, run.config.training.seed
-            text = generate_text(run.built.model, run.tokenizer, prompt, length, temperature, seed)
+            text = generate_text(run.built.model, run.tokenizer, prompt, *sampling)
             run.metrics.write_sample(state.step, prompt, text)
         self.interval.started += time.perf_counter() - started
 
