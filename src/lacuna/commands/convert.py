@@ -1,25 +1,23 @@
-"""`lacuna convert`: between lacuna's checkpoints and Hugging Face folders."""
+"""`lacuna convert`: between lacuna's checkpoints and Hugging Face folders.
 
-import argparse
+flame's modules and their equivalents:
+  python -m flame.utils.convert_dcp_to_hf --path RUN --step N ...   lacuna convert RUN/checkpoint/step-N TARGET --to hf
+  python -m flame.utils.convert_hf_to_dcp --model HF --checkpoint RUN/checkpoint/step-0
+                                                                    lacuna convert HF RUN/checkpoint/step-0 --to dcp
+A run whose checkpoint folder holds a step-0 starts from its weights.
+"""
+
 import os
+from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 
 from lacuna.commands.arguments import CommandParser
 from lacuna.config import UserError
 
-EPILOG = """flame's modules and their equivalents:
-  python -m flame.utils.convert_dcp_to_hf --path RUN --step N ...   lacuna convert RUN/checkpoint/step-N TARGET --to hf
-  python -m flame.utils.convert_hf_to_dcp --model HF --checkpoint RUN/checkpoint/step-0
-                                                                    lacuna convert HF RUN/checkpoint/step-0 --to dcp
-A run whose checkpoint folder holds a step-0 starts from its weights."""
-
 
 def run(words: Sequence[str]) -> int:
     """Runs the command; returns its exit status."""
-    parser = CommandParser(
-        prog="lacuna convert", description="Converts between checkpoint forms.", epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+    parser = CommandParser(prog="lacuna convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint step, or HF folder or Hub id")
     parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
     parser.add_argument("--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted")

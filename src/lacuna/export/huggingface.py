@@ -44,9 +44,8 @@ def hub_tensors(
     take apart again.
     """
     tensors, everything = stored_tensors(model), stored_tensors(shadow)
-    owners: list[Any] = [list(tensors)]
+    owners: list[Any] = [None] * (0 if pipeline is None else pipeline.size())
     if pipeline is not None:
-        owners *= pipeline.size()
         dist.all_gather_object(owners, list(tensors), group=pipeline)
     groups: dict[str, list[str]] = {}  # by decoder layer, if any, as the names begin: all that is fused together
     for name in everything:
@@ -55,7 +54,10 @@ def hub_tensors(
     for names in groups.values():
         gathered = {}
         for name in names:
-            tensor = _full(tensors[name], dtype) if name in tensors else torch.empty_like(everything[name], device=home)
+            if name in tensors:
+                tensor = _full(tensors[name], dtype).to(home)
+            else:  # another stage has it
+                tensor = torch.empty_like(everything[name], device=home)
             if pipeline is not None:
                 owner = next(stage for stage, own in enumerate(owners) if name in own)
                 dist.broadcast(tensor, group=pipeline, group_src=owner)
