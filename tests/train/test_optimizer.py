@@ -218,3 +218,12 @@ def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None
     described = [{name: (t.shape, t.dtype, t.device) for name, t in state.items()} for state in (ours, theirs)]
     assert described[0] == described[1]
     assert not any(tensor.any() for tensor in ours.values())
+
+
+def test_an_early_step_is_taken_after_one_that_was_skipped() -> None:
+    model = random_model(tiny_config("llama"))
+    optimizer = build_optimizer(model, Config(optimizer=OptimizerConfig(early_step_in_backward=True)))
+    optimizer_step(optimizer, torch.ones(()))
+    before = model.lm_head.weight.detach().clone()
+    model(input_ids=torch.arange(8)[None]).logits.sum().backward()
+    assert not torch.equal(model.lm_head.weight, before)
