@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -12,12 +13,12 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.model import attention as attention_module
-from lacuna.model.attention import PACKED, choose_attention
-from lacuna.model.head import hidden_states, probe_head, probe_packing, summed_loss
+from lacuna.model.attention import PACKED, choose_attention, packed_attention
+from lacuna.model.head import attach_loss, hidden_states, probe_head, probe_packing
 from lacuna.model.inputs import Inputs, packing_arguments
 from lacuna.parallel.context import causal_parts
 from lacuna.parallel.mesh import Layout
-from tiny import CPU, VOCABULARY, random_model, relative_error, tiny_config
+from tiny import CPU, VOCABULARY, random_model, relative_error, run_ranks, tiny_config
 
 ROWS = ((5, 9, 2), (7, 1, 8))  # documents longer and shorter than the sliding window of 4
 LENGTH = 16
@@ -62,7 +63,8 @@ def packed_results(model: PreTrainedModel) -> tuple[Tensor, float, dict[str, Ten
     inputs = Inputs(ids, labels, positions, told)
     with torch.no_grad():
         states = hidden_states(model, inputs)
-    loss = summed_loss(model, probe_head(model, compiled=False), inputs)
+    attach_loss(model)
+    loss = model.summed_loss(probe_head(model, compiled=False), inputs)
     loss.backward()
     return states, loss.item(), gradients_of(model)
 
@@ -215,3 +217,17 @@ def test_shared_sequences_and_layers_have_our_attention_or_none(layout: Layout) 
         chosen("llama", "sdpa", "cuda", layout=layout)
     with pytest.raises(UserError, match="BloomForCausalLM computes its attention by code of its own"):
         chosen("bloom", "auto", "cpu", torch.float32, layout)
+
+
+def change_by_dropout() -> float:
+    """How far a mean of ones is from one on a rank of a ring that is asked to drop half of the weights."""
+    group, ends = dist.group.WORLD, torch.tensor([[64]], dtype=torch.int32)
+    query, key, value = torch.zeros(3, 1, 2, 64 // group.size(), 8).unbind()
+    parts = causal_parts(ends, 64, group.size(), group.rank(), 64)
+    asked = {"scaling": 1.0, "dropout": 0.5, "parts": parts, "group": group, "ring": (ends, 64)}
+    output, _ = packed_attention(torch.nn.Module(), query, key, value + 1, None, **asked)
+    return (output - 1).abs().max().item()
+
+
+def test_a_ring_leaves_no_dropout_out() -> None:
+    assert min(run_ranks(2, change_by_dropout)) > 0.1

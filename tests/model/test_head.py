@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lacuna.model.head import probe_head, summed_loss
+from lacuna.model.head import attach_loss, probe_head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import HeadTransform
 from tiny import VOCABULARY, own_loss, random_model, tiny_config
@@ -38,7 +38,8 @@ def check_loss(model: PreTrainedModel, chunked: bool) -> None:
     head = probe_head(model, compiled=False)
     assert head.chunked == chunked
     expected = own_loss(model, IDS, POSITIONS, LABELS)
-    loss = summed_loss(model, head, INPUTS)
+    attach_loss(model)
+    loss = model.summed_loss(head, INPUTS)
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = loss_and_gradients(model, loss)
     for name, gradient in loss_and_gradients(model, expected).items():
@@ -54,9 +55,10 @@ def test_the_chunked_loss_equals_the_loss_of_the_models_own_logits(architecture:
 def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     model = prepared(architecture)
     head = probe_head(model, compiled=False)
+    attach_loss(model)
     with torch.no_grad():
         bare = replace(head, transform=HeadTransform())
-        losses = [summed_loss(model, each, INPUTS).item() for each in (head, bare)]
+        losses = [model.summed_loss(each, INPUTS).item() for each in (head, bare)]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 
 

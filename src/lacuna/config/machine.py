@@ -26,8 +26,9 @@ class ParallelismConfig(Section):
     """Overlap tensor parallelism's traffic with its matrix products; on GPUs, with compile.enable."""
     context_parallel_degree: PositiveInt = 1
     """Ranks that each sequence is split over."""
-    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "allgather"
-    """How a rank gets the keys and values of the others: all at once, or round a ring, which takes less memory."""
+    context_parallel_rotate_method: Literal["allgather", "alltoall"] = "alltoall"
+    """How a rank gets the keys and values of the others: round a ring, which overlaps and takes less memory, or all at
+    once, as layers with sliding windows, soft caps or dropout always do."""
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that the layers are spread over."""
     pipeline_parallel_split_points: Names = ()

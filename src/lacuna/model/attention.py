@@ -38,11 +38,11 @@ def packed_attention(
     """Causal attention within documents, for transformers' interface, also of a rank's share of a sequence.
 
     `query` [B, heads, T, D], `key` and `value` [B, key_value_heads, T, D]; `parts` say which queries see which keys.
-    With context parallelism T is this rank's share; the keys of the others come over `group`, by a ring where `ring`
-    has the ends of documents and the longest of them. Returns [B, T, heads, D].
+    With context parallelism T is this rank's share; the keys of the others come over `group`: by a ring if `ring` has
+    the ends of documents and the longest of them, gathered where a ring cannot be. Returns [B, T, heads, D].
     """
-    assert parts or ring, f"{type(module).__name__} dropped what it was told of the documents"
-    if ring is not None:
+    assert parts, f"{type(module).__name__} dropped what it was told of the documents"
+    if ring is not None and sliding_window is None and softcap is None and not dropout:
         return ring_attention(query, key, value, *ring, group, scaling).transpose(1, 2), None
     if group is not None:
         key, value = gather_sequence(key, 2, group), gather_sequence(value, 2, group)

@@ -60,25 +60,28 @@ def summed_loss(
         states = type(model).forward(model, **_arguments(inputs, received)).logits.float()
     if gather is not None:
         states = gather_sequence_slices(states, gather)
-    states, labels, linear = states.flatten(0, 1), inputs.labels.flatten(), model.get_output_embeddings()
+    states, labels = states.flatten(0, 1), inputs.labels.flatten()
     if head.chunked:
-        compiled = head.compiled and states.is_cuda
-        loss = chunked_linear_cross_entropy(
-            states, linear.weight, labels, linear.bias, head.transform, compiled=compiled
-        )
+        loss = model.get_output_embeddings().summed_loss(head, states, labels)
     else:
         loss = F.cross_entropy(states, labels, ignore_index=IGNORED, reduction="sum")
     return loss if gather is None else loss / gather.size()
 
 
+def _loss_of_head(linear: nn.Linear, head: Head, states: Tensor, labels: Tensor) -> Tensor:
+    compiled = head.compiled and states.is_cuda
+    return chunked_linear_cross_entropy(states, linear.weight, labels, linear.bias, head.transform, compiled=compiled)
+
+
 def attach_loss(model: PreTrainedModel) -> None:
     """Gives `model` the method `summed_loss(head, inputs, received, gather)`, in place.
 
-    A method of the model and not a function around it, so that sharding gathers the parameters of embedding and
-    head for the whole of it.
+    Methods of the model and of its head and not functions around them, so that sharding gathers what they need.
     """
-    model.summed_loss = MethodType(summed_loss, model)
-    register_fsdp_forward_method(model, "summed_loss")
+    for module, method in ((model, summed_loss), (model.get_output_embeddings(), _loss_of_head)):
+        if module is not None:
+            module.summed_loss = MethodType(method, module)
+            register_fsdp_forward_method(module, "summed_loss")
 
 
 def head_transform(model_config: PretrainedConfig) -> HeadTransform:

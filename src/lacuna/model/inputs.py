@@ -57,13 +57,18 @@ def document_ends(cu_seqlens: Tensor, rows: int, length: int) -> Tensor:
     return torch.stack([F.pad(row, (0, most - len(row)), value=length) for row in ends])
 
 
+def _whole_rows(cu_seqlens: Tensor, length: int) -> bool:
+    """Whether every row of `length` tokens is one document."""
+    return int(cu_seqlens[-1]) == length * (len(cu_seqlens) - 1)
+
+
 def packing_arguments(
     attention: str, cu_seqlens: Tensor, max_seqlen: int, length: int, device: torch.device
 ) -> dict[str, Any]:
     """What `attention` must be told of the documents in rows of `length` tokens, beside their position ids."""
     if attention == PACKED:
         bounds, longest = to_device(pad_bounds(cu_seqlens), device), longest_bound(max_seqlen, length)
-        whole = int(cu_seqlens[-1]) == length * (len(cu_seqlens) - 1)
+        whole = _whole_rows(cu_seqlens, length)
         return {"parts": (Part(bounds, bounds, longest, longest, length, whole=whole),)}
     if attention.startswith("flash_attention"):
         bounds = to_device(cu_seqlens, device)
@@ -76,12 +81,13 @@ def _shared_arguments(batch: Batch, mesh: Mesh, device: torch.device) -> dict[st
     """What our attention must be told where ranks share each sequence."""
     rows, length = batch.input_ids.shape
     longest = longest_bound(batch.max_seqlen, length)
-    ends = F.pad(document_ends(batch.cu_seqlens, rows, length), (1, 0))
-    ends = to_device(pad_bounds(ends)[:, 1:], device)
-    group = mesh.named["cp"].get_group()
-    if mesh.layout.ring:
-        return {"group": group, "ring": (ends, longest)}
-    return {"group": group, "parts": causal_parts(ends, length, mesh.layout.cp, mesh.rank("cp"), longest)}
+    ends = document_ends(batch.cu_seqlens, rows, length)
+    if not _whole_rows(batch.cu_seqlens, length):
+        ends = pad_bounds(F.pad(ends, (1, 0)))[:, 1:]
+    ends = to_device(ends, device)
+    parts = causal_parts(ends, length, mesh.layout.cp, mesh.rank("cp"), longest)
+    ring = (ends, longest) if mesh.layout.ring else None
+    return {"group": mesh.named["cp"].get_group(), "parts": parts, "ring": ring}
 
 
 def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mesh, whole_labels: bool) -> Inputs:

@@ -3,7 +3,6 @@
 from transformers import PretrainedConfig
 
 from lacuna.config import Config, refuse
-from lacuna.model.architecture import attention_shapes
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.pipeline import check_pipeline
 from lacuna.parallel.tensor import check_tensor_parallel
@@ -12,16 +11,13 @@ from lacuna.parallel.tensor import check_tensor_parallel
 def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout) -> None:
     """Raises `UserError` for a layout that the model or the length of the sequences does not allow."""
     length, cuts = config.training.seq_len, layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
-    windows = any(shape.window for shape in attention_shapes(model_config))
     uneven = (
         f"training.seq_len: {length} is no multiple of tensor_parallel_degree × 2 × context_parallel_degree = "
         f"{layout.tp} × 2 × {layout.cp}, the pieces of a sequence: the nearest above is {-(-length // cuts) * cuts}"
     )
-    window = 'parallelism.context_parallel_rotate_method: "alltoall" knows no sliding windows: use "allgather"'
     prompts = "validation.prompts: sampling needs data parallelism only; use lacuna generate on the run's folder"
     refuse({
         uneven: length % cuts > 0,
-        window: layout.ring and layout.cp > 1 and windows,
         prompts: layout.sharing > 1 and bool(config.validation.prompts),
     })  # fmt: skip
     if layout.tp > 1:

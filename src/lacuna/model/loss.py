@@ -9,7 +9,7 @@ from torch import Tensor
 
 IGNORED = -100
 # Logits of a chunk take about this much memory in float32; larger chunks gain no speed.
-CHUNK_BYTES = 512 * 2**20
+CHUNK_BYTES = 1024 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
     if left.dtype == torch.float32:
         total.addmm_(left, right)
     elif left.is_cuda:
-        total.add_(torch.mm(left, right, out_dtype=torch.float32))
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total.addmm_(left.float(), right.float())
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 _collectives = torch.ops._c10d_functional
+_CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
+_CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
 
 
 class Part(NamedTuple):
@@ -30,7 +32,7 @@ class Part(NamedTuple):
         stop: how many keys of each row there are.
         causal: whether the last query of a piece sees all of its keys, the one before all but the last and so on
             (FlashAttention's alignment, bottom right), or every query sees all.
-        whole: whether every row is known to be one piece, with as many queries as keys.
+        whole: whether every row is known to be one piece; if causal, with as many queries as keys.
     """
 
     cu_q: Tensor
@@ -123,10 +125,11 @@ def _ring_part(ends: Tensor, length: int, cp: int, rank: int, origin: int, longe
     """
     size = length // 2
     start, stop = size if origin > rank else 0, size if origin < rank else length
+    whole = ends.shape[1] == 1
     queries, keys = (sum((ends - chunk * size).clamp(0, size) for chunk in _chunks(cp, r)) for r in (rank, origin))
     if origin == rank:
         longest = min(longest, length)
-        return start, Part(_bounds(queries, length), _bounds(keys, length), longest, longest, length)
+        return start, Part(_bounds(queries, length), _bounds(keys, length), longest, longest, length, whole=whole)
     queries, keys, count = (queries - start).clamp(min=0), keys.clamp(max=stop), length - start
     # Three pieces a row: that one document, all before it and all after it.
     place = (keys < stop).sum(1, keepdim=True)
@@ -134,7 +137,7 @@ def _ring_part(ends: Tensor, length: int, cp: int, rank: int, origin: int, longe
     zero = torch.zeros_like(first_key)
     cu_q = _bounds(torch.cat((zero, last_query, zero + count), 1), count)
     cu_k = _bounds(torch.cat((first_key, zero + stop, zero + stop), 1), stop)
-    return start, Part(cu_q, cu_k, count, stop, stop, causal=False)
+    return start, Part(cu_q, cu_k, count, stop, stop, causal=False, whole=whole)
 
 
 def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
@@ -224,6 +227,10 @@ _ring_forward.register_autograd(_differentiate, setup_context=_save)
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp over the keys of a part: zero and -inf for a query that sees none."""
+    if _takes_cudnn(query, key, value, part):
+        tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
+        output, lse, *_ = _CUDNN(*tensors, None, True, 0.0, part.causal, scale=scaling)
+        return output.transpose(1, 2), lse.view(lse.shape[:3]).transpose(1, 2)
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (query, key, value))
         output, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *_flash_part(part), False, scale=scaling)
@@ -240,6 +247,13 @@ def _attend_backward(
     grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float
 ) -> tuple[Tensor, ...]:
     """What a part gives to the gradients of query, key and value; output and log-sum-exp are those over all keys."""
+    if _takes_cudnn(query, key, value, part):
+        tensors = (tensor.transpose(1, 2) for tensor in (grad, query, key, value, output))
+        no_dropout = torch.empty((), dtype=torch.int64, device=query.device)
+        settings = (lse.transpose(1, 2).unsqueeze(-1).contiguous(), no_dropout, no_dropout, None, None, None)
+        lengths = (query.shape[1], key.shape[1], 0.0, part.causal)
+        grads = _CUDNN_BACKWARD(*tensors, *settings, *lengths, scale=scaling)
+        return tuple(tensor.transpose(1, 2) for tensor in grads)
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (grad, query, key, value, output))
         dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # there is none
@@ -252,6 +266,13 @@ def _attend_backward(
     of_scores = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * scaling
     of_key, of_value = (product.sum(2, keepdim=True) for product in (of_scores.mT @ query, weights.mT @ grad))
     return _ungrouped(of_scores @ key), _ungrouped(of_key), _ungrouped(of_value)
+
+
+def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
+    """Whether cuDNN's kernel, the fastest on the newest GPUs, can do a part; it knows no pieces of rows."""
+    tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    parameters = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, part.causal, True)
+    return part.whole and torch.backends.cuda.can_use_cudnn_attention(parameters)
 
 
 def _takes_flash(tensor: Tensor) -> bool:

@@ -31,9 +31,9 @@ def reshard_after_forward(config: Config, layout: Layout) -> bool:
 
 
 def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
-    """Shards `model` in place: each layer is a unit; embedding, last norm and head are one with the root.
+    """Shards `model` in place: each layer is a unit, and a head of its own; the rest is one with the root.
 
-    One root unit because a tied weight must be seen by one unit only. Also used on one process, where nothing is
+    A tied head is not: a weight must be seen by one unit only. Also used on one process, where nothing is
     exchanged, since it keeps float32 master weights under bfloat16 compute. Gradients come out summed over ranks
     (the caller divides the loss by the tokens of the whole step) and are accumulated in float32.
     """
@@ -48,8 +48,13 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
     shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
     for layer in layers:
         shard(layer, mesh=mesh.layers, reshard_after_forward=reshard)
+    head = model.get_output_embeddings()
+    embedding, output = (getattr(end, "weight", None) for end in (model.get_input_embeddings(), head))
+    alone = [head] if output is not None and output is not embedding else []
+    for unit in alone:
+        shard(unit, mesh=mesh.root, reshard_after_forward=False)  # its backward pass comes at once
     shard(model, mesh=mesh.root, reshard_after_forward=reshard and always)
-    for unit in (*layers, model):
+    for unit in (*layers, *alone, model):
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
