@@ -28,12 +28,15 @@ def test_heads_and_matrices_must_share_evenly() -> None:
     assert "num_attention_heads = 2" in refusal("llama", Layout(tp=4), num_attention_heads=2)
 
 
-@pytest.mark.parametrize(("architecture", "reason"), [("gpt2", "no tensor-parallel plan"), ("qwen3_moe", "experts")])
+@pytest.mark.parametrize(("architecture", "reason"), [("opt", "no tensor-parallel plan"), ("qwen3_moe", "experts")])
 def test_tensor_parallelism_needs_a_plan(architecture: str, reason: str) -> None:
     assert reason in refusal(architecture, Layout(tp=2))
 
 
-def test_a_ring_knows_no_windows_and_text_is_sampled_from_whole_models_only() -> None:
-    assert 'use "allgather"' in refusal("mistral", Layout(cp=2, ring=True))
+def test_attention_that_every_rank_computes_whole_has_no_dropout() -> None:
+    assert "set the model's attn_pdrop to 0" in refusal("gpt2", Layout(tp=2), attn_pdrop=0.1)
+
+
+def test_text_is_sampled_from_whole_models_only() -> None:
     assert "validation.prompts" in refusal("llama", Layout(cp=2), prompts=("the",))
     check_layout(Config(training=TrainingConfig(seq_len=64)), tiny_config("mistral"), Layout(cp=2, tp=2, pp=2))

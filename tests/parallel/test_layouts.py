@@ -46,12 +46,12 @@ def test_every_data_parallel_layout_and_accumulation_makes_the_same_step(
         check_same(outcome, alone)
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama_tied", "gemma3", "gpt2"])
 @pytest.mark.parametrize(
     "cases",
     [
         [Case(Layout(tp=2), 2), Case(Layout(tp=2), parallelism={"disable_loss_parallel": True})],
-        [Case(Layout(cp=2), 2)],
+        [Case(Layout(cp=2), 2), Case(Layout(cp=2, ring=True), 2)],
         [pipelined(Layout(pp=2), 4), pipelined(Layout(pp=2), 4, "Interleaved1F1B")],
         [Case(Layout(dp_shard=2, tp=2), 2), Case(Layout(dp_replicate=2, cp=2)), Case(Layout(cp=2, tp=2))],
         [pipelined(Layout(dp_shard=2, pp=2), 2), pipelined(Layout(tp=2, pp=2), 2), pipelined(Layout(cp=2, pp=2), 2)],

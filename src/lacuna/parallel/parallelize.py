@@ -9,7 +9,7 @@ from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.pipeline import Stage, cut
 from lacuna.parallel.recompute import offload_inputs, recompute
 from lacuna.parallel.schedule import splits_backward
-from lacuna.parallel.tensor import overlap_communication, split_layers
+from lacuna.parallel.tensor import overlap_communication, slice_positions, split_layers
 
 
 def compile_enabled(config: Config, device_type: str) -> bool:
@@ -26,6 +26,7 @@ def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, confi
     stages = cut(model, layers, mesh, config)
     own = [layer for stage in stages for layer in stage.layers]
     if mesh.layout.tp > 1:
+        slice_positions(model, mesh.tensor)
         split_layers(own, model.config, mesh.tensor)
         if config.parallelism.enable_async_tensor_parallel:
             overlap_communication(mesh.tensor)
