@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from lacuna.model.head import attach_loss, probe_head
 from lacuna.model.inputs import Inputs
-from lacuna.model.loss import HeadTransform
 from tiny import VOCABULARY, own_loss, random_model, tiny_config
 
 IDS = torch.arange(36).view(2, 18) * 5 % VOCABULARY
@@ -57,7 +56,7 @@ def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     head = probe_head(model, compiled=False)
     attach_loss(model)
     with torch.no_grad():
-        bare = replace(head, transform=HeadTransform())
+        bare = replace(head, scale=1.0, soft_cap=None)
         losses = [model.summed_loss(each, INPUTS).item() for each in (head, bare)]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 

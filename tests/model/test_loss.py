@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lacuna.model.loss import IGNORED, HeadTransform, chunked_linear_cross_entropy
+from lacuna.model.loss import IGNORED, Head, chunked_linear_cross_entropy
 from tiny import relative_error
 
 TOKENS, WIDTH, WORDS = 50, 24, 97
@@ -33,9 +33,7 @@ def gradients_of(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
 
 
-def truth(
-    tensors: dict[str, Tensor], labels: Tensor, bias: bool, transform: HeadTransform
-) -> tuple[float, dict[str, Tensor]]:
+def truth(tensors: dict[str, Tensor], labels: Tensor, bias: bool, transform: Head) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients in float64 from the whole matrix of logits."""
     exact = with_gradients(tensors, torch.float64)
     logits = F.linear(exact["hidden"], exact["weight"], exact["bias"] if bias else None) * transform.scale
@@ -46,17 +44,17 @@ def truth(
 
 
 TRANSFORMS = {
-    "plain": HeadTransform(),
-    "scale": HeadTransform(scale=0.25),
-    "soft cap": HeadTransform(soft_cap=3.0),
-    "scale and soft cap": HeadTransform(scale=1.7, soft_cap=5.0),
+    "plain": Head(),
+    "scale": Head(scale=0.25),
+    "soft cap": Head(soft_cap=3.0),
+    "scale and soft cap": Head(scale=1.7, soft_cap=5.0),
 }
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
 @pytest.mark.parametrize("chunk", [7, 25, 50, 1000, None])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_equal_cross_entropy(transform: HeadTransform, chunk: int | None, bias: bool) -> None:
+def test_loss_and_gradients_equal_cross_entropy(transform: Head, chunk: int | None, bias: bool) -> None:
     tensors, labels = problem(), some_labels()
     expected, expected_gradients = truth(tensors, labels, bias, transform)
     given = with_gradients(tensors, torch.float32)
@@ -71,7 +69,7 @@ def test_loss_and_gradients_equal_cross_entropy(transform: HeadTransform, chunk:
 
 def test_a_scaled_loss_scales_its_gradients() -> None:
     tensors, labels = problem(), some_labels()
-    _, expected = truth(tensors, labels, True, HeadTransform())
+    _, expected = truth(tensors, labels, True, Head())
     given = with_gradients(tensors, torch.float32)
     loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=8)
     gradients = gradients_of(loss / 37, given)
@@ -97,7 +95,7 @@ def test_ignored_rows_get_no_gradient_even_from_hidden_states_that_are_not_finit
 
 
 @pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
-def test_the_loss_without_gradients_is_the_same(transform: HeadTransform) -> None:
+def test_the_loss_without_gradients_is_the_same(transform: Head) -> None:
     tensors, labels = problem(), some_labels()
     expected, _ = truth(tensors, labels, True, transform)
     with torch.no_grad():
@@ -110,7 +108,7 @@ def test_the_loss_without_gradients_is_the_same(transform: HeadTransform) -> Non
 
 def test_a_frozen_head_still_passes_gradients_on() -> None:
     tensors, labels = problem(), some_labels()
-    _, expected = truth(tensors, labels, False, HeadTransform())
+    _, expected = truth(tensors, labels, False, Head())
     hidden = tensors["hidden"].requires_grad_()
     chunked_linear_cross_entropy(hidden, tensors["weight"], labels, chunk=8).backward()
     assert tensors["weight"].grad is None
@@ -127,7 +125,7 @@ def test_half_precision_accumulates_the_gradient_of_the_weight_in_float32() -> N
     }
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
     labels = torch.randint(0, WORDS // 2, (tokens,), generator=generator)
-    _, expected = truth(tensors, labels, True, HeadTransform())
+    _, expected = truth(tensors, labels, True, Head())
     given = with_gradients(tensors, torch.bfloat16)
     loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=chunk)
     assert loss.dtype == torch.float32

@@ -13,7 +13,7 @@ from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
 from lacuna.export import huggingface
 from lacuna.export.huggingface import export_model
-from lacuna.model.head import Head, head_transform
+from lacuna.model.head import known_head
 from lacuna.model.inputs import Inputs
 from lacuna.parallel.fsdp import inference
 from tiny import (
@@ -47,7 +47,7 @@ def check_loaded(folder: Path, model: PreTrainedModel) -> None:
     assert differing(parameters, dict(reference.named_parameters())) == [], folder
     assert differing(dict(model.named_buffers()), dict(reference.named_buffers())) == [], folder
     labels = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
-    head = Head(head_transform(model.config), chunked=True, compiled=False)
+    head = known_head(model.config, compiled=False)
     with inference(model):
         loss = model.summed_loss(head, Inputs(IDS, labels, POSITIONS, {})) / (labels != -100).sum()
         expected = reference(input_ids=IDS, labels=IDS).loss

@@ -2,7 +2,7 @@
 
 import copy
 import logging
-from dataclasses import dataclass
+from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -16,20 +16,11 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lacuna.config import UserError
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.inputs import Inputs, packing_arguments
-from lacuna.model.loss import IGNORED, HeadTransform, chunked_linear_cross_entropy
+from lacuna.model.loss import IGNORED, Head, chunked_linear_cross_entropy
 from lacuna.parallel.pipeline import PassThrough
 from lacuna.parallel.tensor import gather_sequence_slices
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Head:
-    """How the loss is made: chunk by chunk from the head's weight, or from the model's own logits."""
-
-    transform: HeadTransform
-    chunked: bool
-    compiled: bool
 
 
 def hidden_states(model: PreTrainedModel, inputs: Inputs, received: Tensor | None = None) -> Tensor:
@@ -69,8 +60,7 @@ def summed_loss(
 
 
 def _loss_of_head(linear: nn.Linear, head: Head, states: Tensor, labels: Tensor) -> Tensor:
-    compiled = head.compiled and states.is_cuda
-    return chunked_linear_cross_entropy(states, linear.weight, labels, linear.bias, head.transform, compiled=compiled)
+    return chunked_linear_cross_entropy(states, linear.weight, labels, linear.bias, head)
 
 
 def attach_loss(model: PreTrainedModel) -> None:
@@ -84,12 +74,12 @@ def attach_loss(model: PreTrainedModel) -> None:
             register_fsdp_forward_method(module, "summed_loss")
 
 
-def head_transform(model_config: PretrainedConfig) -> HeadTransform:
-    """The transform that a configuration speaks of: Gemma's soft cap, Cohere's and Granite's scales."""
+def known_head(model_config: PretrainedConfig, compiled: bool) -> Head:
+    """The head that a configuration speaks of: Gemma's soft cap, Cohere's and Granite's scales."""
     text_config = model_config.get_text_config()
     scale = getattr(text_config, "logit_scale", None) or 1.0
     scale /= getattr(text_config, "logits_scaling", None) or 1.0
-    return HeadTransform(float(scale), getattr(text_config, "final_logit_softcapping", None))
+    return Head(float(scale), getattr(text_config, "final_logit_softcapping", None), compiled=compiled)
 
 
 def _relative_difference(left: Tensor, right: Tensor) -> float:
@@ -107,16 +97,12 @@ def specimen(
         model = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=attention).eval()
     layers = decoder_layers(model)
     kinds = getattr(text_config, "layer_types", None) or [None] * len(layers)
-    seen = set()
-    for place, kind in enumerate([*zip(map(type, layers), kinds, strict=True)]):
-        if kind in seen:
+    kinds = [*zip(map(type, layers), kinds, strict=True)]
+    for place, kind in enumerate(kinds):
+        if kind in kinds[:place]:
             layers[place] = PassThrough()
-        seen.add(kind)
     model.to_empty(device=device)
-    with torch.no_grad():
-        for module in model.modules():
-            model._init_weights(module)
-    model.tie_weights()
+    model.init_weights()
     return model
 
 
@@ -135,35 +121,28 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
 
     The head's input is enlarged for the comparison: near zero a soft cap would not show.
     """
-    transform = head_transform(model.config)
-    linear = model.get_output_embeddings()
+    head, linear = known_head(model.config, compiled), model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         logger.info("the head is no linear layer: the loss is made from the model's own logits")
-        return Head(transform, False, compiled)
+        return replace(head, chunked=False)
     inputs = _probe_inputs(model, torch.arange(8), [8])
-    seen: dict[str, Tensor] = {}
+    seen: list[Tensor] = []
 
     def enlarge(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
-        seen["hidden"] = arguments[0]
+        seen.append(arguments[0])
         return (arguments[0] * 1024,)
 
-    def multiply(module: nn.Linear, arguments: tuple[Tensor, ...], _: Tensor) -> None:
-        # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
-        seen["product"] = F.linear(arguments[0], module.weight, module.bias)
-
-    hooks = [linear.register_forward_pre_hook(enlarge), linear.register_forward_hook(multiply)]
-    try:
+    with linear.register_forward_pre_hook(enlarge):
         logits = model(**_arguments(inputs, None)).logits
-    finally:
-        for hook in hooks:
-            hook.remove()
     hidden = hidden_states(model, inputs)
     tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
-    same_input = seen["hidden"].shape == hidden.shape and _relative_difference(hidden, seen["hidden"]) < tolerance
-    same_output = _relative_difference(transform.apply(seen["product"]), logits) < tolerance
+    same_input = seen[0].shape == hidden.shape and _relative_difference(hidden, seen[0]) < tolerance
+    # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
+    product = F.linear(seen[0] * 1024, linear.weight, linear.bias)
+    same_output = _relative_difference(head.logits(product), logits) < tolerance
     if not (same_input and same_output):
         logger.info("the head does more than lacuna knows: the loss is made from the model's own logits")
-    return Head(transform, same_input and same_output, compiled)
+    return replace(head, chunked=same_input and same_output)
 
 
 @torch.no_grad()
