@@ -1,7 +1,7 @@
 """What lacuna needs to know of any Hugging Face causal LM: its configuration, layers, head and sizes."""
 
 import os
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -25,13 +25,13 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM.")
     text_config = model_config.get_text_config()
-    if config.model.config and len(tokenizer) > text_config.vocab_size:
-        text_config.vocab_size = len(tokenizer)
-    elif len(tokenizer) > text_config.vocab_size:
+    tokens, known = len(tokenizer), text_config.vocab_size
+    if config.model.name_or_path and tokens > known:
         raise UserError(
-            f"model.tokenizer_path: the tokenizer has {len(tokenizer)} tokens, the model at model.name_or_path "
-            f"only {text_config.vocab_size}: use the tokenizer that belongs to the model."
+            f"model.tokenizer_path: the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}: "
+            f"use the tokenizer that belongs to the model."
         )
+    text_config.vocab_size = max(tokens, known)
     check_positions(config, model_config)
     model_config.use_cache = False
     return model_config
@@ -51,13 +51,11 @@ def check_positions(config: Config, model_config: PretrainedConfig) -> None:
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     """The list of decoder layers, wherever the architecture keeps it."""
     count = model.config.get_text_config().num_hidden_layers
-    found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == count]
-    if not found:
-        raise UserError(
-            f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded or "
-            f"compiled layer by layer."
-        )
-    return found[0]
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and len(module) == count:
+            return module
+    name = type(model).__name__
+    raise UserError(f"model: {name} has no list of {count} decoder layers, so it cannot be sharded layer by layer.")
 
 
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -76,24 +74,18 @@ def non_embedding_parameters(model: nn.Module) -> int:
     experts = getattr(text_config, "num_local_experts", None) or getattr(text_config, "num_experts", None)
     chosen = getattr(text_config, "num_experts_per_tok", None)
     active = chosen / experts if experts and chosen else 1.0
-    embeddings = {
-        id(parameter)
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for parameter in module.parameters()
-    }
-    total = 0.0
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in embeddings:
-            total += parameter.numel() * (active if ".experts." in name else 1.0)
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    total = sum(
+        parameter.numel() * (active if ".experts." in name else 1.0)
+        for name, parameter in model.named_parameters()
+        if id(parameter) not in embeddings
+    )
     head = model.get_output_embeddings()
-    if head is not None and id(head.weight) in embeddings:
-        total += head.weight.numel()
-    return int(total)
+    tied = head is not None and id(head.weight) in embeddings
+    return int(total + (head.weight.numel() if tied else 0))
 
 
-@dataclass(frozen=True)
-class AttentionShape:
+class AttentionShape(NamedTuple):
     """One layer's attention: query heads, their width, and the window in tokens (None: all earlier tokens)."""
 
     heads: int
@@ -107,9 +99,7 @@ def attention_shapes(model_config: PretrainedConfig) -> list[AttentionShape]:
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     count = text_config.num_hidden_layers
-    window = getattr(text_config, "sliding_window", None)
-    if getattr(text_config, "use_sliding_window", True) is False:
-        window = None
+    window = getattr(text_config, "sliding_window", None) if getattr(text_config, "use_sliding_window", True) else None
     kinds = getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     return [AttentionShape(heads, head_dim, window if kind == "sliding_attention" else None) for kind in kinds]
 
@@ -117,10 +107,8 @@ def attention_shapes(model_config: PretrainedConfig) -> list[AttentionShape]:
 def attended_pairs(lengths: torch.Tensor, window: int | None) -> float:
     """How many (query, key) pairs causal attention computes over documents of these `lengths`: half the square."""
     lengths = lengths.double()
-    if window is None:
-        return float((lengths * lengths / 2).sum())
-    seen = torch.where(lengths <= window, lengths * lengths / 2, window * lengths - window * window / 2)
-    return float(seen.sum())
+    seen = lengths.clamp(0, window)
+    return float((lengths * seen - seen * seen / 2).sum())
 
 
 def step_flops(parameters: int, shapes: list[AttentionShape], tokens: int, lengths: torch.Tensor) -> float:

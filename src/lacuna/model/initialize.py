@@ -4,8 +4,7 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
@@ -13,13 +12,9 @@ from transformers.initialization import guard_torch_init_functions
 @torch.no_grad()
 def copy_local_slice(target: Tensor, full: Tensor) -> None:
     """Fills `target`, which may be sharded, with its part of the unsharded tensor `full`."""
-    if not isinstance(target, DTensor):
-        target.copy_(full)
-        return
-    shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    if all(shape):
-        index = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-        target.to_local().copy_(full[index])
+    if isinstance(target, DTensor):  # no source rank: every rank has the whole tensor, nothing is sent
+        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(full)
 
 
 def tie_weights(model: PreTrainedModel) -> None:
@@ -42,19 +37,16 @@ def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: 
     parameters = dict(model.named_parameters(remove_duplicate=False))
     layers = {id(layer) for child in shadow.modules() if isinstance(child, nn.ModuleList) for layer in child}
 
-    def draw(module: nn.Module, with_children: bool) -> None:
-        if with_children:  # first the children: a parent may correct what they drew (GPT-2's c_proj)
-            for child in module.children():
-                draw(child, with_children)
-        shadow._init_weights(module)
-
     def visit(module: nn.Module, prefix: str) -> None:
         is_layer = id(module) in layers
         if not is_layer:
             for name, child in module.named_children():
                 visit(child, f"{prefix}{name}.")
         module.to_empty(device=device, recurse=is_layer)
-        draw(module, is_layer)
+        if is_layer:  # first the children: a parent may correct what they drew (GPT-2's c_proj)
+            module.apply(shadow._init_weights)
+        else:
+            shadow._init_weights(module)
         for name, parameter in module.named_parameters(recurse=is_layer):
             # What is tied follows its source; what another pipeline stage holds is drawn all the same.
             if prefix + name not in model.all_tied_weights_keys and prefix + name in parameters:
@@ -75,21 +67,18 @@ def compute_buffers(
     `loaded` names those that already have their value. `shadow` is the same model on the meta device: working there
     cannot touch weights that were just loaded. Raises `RuntimeError` when the model leaves a buffer unset.
     """
-    present = {prefix for prefix, _ in model.named_modules()}
+    modules = dict(model.named_modules())
     for prefix, module in shadow.named_modules():
-        if not module._buffers or prefix not in present:  # another pipeline stage has it
+        if not module._buffers or prefix not in modules:  # another pipeline stage has it
             continue
         module.to_empty(device=device, recurse=False)
-        for buffer in module._buffers.values():
-            if buffer is not None and buffer.is_floating_point():
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
                 buffer.fill_(float("nan"))
         shadow._init_weights(module)
-        target = model.get_submodule(prefix)._buffers
-        for key, buffer in module._buffers.items():
-            name = f"{prefix}.{key}" if prefix else key
-            if name in loaded:
-                target[key] = target[key].to(device)
-            elif buffer is not None:
-                if buffer.is_floating_point() and buffer.isnan().any():
-                    raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
-                target[key] = buffer
+        target = modules[prefix]._buffers
+        for name, buffer in module.named_buffers(prefix, recurse=False):
+            key = name.rpartition(".")[2]
+            if name not in loaded and buffer.isnan().any():
+                raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
+            target[key] = target[key].to(device) if name in loaded else buffer

@@ -2,22 +2,20 @@
 
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 from safetensors import safe_open
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lacuna.config import UserError
 from lacuna.model.initialize import tie_weights
-
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def weight_folder(source: str) -> str:
@@ -29,23 +27,18 @@ def weight_folder(source: str) -> str:
         return source
     try:
         return snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"])
-    except (HfHubHTTPError, LocalEntryNotFoundError, ValueError, OSError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path: no folder {source!r}, and the Hub did not give it: {error}") from error
 
 
 def safetensors_files(folder: str) -> list[str]:
     """The weight files of an HF folder. Raises `UserError` when a file is missing."""
-    index = os.path.join(folder, INDEX)
-    if os.path.exists(index):
-        with open(index) as file:
-            names = sorted(set(json.load(file)["weight_map"].values()))
-    else:
-        names = [SINGLE]
-    paths = [os.path.join(folder, name) for name in names]
-    missing = [path for path in paths if not os.path.exists(path)]
-    if missing:
-        raise UserError(f"model.name_or_path: {folder!r} lacks the weight file {os.path.basename(missing[0])}.")
-    return paths
+    index = Path(folder, SAFE_WEIGHTS_INDEX_NAME)
+    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SAFE_WEIGHTS_NAME}
+    for name in sorted(names):
+        if not os.path.exists(os.path.join(folder, name)):
+            raise UserError(f"model.name_or_path: {folder!r} lacks the weight file {name}.")
+    return [os.path.join(folder, name) for name in sorted(names)]
 
 
 def load_weights(
@@ -60,9 +53,8 @@ def load_weights(
     files = [safe_open(path, framework="pt") for path in safetensors_files(folder)]
     slices: dict[str, Any] = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
     expected = set(model.state_dict())
-    settings = LoadStateDictConfig(
-        weight_mapping=get_model_conversion_mapping(shadow), dtype=dtype, device_map={"": device}
-    )
+    mapping = get_model_conversion_mapping(shadow)
+    settings = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype, device_map={"": device})
     info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
     missing = sorted(info.missing_keys - set(model.all_tied_weights_keys))
     if missing or info.mismatched_keys or info.conversion_errors:
