@@ -33,17 +33,17 @@ def gradients_of(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
 
 
-def truth(tensors: dict[str, Tensor], labels: Tensor, bias: bool, transform: Head) -> tuple[float, dict[str, Tensor]]:
+def truth(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients in float64 from the whole matrix of logits."""
     exact = with_gradients(tensors, torch.float64)
-    logits = F.linear(exact["hidden"], exact["weight"], exact["bias"] if bias else None) * transform.scale
-    if transform.soft_cap is not None:
-        logits = transform.soft_cap * torch.tanh(logits / transform.soft_cap)
+    logits = F.linear(exact["hidden"], exact["weight"], exact["bias"] if bias else None) * head.scale
+    if head.soft_cap is not None:
+        logits = head.soft_cap * torch.tanh(logits / head.soft_cap)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     return loss.item(), gradients_of(loss, exact)
 
 
-TRANSFORMS = {
+HEADS = {
     "plain": Head(),
     "scale": Head(scale=0.25),
     "soft cap": Head(soft_cap=3.0),
@@ -51,15 +51,15 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
 @pytest.mark.parametrize("chunk", [7, 25, 50, 1000, None])
 @pytest.mark.parametrize("bias", [False, True])
-def test_loss_and_gradients_equal_cross_entropy(transform: Head, chunk: int | None, bias: bool) -> None:
+def test_loss_and_gradients_equal_cross_entropy(head: Head, chunk: int | None, bias: bool) -> None:
     tensors, labels = problem(), some_labels()
-    expected, expected_gradients = truth(tensors, labels, bias, transform)
+    expected, expected_gradients = truth(tensors, labels, bias, head)
     given = with_gradients(tensors, torch.float32)
     loss = chunked_linear_cross_entropy(
-        given["hidden"], given["weight"], labels, given["bias"] if bias else None, transform, chunk
+        given["hidden"], given["weight"], labels, given["bias"] if bias else None, head, chunk
     )
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     gradients = gradients_of(loss, given)
@@ -94,13 +94,13 @@ def test_ignored_rows_get_no_gradient_even_from_hidden_states_that_are_not_finit
     assert not gradients["hidden"][labels == IGNORED].any()
 
 
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS.keys())
-def test_the_loss_without_gradients_is_the_same(transform: Head) -> None:
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+def test_the_loss_without_gradients_is_the_same(head: Head) -> None:
     tensors, labels = problem(), some_labels()
-    expected, _ = truth(tensors, labels, True, transform)
+    expected, _ = truth(tensors, labels, True, head)
     with torch.no_grad():
         loss = chunked_linear_cross_entropy(
-            tensors["hidden"], tensors["weight"], labels, tensors["bias"], transform, chunk=7
+            tensors["hidden"], tensors["weight"], labels, tensors["bias"], head, chunk=7
         )
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert loss.dtype == torch.float32 and not loss.requires_grad

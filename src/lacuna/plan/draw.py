@@ -103,13 +103,8 @@ def explain(config: Config, layout: Layout, layers: nn.ModuleList, microbatches:
     dtype = compute_dtype(config, device)
     name, matrix = max(layers[0].named_parameters(), key=lambda named: named[1].numel())
     gib = sum(parameter.numel() for parameter in layers[0].parameters()) / layout.tp * dtype.itemsize / 2**30
-    choice = (
-        "gives them back"
-        if reshard_after_forward(config, layout)
-        else "keeps them"
-        if shards > 1
-        else "has but one shard"
-    )
+    kept = "keeps them" if shards > 1 else "has but one shard"
+    choice = "gives them back" if reshard_after_forward(config, layout) else kept
     return [
         f"Mesh: the ranks in a grid of {' × '.join(f'{axis} {getattr(layout, axis)}' for axis in AXES)}, the last axis "
         "fastest; dp is dp_replicate × dp_shard, fsdp is dp_shard × cp. A column names the axes that divide it: ranks "

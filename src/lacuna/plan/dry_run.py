@@ -16,7 +16,7 @@ from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import check_device, device_type
-from lacuna.plan.memory import MemoryEstimate, estimate_memory
+from lacuna.plan.memory import estimate_memory
 from lacuna.train.batch import BatchPlan, plan_batch
 from lacuna.train.setup import tokenizer_source, total_steps
 
@@ -52,12 +52,13 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
         build_validation(config, tokenizer, dp_rank=0, dp_world=1, micro_batch=plan.micro_batch)
     steps = total_steps(config, loader)
     loader.close()
-    parameters, compute = sum(parameter.numel() for parameter in model.parameters()), compute_dtype(config, device)
+    compute = compute_dtype(config, device)
     estimate = estimate_memory(config, layout, plan, model, compute, compile_enabled(config, device))
+    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
     step_tokens = plan.global_batch * config.training.seq_len
     rows = {
-        "model": f"{type(model).__name__}, {parameters:,} parameters ({non_embedding_parameters(model):,} in "
-        f"matrix products)",
+        "model": f"{type(model).__name__}, {model.num_parameters():,} parameters "
+        f"({non_embedding_parameters(model):,} in matrix products)",
         "processes": f"{processes} on {device}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × "
         f"cp {layout.cp} × tp {layout.tp} × pp {layout.pp}",
         "precision": f"{config.training.dtype} weights, {str(compute).removeprefix('torch.')} compute",
@@ -66,17 +67,11 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
         f"{layout.data_parallel} ranks",
         "tokens a step": f"{step_tokens:,} ({config.training.seq_len} a sequence)",
         "steps": f"{steps:,}, {steps * step_tokens:,} tokens",
-        "memory a rank": _memory_line(estimate),
+        "memory a rank": f"about {sum(estimate.values()) / 2**30:.2f} GiB ({parts})",
         "run folder": str(config.job.dump_folder),
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
     console = Console(no_color=config.metrics.disable_color_printing, highlight=False)
-    console.print(table)
-    console.print("Nothing was started.")
-
-
-def _memory_line(estimate: MemoryEstimate) -> str:
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in vars(estimate).items())
-    return f"about {estimate.total / 2**30:.2f} GiB ({parts})"
+    console.print(table, "Nothing was started.")

@@ -1,6 +1,5 @@
 """How much memory a rank will need, estimated from shapes alone."""
 
-from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -16,30 +15,12 @@ from lacuna.parallel.schedule import held_stages, pipeline_order
 from lacuna.train.batch import BatchPlan
 
 
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes on one rank, by what holds them."""
-
-    weights: float
-    gradients: float
-    optimizer: float
-    gathered: float
-    activations: float
-    loss: float
-
-    @property
-    def total(self) -> float:
-        """All of it; the allocator's rounding and the CUDA context (about 1 GiB) come on top."""
-        return self.weights + self.gradients + self.optimizer + self.gathered + self.activations + self.loss
-
-
 def recomputed_share(settings: ActivationCheckpointConfig) -> float:
     """The share of the layers' activations that the backward pass computes again."""
     option = settings.selective_ac_option
     selective = 0.5 if option == "op" else 1 / int(option)
-    return {"none": 0.0, "full": 1.0, "selective": selective, "memory_budget": 1 - settings.memory_budget}[
-        settings.mode
-    ]
+    shares = {"none": 0.0, "full": 1.0, "selective": selective, "memory_budget": 1 - settings.memory_budget}
+    return shares[settings.mode]
 
 
 def layers_in_flight(config: Config, layout: Layout, microbatches: int, layers: int) -> float:
@@ -74,11 +55,12 @@ def _activation_bytes_per_token(
 
 def estimate_memory(
     config: Config, layout: Layout, plan: BatchPlan, model: PreTrainedModel, compute: torch.dtype, compiled: bool
-) -> MemoryEstimate:
-    """The estimate for the rank that needs most, with an even share of the layers; `model` needs no memory itself.
+) -> dict[str, float]:
+    """Bytes by what holds them on the rank that needs most, with an even share of the layers.
 
-    Of a pipeline it is taken to have the larger end: the embedding or the head, as large as each other, and the loss.
-    What is outside the layers, tensor parallelism only stores in shares.
+    `model` needs no memory itself; the allocator's rounding and the CUDA context (about 1 GiB) come on top. Of a
+    pipeline it is taken to have the larger end: the embedding or the head, as large as each other, and the loss. What
+    is outside the layers, tensor parallelism only stores in shares.
     """
     text, shards = model.config.get_text_config(), layout.dp_shard * layout.cp
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
@@ -94,12 +76,12 @@ def estimate_memory(
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
     recomputed = recomputed_share(config.activation_checkpoint)
-    return MemoryEstimate(
-        weights=shard * stored,
-        gradients=shard * stored + unreduced * (compute.itemsize + reduced),
-        optimizer=2 * shard * stored,
-        gathered=at_once * compute.itemsize if copies else 0,
-        activations=tokens
-        * _activation_bytes_per_token(text, in_flight, layout.tp, compute.itemsize, compiled, recomputed),
-        loss=3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head,
-    )
+    per_token = _activation_bytes_per_token(text, in_flight, layout.tp, compute.itemsize, compiled, recomputed)
+    return {
+        "weights": shard * stored,
+        "gradients": shard * stored + unreduced * (compute.itemsize + reduced),
+        "optimizer": 2 * shard * stored,
+        "gathered": at_once * compute.itemsize if copies else 0,
+        "activations": tokens * per_token,
+        "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head,
+    }
