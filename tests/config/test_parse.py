@@ -68,6 +68,7 @@ def test_dashes_and_underscores_are_the_same(toml):
         (["--data.shuffle"], True),
         (["--data.shuffle", "true"], True),
         (["--data.shuffle", "False"], False),
+        (["--data.shuffle", "no"], False),
         (["--data.shuffle=false"], False),
         (["--data.shuffle", "--training.seed", "1"], True),
     ],
@@ -169,8 +170,8 @@ def test_unknown_field_of_a_source_names_the_nearest(tmp_path):
         ),
         ('lr_scheduler.decay_type = "cosin"', "lr_scheduler.decay_type", "did you mean cosine?"),
         ("model.tokenizer_path = 3", "model.tokenizer_path", "a valid string (got 3"),
-        ('training.data_probs = "a,b"', "data.data_probs", "numbers separated by commas"),
-        ('training.data_probs = ["1"]', "data.data_probs[0]", "a valid number"),
+        ('training.data_probs = "1,b"', "data.data_probs[1]", 'a valid number (got "b" in run.toml)'),
+        ('training.data_probs = ["one"]', "data.data_probs[0]", "a valid number"),
         ("data.dataset_split = [1]", "data.dataset_split[0]", "a valid string"),
         ("data.sources = 3", "data.sources", "a list"),
         ("checkpoint.load_step = -2", "checkpoint.load_step", "greater than or equal to -1"),
@@ -188,7 +189,7 @@ def test_wrong_value_shows_setting_given_and_wanted(tmp_path, monkeypatch, line,
 
 def test_wrong_word_after_a_flag_shows_where_it_stands(toml):
     assert 'valid integer (got "ten" on the command line)' in error_of(toml(""), "--training.steps", "ten")
-    assert "a valid boolean" in error_of(toml(""), "--training.varlen", "yes")
+    assert "a valid boolean" in error_of(toml(""), "--training.varlen", "maybe")
     assert "needs a value" in error_of(toml(""), "--training.steps")
     assert "needs a value" in error_of(toml(""), "--experimental.pipeline_parallel_schedule")
     assert "takes one value" in error_of(toml(""), "--training.steps", "3", "run.toml")

@@ -22,6 +22,7 @@ CONTRADICTIONS: dict[str, str] = {
     "training.epochs & data.streaming": "a stream has no known length; give training.steps instead",
     "training.epochs & data.tokenization = online": "only the cache knows how long an epoch is; drop data.tokenization",
     "training.epochs & data.data_probs": "whole passes and shares contradict each other; keep one",
+    "no training.batch_size = 1 & training.varlen": "the first must be 1; raise training.seq_len instead",
     "training.varlen & no data.document_mask": "varlen masks documents; drop varlen, or keep the mask",
     "data.dataset & data.sources": "two spellings of the same; keep one",
     "data.data_files & no data.dataset & no data.sources": f"set the second to the files' reader: {', '.join(READERS)}",
@@ -64,19 +65,15 @@ def _contradictions(config: Config) -> Iterator[str]:
 
 def _batch(config: Config) -> Iterator[str]:
     training = config.training
+    context, length, together = training.context_len, training.seq_len, training.global_batch_size
     size, accumulation = training.batch_size, training.gradient_accumulation_steps or 1
-    context, length = training.context_len, training.seq_len
-    if training.varlen and size != 1:
-        yield f"training.batch_size, training.varlen: the first must be 1 (got {size}); raise training.seq_len instead"
     if context > length:
         yield f"training.context_len, training.seq_len: {context} is more than {length}; leave out training.context_len"
     if context < length and not training.varlen:
         yield f"training.context_len, training.varlen: {context} is not seq_len ({length}); leave it out, or set varlen"
-    if training.global_batch_size and training.global_batch_size % (size * accumulation):
-        yield (
-            "training.global_batch_size, training.batch_size, training.gradient_accumulation_steps: "
-            f"{training.global_batch_size} is no multiple of {size} x {accumulation}; change one of them"
-        )
+    if together and together % (size * accumulation):
+        names = "training.global_batch_size, training.batch_size, training.gradient_accumulation_steps"
+        yield f"{names}: {together} is no multiple of {size} x {accumulation}; change one of them"
 
 
 def _data(config: Config) -> Iterator[str]:

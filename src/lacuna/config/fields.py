@@ -26,14 +26,6 @@ def _split_commas(value: Any) -> Any:
     return value
 
 
-def _split_numbers(value: Any) -> Any:
-    parts = _split_commas(value)
-    try:
-        return tuple(map(float, parts)) if isinstance(value, str | Words) else parts
-    except ValueError as error:
-        raise ValueError(f"should be numbers separated by commas: {error}") from None
-
-
 def also(**spellings: str) -> BeforeValidator:
     """Values that a setting is given as elsewhere, each with ours; upper and lower case are the same."""
     return BeforeValidator(lambda value: spellings.get(str(value).lower(), value))
@@ -42,35 +34,27 @@ def also(**spellings: str) -> BeforeValidator:
 Path = Annotated[str, AfterValidator(os.path.expanduser)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_split_commas)]
 Paths = Annotated[tuple[Path, ...], Strict(False), BeforeValidator(_split_commas)]
-Numbers = Annotated[tuple[float, ...], Strict(False), BeforeValidator(_split_numbers)]
+Numbers = Annotated[tuple[Annotated[float, Strict(False)], ...], Strict(False), BeforeValidator(_split_commas)]
 Texts = Annotated[tuple[str, ...], Strict(False), BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)]
 
 
 def read_value(field: FieldInfo, given: Any) -> Any:
     """The value that a setting gets from TOML, or from the `Words` after a flag; None means its default.
 
-    A word is a text where the setting takes one, else a number, true or false; no word at all is true.
-    Raises ValidationError for a wrong value, ValueError for too many or too few words.
+    No word at all is true. Raises ValidationError for a wrong value, ValueError for too many or too few words.
     """
-    validate = TypeAdapter(field.rebuild_annotation(), config=Section.model_config).validate_python
+    reader = TypeAdapter(field.rebuild_annotation(), config=Section.model_config)
     if given == Words(("none",)):
         return None
     if not isinstance(given, Words) or (given and isinstance(field.default, tuple)):
-        return validate(given)
+        return reader.validate_python(given)
     if len(given) > 1:
         raise ValueError(f"takes one value (got {' '.join(given)}); the TOML file goes before all flags")
+    if given:
+        return reader.validate_strings(given[0])
     with suppress(ValidationError):
-        return validate(given[0] if given else True)
-    if not given:
-        raise ValueError("needs a value")
-    return validate(_number_or_truth(given[0]))
-
-
-def _number_or_truth(word: str) -> Any:
-    for kind in (int, float):
-        with suppress(ValueError):
-            return kind(word)
-    return {"true": True, "false": False}.get(word.lower(), word)
+        return reader.validate_python(True)
+    raise ValueError("needs a value")
 
 
 def shown(value: Any) -> str:

@@ -16,7 +16,7 @@ class ParallelismConfig(Section):
     """Ranks that each copy of the model is sharded over; -1 means all that remain."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
     """Free the gathered parameters between forward and backward pass: less memory, more traffic."""
-    zero_stage: Literal[1, 2, 3] | None = None
+    zero_stage: int | None = Field(None, ge=1, le=3)
     """ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them, 1 keeps gradients whole as well."""
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that each matrix is split over, and each sequence in between."""

@@ -147,9 +147,9 @@ def _unknown(name: str, where: str) -> str:
 def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
     """A line for one finding of pydantic: the setting, what is wanted, what was given and where."""
     part = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
-    wanted = detail["msg"].removeprefix("Value error, ").removeprefix("Input ").replace("valid tuple", "list")
+    wanted = detail["msg"].removeprefix("Input ").partition(", unable")[0].replace("valid tuple", "list")
     value, kind, hint = detail["input"], detail["type"], ""
-    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str) and where != _FLAGS:
+    if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         hint = "; write it without quotes"
     elif kind == "literal_error":
         hint = did_you_mean(str(value), detail["ctx"]["expected"].split("'"))
