@@ -17,7 +17,11 @@ CASES = {
         [1 / 3, 2 / 3, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2],
     ),
     # 2 steps of warmup, 5 at the top, 3 of decay: p = 1/4, 2/4, 3/4
-    "wsd": ({"warmup_steps": 2, "decay_ratio": 0.3}, [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25]),
+    "wsd": (
+        {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "wsd"},
+        [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
+    ),
+    "wsd without a ratio": ({"warmup_steps": 0, "decay_type": "wsd"}, [1.0] * 9 + [0.5]),
     "cosine": (
         {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "cosine"},
         [1 / 3, 2 / 3, 1, 1, 1, 1, 1, (1 + ROOT) / 2, 0.5, (1 - ROOT) / 2],

@@ -1,8 +1,8 @@
 """The settings of how the model learns (job, model, training, optimizer), and all sections together."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lacuna.config import machine
 from lacuna.config.documents import DataConfig, ValidationConfig
@@ -108,18 +108,12 @@ class LRSchedulerConfig(Section):
 
     warmup_steps: NonNegativeInt = 200
     """Steps over which the learning rate rises from near 0."""
-    decay_ratio: float | None = Field(None, ge=0, le=1)
-    """Share of all steps over which it falls at the end. Unset: all steps after the warmup."""
     decay_type: Literal["linear", "sqrt", "cosine", "constant", "wsd"] = "linear"
     """Shape of the fall; constant means none, wsd is linear over the last tenth unless decay_ratio is given."""
+    decay_ratio: float | None = Field(default_factory=lambda given: {"wsd": 0.1}.get(given["decay_type"]), ge=0, le=1)
+    """Share of all steps over which it falls at the end. Unset: all steps after the warmup, a tenth with wsd."""
     lr_min: float = Field(0.0, ge=0, le=1)
     """Where the fall ends, as a ratio of optimizer.lr."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _meaning_of_wsd(cls, given: Any) -> Any:
-        wsd = dict(given).get("decay_type") == "wsd"
-        return {"decay_ratio": 0.1, **given, "decay_type": "linear"} if wsd else given
 
 
 class Config(Section):

@@ -2,7 +2,6 @@
 
 import copy
 import logging
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -16,7 +15,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lacuna.config import UserError
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.inputs import Inputs, packing_arguments
-from lacuna.model.loss import IGNORED, Head, chunked_linear_cross_entropy
+from lacuna.model.loss import Head, chunked_linear_cross_entropy
 from lacuna.parallel.pipeline import PassThrough
 from lacuna.parallel.tensor import gather_sequence_slices
 
@@ -48,14 +47,14 @@ def summed_loss(
     if head.chunked:
         states = hidden_states(model, inputs, received)
     else:
-        states = type(model).forward(model, **_arguments(inputs, received)).logits.float()
+        states = type(model).forward(model, **_arguments(inputs, received)).logits
     if gather is not None:
         states = gather_sequence_slices(states, gather)
     states, labels = states.flatten(0, 1), inputs.labels.flatten()
     if head.chunked:
         loss = model.get_output_embeddings().summed_loss(head, states, labels)
     else:
-        loss = F.cross_entropy(states, labels, ignore_index=IGNORED, reduction="sum")
+        loss = head.loss(states, labels)
     return loss if gather is None else loss / gather.size()
 
 
@@ -124,7 +123,7 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     head, linear = known_head(model.config, compiled), model.get_output_embeddings()
     if not isinstance(linear, nn.Linear):
         logger.info("the head is no linear layer: the loss is made from the model's own logits")
-        return replace(head, chunked=False)
+        return Head(chunked=False)
     inputs = _probe_inputs(model, torch.arange(8), [8])
     seen: list[Tensor] = []
 
@@ -140,9 +139,10 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
     product = F.linear(seen[0] * 1024, linear.weight, linear.bias)
     same_output = _relative_difference(head.logits(product), logits) < tolerance
-    if not (same_input and same_output):
-        logger.info("the head does more than lacuna knows: the loss is made from the model's own logits")
-    return replace(head, chunked=same_input and same_output)
+    if same_input and same_output:
+        return head
+    logger.info("the head does more than lacuna knows: the loss is made from the model's own logits")
+    return Head(chunked=False)
 
 
 @torch.no_grad()

@@ -3,18 +3,10 @@
 from collections.abc import Collection
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
-
-
-@torch.no_grad()
-def copy_local_slice(target: Tensor, full: Tensor) -> None:
-    """Fills `target`, which may be sharded, with its part of the unsharded tensor `full`."""
-    if isinstance(target, DTensor):  # no source rank: every rank has the whole tensor, nothing is sent
-        full = distribute_tensor(full, target.device_mesh, target.placements, src_data_rank=None)
-    target.copy_(full)
 
 
 def tie_weights(model: PreTrainedModel) -> None:
@@ -50,7 +42,10 @@ def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: 
         for name, parameter in module.named_parameters(recurse=is_layer):
             # What is tied follows its source; what another pipeline stage holds is drawn all the same.
             if prefix + name not in model.all_tied_weights_keys and prefix + name in parameters:
-                copy_local_slice(parameters[prefix + name], parameter)
+                target = parameters[prefix + name]
+                if isinstance(target, DTensor):  # no source rank: every rank has the whole, nothing is sent
+                    parameter = distribute_tensor(parameter, target.device_mesh, target.placements, src_data_rank=None)
+                target.copy_(parameter)
         module.to_empty(device="meta", recurse=is_layer)
 
     with guard_torch_init_functions():

@@ -1,7 +1,6 @@
 """Cross-entropy of a linear head, a chunk of tokens at a time: the (tokens × vocabulary) matrix never exists."""
 
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -41,9 +40,7 @@ def _gradient_and_loss(product: Tensor, labels: Tensor, head: Head) -> tuple[Ten
     return torch.func.grad_and_value(head.loss)(product, labels)
 
 
-@cache
-def _compiled_gradient_and_loss() -> Any:
-    return torch.compile(_gradient_and_loss, fullgraph=True, dynamic=False)
+_compiled_gradient_and_loss = torch.compile(_gradient_and_loss, fullgraph=True, dynamic=False)
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -61,7 +58,7 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head, chunk: int
     ) -> Tensor:
-        step = _compiled_gradient_and_loss() if head.compiled and hidden.is_cuda else _gradient_and_loss
+        step = _compiled_gradient_and_loss if head.compiled and hidden.is_cuda else _gradient_and_loss
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None

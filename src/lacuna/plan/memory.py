@@ -33,9 +33,7 @@ def layers_in_flight(config: Config, layout: Layout, microbatches: int, layers: 
     return most * layers / sum(map(len, held_stages(order).values()))
 
 
-def _activation_bytes_per_token(
-    text: PretrainedConfig, layers: float, tp: int, width: int, fused: bool, recomputed: float
-) -> float:
+def _kept_values(text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float) -> float:
     """What `layers` keep for the backward pass, per token: a count of the tensors a decoder layer saves.
 
     Attention keeps its input, normed input, query, key, value and output; the feed-forward part its input, normed
@@ -50,7 +48,7 @@ def _activation_bytes_per_token(
     divided = 2 * hidden + 2 * heads * head_dim + 2 * key_value * head_dim + 3 * wide
     layer = (2 * hidden + divided / tp) * (1 if fused else 2)
     kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp) + (layer if recomputed else 0)
-    return (kept + 2 * hidden / tp) * width
+    return kept + 2 * hidden / tp
 
 
 def estimate_memory(
@@ -76,12 +74,12 @@ def estimate_memory(
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
     recomputed = recomputed_share(config.activation_checkpoint)
-    per_token = _activation_bytes_per_token(text, in_flight, layout.tp, compute.itemsize, compiled, recomputed)
+    kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed)
     return {
         "weights": shard * stored,
         "gradients": shard * stored + unreduced * (compute.itemsize + reduced),
         "optimizer": 2 * shard * stored,
         "gathered": at_once * compute.itemsize if copies else 0,
-        "activations": tokens * per_token,
+        "activations": tokens * kept * compute.itemsize,
         "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head,
     }

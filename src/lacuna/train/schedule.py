@@ -26,6 +26,7 @@ def learning_rate(config: Config, step: int, total: int) -> float:
         return peak
     shape = {
         "linear": 1 - progress,
+        "wsd": 1 - progress,
         "sqrt": 1 - math.sqrt(progress),
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
     }[schedule.decay_type]
