@@ -4,7 +4,8 @@ import shlex
 
 import pytest
 
-from lacuna.config import UserError, load_config
+from lacuna.commands.arguments import CommandParser, parse_run
+from lacuna.config import Config, UserError, load_config
 from lacuna.config.describe import to_toml
 
 BASE = '[model]\nconfig = "org/model"\n[data]\ndataset = "org/data"\n'
@@ -219,6 +220,10 @@ def base(tmp_path, monkeypatch):
     return str(tmp_path / "base.toml")
 
 
+def of_command(words: str) -> Config:
+    return parse_run(CommandParser(prog="lacuna train", allow_abbrev=False), shlex.split(words))[1]
+
+
 def value_of(config, setting):
     section, field = setting.split(".")
     return getattr(getattr(config, section), field)
@@ -239,7 +244,7 @@ def test_flag_of_flame_that_cannot_work_is_refused_with_its_reason(base, flags, 
 
 
 def test_readme_command_of_flame_means_the_same_here(base):
-    config = load_config(None, shlex.split(README_COMMAND))
+    config = of_command(README_COMMAND)
     assert config.training.varlen and config.training.context_len == 4096
     assert config.training.batch_size == 1 and config.training.seq_len == 65536
     assert config.data.dataset == ("HuggingFaceFW/fineweb-edu",) and config.data.streaming
@@ -251,7 +256,7 @@ def test_readme_command_of_flame_means_the_same_here(base):
 
 
 def test_paper_command_of_flame_means_the_same_here(base):
-    config = load_config(None, shlex.split(PAPER_COMMAND))
+    config = of_command(PAPER_COMMAND)
     assert config.training.seed == 79 and config.training.batch_size == 16
     assert config.comm.init_timeout_seconds == 600 and config.comm.train_timeout_seconds == 300
     assert config.data.dataset == ("./sample-100BT",)
@@ -259,7 +264,7 @@ def test_paper_command_of_flame_means_the_same_here(base):
 
 def test_paper_command_with_upload_is_refused_for_the_upload_alone(base):
     with pytest.raises(UserError) as error:
-        load_config(None, shlex.split(PAPER_COMMAND + UPLOAD_FLAGS))
+        of_command(PAPER_COMMAND + UPLOAD_FLAGS)
     lines = str(error.value).splitlines()
     assert [line.partition(":")[0] for line in lines] == [
         "checkpoint.hf_upload_enabled",
@@ -268,13 +273,15 @@ def test_paper_command_with_upload_is_refused_for_the_upload_alone(base):
 
 
 def test_config_file_as_flag_is_the_positional_file(base):
-    assert load_config(None, ["--job.config-file", base]) == load_config(base, [])
-    assert load_config(base, ["--job.config_file", base]) == load_config(base, [])
+    assert of_command(f"--job.config-file {base}") == load_config(base, [])
+    assert of_command(f"{base} --job.config_file={base} --training.seed 3") == load_config(base, ["--training.seed=3"])
     with pytest.raises(UserError, match="different TOML files"):
-        load_config(base, ["--job.config_file", "other.toml"])
+        of_command(f"{base} --job.config_file other.toml")
+    with pytest.raises(UserError, match="job.config_file.*expected one argument"):
+        of_command("--job.config_file --training.seed 3")
 
 
 def test_resolved_toml_of_a_flame_command_reads_back_equal(base, tmp_path):
-    config = load_config(None, shlex.split(README_COMMAND))
+    config = of_command(README_COMMAND)
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert load_config(str(tmp_path / "config.toml"), []) == config

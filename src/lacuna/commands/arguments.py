@@ -19,8 +19,9 @@ class CommandParser(argparse.ArgumentParser):
 def parse_run(command: str, doc: str, words: Sequence[str], *flag: str) -> tuple[argparse.Namespace, Config]:
     """The options of `words`, which are `flag` (under all its names), `gpus` and `cpus`, and the run of the rest.
 
-    The file comes first, if there is one. With `--cpus` this process and those it starts use no GPU. Prints what
-    follows the first paragraph of `doc`, and ends, where help is asked for. Raises `UserError` for whatever is wrong.
+    The file comes first or, as with flame, after `--job.config_file`, if there is one. With `--cpus` this process and
+    those it starts use no GPU. Prints what follows the first paragraph of `doc`, and ends, where help is asked for.
+    Raises `UserError` for whatever is wrong.
     """
     if {"-h", "--help"} & {*words}:
         _, _, usage = doc.partition("\n\n")
@@ -30,11 +31,14 @@ def parse_run(command: str, doc: str, words: Sequence[str], *flag: str) -> tuple
     parser.add_argument(*flag, action="store_true")
     parser.add_argument("--gpus", type=_count)
     parser.add_argument("--cpus", type=_count)
+    parser.add_argument("--job.config_file", "--job.config-file", dest="files", action="append", default=[])
     options, rest = parser.parse_known_args(list(words))
     if options.gpus and options.cpus:
         raise UserError("--gpus and --cpus exclude each other: give one.")
-    path = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    config = load_config(path, rest)
+    files = options.files + ([rest.pop(0)] if rest and not rest[0].startswith("-") else [])
+    if len(set(map(os.path.normpath, files))) > 1:
+        raise UserError(f"--job.config_file: there are different TOML files, {' and '.join(files)}: give one.")
+    config = load_config(files[0] if files else None, rest)
     if options.cpus:
         os.environ["LACUNA_DEVICE"] = "cpu"
     return options, config

@@ -27,7 +27,6 @@ SPELLINGS = RENAMED | {setting: setting for setting in FIELDS}
 """Every name that a setting may be given under -> its canonical name."""
 
 _FLAGS = "on the command line"
-_CONFIG_FILE = "job.config_file"
 
 
 def load_config(path: str | None, flags: Sequence[str]) -> Config:
@@ -37,12 +36,10 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
     tells everything that is wrong, a line each.
     """
     problems: list[str] = []
-    flagged = _words_by_flag(flags, problems)
-    path = _chosen_file(path, flagged)
     file = RECIPES / "quickstart.toml" if path is None else Path(packaged(path)).expanduser()
     where = f"in {path or 'the quickstart recipe'}"
     given = _resolve(_flatten(_read(file)), where, problems)
-    given |= _resolve([entry for entry in flagged if entry[0] != _CONFIG_FILE], _FLAGS, problems)
+    given |= _resolve(_words_by_flag(flags, problems), _FLAGS, problems)
     tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {"job": {"name": file.stem}}
     for setting, (value, _) in given.items():
         section, name = setting.split(".")
@@ -64,23 +61,13 @@ def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str,
     found: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            found.append((name.replace("-", "_"), [value] if equals else []))
+            name, *words = word[2:].split("=", 1)
+            found.append((name.replace("-", "_"), words))
         elif found:
             found[-1][1].append(word)
         else:
             problems.append(f"{word}: a word without a flag; write --section.setting {word}")
     return [(name, Words(words)) for name, words in found]
-
-
-def _chosen_file(path: str | None, flagged: list[tuple[str, Words]]) -> str | None:
-    """The one TOML file among the positional one and those of `--job.config_file`."""
-    files = [word for name, words in flagged if name == _CONFIG_FILE for word in words or ("",)]
-    files += [path] if path is not None else []
-    if len({Path(file) for file in files}) > 1 or "" in files:
-        got = " and ".join(map(repr, files))
-        raise UserError(f"{_CONFIG_FILE}: needs one path, not none or different TOML files (got {got})")
-    return files[0] if files else None
 
 
 def _read(file: Path) -> dict[str, Any]:

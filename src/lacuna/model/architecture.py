@@ -27,10 +27,8 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
     text_config = model_config.get_text_config()
     tokens, known = len(tokenizer), text_config.vocab_size
     if config.model.name_or_path and tokens > known:
-        raise UserError(
-            f"model.tokenizer_path: the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}: "
-            f"use the tokenizer that belongs to the model."
-        )
+        both = f"the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}"
+        raise UserError(f"model.tokenizer_path: {both}: use the tokenizer that belongs to the model.")
     text_config.vocab_size = max(tokens, known)
     check_positions(config, model_config)
     model_config.use_cache = False
@@ -39,13 +37,12 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
 
 def check_positions(config: Config, model_config: PretrainedConfig) -> None:
     """Raises `UserError` when a document may be longer than the model has positions."""
+    length = config.training.context_len
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions and config.training.context_len > positions:
+    if positions and length > positions:
         setting = "training.context_len" if config.training.varlen else "training.seq_len"
-        raise UserError(
-            f"{setting}: {config.training.context_len} is more than the {positions} positions of the model "
-            f"(max_position_embeddings): lower it, or raise max_position_embeddings in the model's configuration."
-        )
+        mend = "lower it, or raise max_position_embeddings in the model's configuration"
+        raise UserError(f"{setting}: {length} is more than the {positions} positions of the model: {mend}.")
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
