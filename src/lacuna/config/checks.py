@@ -89,10 +89,8 @@ def _data(config: Config) -> Iterator[str]:
         yield str(error)
         return
     if len(sources) > 1 and sources[0].weight is None and config.training.epochs is None:
-        yield (
-            "data.dataset, data.data_probs: several datasets need their shares; set data.data_probs (or a "
-            "weight in every [[data.sources]]), or train whole passes with training.epochs"
-        )
+        ways = "the second, a weight in every [[data.sources]], or training.epochs for whole passes"
+        yield f"data.dataset, data.data_probs: several datasets need their shares; set {ways}"
     for source in sources:
         yield from _missing_files("data.sources" if data.sources else "data.data_files", source)
 

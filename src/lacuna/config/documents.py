@@ -86,10 +86,8 @@ class DataConfig(Section):
     def _sources_of_lists(self) -> tuple[Source, ...]:
         count, shares = len(self.dataset), self.data_probs
         if shares and (len(shares) != count or min(shares) < 0 or max(shares) == 0):
-            raise UserError(
-                f"data.data_probs, data.dataset: each of the {count} datasets needs a share, none below 0 "
-                f"and not all 0 (got {list(shares)})"
-            )
+            wanted = f"each of the {count} datasets needs a share, none below 0 and not all 0"
+            raise UserError(f"data.data_probs, data.dataset: {wanted} (got {list(shares)})")
         columns: dict[str, tuple[Any, ...]] = {"dataset": self.dataset, "weight": shares}
         for field, setting in _LISTS.items():
             values = getattr(self, setting)

@@ -26,8 +26,6 @@ FIELDS = {
 SPELLINGS = RENAMED | {setting: setting for setting in FIELDS}
 """Every name that a setting may be given under -> its canonical name."""
 
-_FLAGS = "on the command line"
-
 
 def load_config(path: str | None, flags: Sequence[str]) -> Config:
     """The configuration of a run from a TOML file (None: the embedded quickstart), then flags.
@@ -39,7 +37,7 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
     file = RECIPES / "quickstart.toml" if path is None else Path(packaged(path)).expanduser()
     where = f"in {path or 'the quickstart recipe'}"
     given = _resolve(_flatten(_read(file)), where, problems)
-    given |= _resolve(_words_by_flag(flags, problems), _FLAGS, problems)
+    given |= _resolve(_words_by_flag(flags, problems), "on the command line", problems)
     tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {"job": {"name": file.stem}}
     for setting, (value, _) in given.items():
         section, name = setting.split(".")

@@ -72,14 +72,12 @@ def non_embedding_parameters(model: nn.Module) -> int:
     chosen = getattr(text_config, "num_experts_per_tok", None)
     active = chosen / experts if experts and chosen else 1.0
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    total = sum(
-        parameter.numel() * (active if ".experts." in name else 1.0)
-        for name, parameter in model.named_parameters()
-        if id(parameter) not in embeddings
-    )
     head = model.get_output_embeddings()
-    tied = head is not None and id(head.weight) in embeddings
-    return int(total + (head.weight.numel() if tied else 0))
+    total = head.weight.numel() if head is not None and id(head.weight) in embeddings else 0
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in embeddings:
+            total += parameter.numel() * (active if ".experts." in name else 1)
+    return int(total)
 
 
 class AttentionShape(NamedTuple):

@@ -27,8 +27,7 @@ def hidden_states(model: PreTrainedModel, inputs: Inputs, received: Tensor | Non
 
     `received` stands for the embeddings where an earlier pipeline stage has computed them.
     """
-    output = model.base_model(**_arguments(inputs, received))
-    return output.last_hidden_state
+    return model.base_model(**_arguments(inputs, received)).last_hidden_state
 
 
 def _arguments(inputs: Inputs, received: Tensor | None) -> dict[str, Any]:

@@ -88,17 +88,12 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
 
 
 def chunked_linear_cross_entropy(
-    hidden: Tensor,
-    weight: Tensor,
-    labels: Tensor,
-    bias: Tensor | None = None,
-    head: Head | None = None,
-    chunk: int | None = None,
+    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, head: Head | None = None, chunk: int = 0
 ) -> Tensor:
     """Summed cross-entropy (nats) of `head.logits(hidden @ weight.T + bias)` against `labels`, in float32.
 
     `hidden` [tokens, width], `weight` [vocabulary, width], `labels` int64 [tokens], `IGNORED` where not trained.
-    Equals `F.cross_entropy(..., reduction="sum")`; logits exist for `chunk` tokens at a time (default: as many as
+    Equals `F.cross_entropy(..., reduction="sum")`; logits exist for `chunk` tokens at a time (0: as many as
     fit `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32. `head.compiled` fuses the
     elementwise work (GPU). Gradients are computed in the forward pass, as in Liger (arXiv 2410.10989).
     """
