@@ -94,11 +94,8 @@ def _resolve(entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
     """Everything given in one place: canonical name -> value (None: the default) and what it was given as."""
     given: dict[str, tuple[Any, str]] = {}
     for spelling, raw in entries:
-        setting = SPELLINGS.get(spelling)
-        if setting is None:
-            problems.append(_unknown(spelling, where))
-            continue
         try:
+            setting = _canonical(spelling, where)
             value = read_value(FIELDS[setting], raw)
         except ValidationError as error:
             problems += [_explained(detail, setting, spelling, where) for detail in error.errors()]
@@ -116,17 +113,19 @@ def _resolve(entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
     return given
 
 
-def _unknown(name: str, where: str) -> str:
-    """Why a name is not a setting, and which setting is nearest to it."""
+def _canonical(name: str, where: str) -> str:
+    """The setting that a name stands for. Raises ValueError: why there is none, and which is nearest."""
+    if name in SPELLINGS:
+        return SPELLINGS[name]
     reason = refusal(name)
     if reason:
-        return f"{name}: is not accepted: {reason} ({where}; leave it out)"
+        raise ValueError(f"is not accepted: {reason} ({where}; leave it out)")
 
     def likeness(known: str) -> float:
         pairs = ((name, known), (name.rpartition(".")[2], known.rpartition(".")[2]))
         return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    return f"{name}: there is no such setting ({where}); the nearest is {SPELLINGS[max(SPELLINGS, key=likeness)]}"
+    raise ValueError(f"there is no such setting ({where}); the nearest is {SPELLINGS[max(SPELLINGS, key=likeness)]}")
 
 
 def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
