@@ -45,6 +45,7 @@ def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: 
                 target = parameters[prefix + name]
                 if isinstance(target, DTensor):  # no source rank: every rank has the whole, nothing is sent
                     parameter = distribute_tensor(parameter, target.device_mesh, target.placements, src_data_rank=None)
+                    target, parameter = target.to_local(), parameter.to_local()  # which may be on other devices
                 target.copy_(parameter)
         module.to_empty(device="meta", recurse=is_layer)
 
