@@ -111,7 +111,8 @@ def test_the_layout_may_change_on_the_way(world: Path, tmp_path: Path) -> None:
     assert changing == pytest.approx(straight, rel=1e-5)
     expected, exported = load(weights(tmp_path / "straight")), load(weights(tmp_path / "changing"))
     assert expected.keys() == exported.keys()
-    assert all(torch.allclose(exported[name], expected[name], atol=1e-5) for name in expected)
+    # Where a gradient is next to nothing, AdamW makes a step of its rounding.
+    assert all(torch.allclose(exported[name], expected[name], atol=3e-5) for name in expected)
 
 
 @pytest.mark.slow
