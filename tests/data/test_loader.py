@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig, Source
+from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data import Batch, Loader, build_loader, merge_states
 from texts import write_lines
@@ -40,10 +40,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return many, few
 
 
-def mixed(folders: tuple[Path, Path], way: dict, workers: int = 0, **training: object) -> Config:
+LAID_OUT, FITTED = PackingConfig(), PackingConfig(mode="best_fit", buffer=2)
+
+
+def mixed(
+    folders: tuple[Path, Path],
+    way: dict,
+    workers: int = 0,
+    packing: PackingConfig = LAID_OUT,
+    **training: object,
+) -> Config:
     sources = tuple(Source(dataset=str(f), weight=w) for f, w in zip(folders, (0.75, 0.25), strict=True))
     data = DataConfig(sources=sources, num_workers=workers, **way)
-    return Config(data=data, training=TrainingConfig(seq_len=160, seed=7, **training))
+    return Config(data=data, packing=packing, training=TrainingConfig(seq_len=160, seed=7, **training))
 
 
 def loader_of(config: Config, tokenizer: PreTrainedTokenizerFast, rank: int, world: int, micro: int = 1) -> Loader:
@@ -79,7 +88,9 @@ def run(config: Config, tokenizer: PreTrainedTokenizerFast, world: int, micro: i
     return torch.stack(rows)
 
 
-@pytest.mark.parametrize("layout", [{}, {"varlen": True, "context_len": 20}], ids=["concat", "varlen"])
+@pytest.mark.parametrize(
+    "layout", [{}, {"varlen": True, "context_len": 20}, {"packing": FITTED}], ids=["concat", "varlen", "fitted"]
+)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_the_world_size_changes_nothing(
     way: dict, layout: dict, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
@@ -100,11 +111,13 @@ def test_the_number_of_workers_changes_nothing(
 
 
 @pytest.mark.parametrize("worlds", [(2, 4), (4, 1), (1, 1)])
+@pytest.mark.parametrize("packing", [LAID_OUT, FITTED], ids=["concat", "fitted"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_restart_on_other_ranks_goes_on_with_the_same_samples(
-    way: dict, worlds: tuple[int, int], folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
-) -> None:
-    config = mixed(folders, way)
+    way: dict, packing: PackingConfig, worlds: tuple[int, int], folders: tuple[Path, Path],
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:  # fmt: skip
+    config = mixed(folders, way, packing=packing)
     expected = run(config, tokenizer, world=1)
     rows: list[Tensor] = []
     state = None
@@ -186,6 +199,36 @@ def test_an_epoch_of_the_cache_holds_each_document_once_and_each_epoch_is_shuffl
     laid_out = sorted_and_not([torch.tensor([row]) for text in texts for row in rows_alone(text, tokenizer)])
     assert first[0] == second[0] == laid_out[0]
     assert first[1] != second[1] and laid_out[1] not in (first[1], second[1])
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_fitted_rows_hold_every_document_whole(way: dict, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [f"document {n}".ljust(11 + n * n % 83, "x") for n in range(4000)]
+    for number in range(8):
+        write_lines(tmp_path / f"{number}.jsonl", texts[number::8])
+    data = DataConfig(dataset=(str(tmp_path),), num_workers=0, **way)
+    config = Config(data=data, packing=PackingConfig(mode="best_fit"), training=TrainingConfig(seq_len=512))
+    batches = list(islice(loader_of(config, tokenizer, rank=0, world=1, micro=8), 130))
+    assert all(batch.position_ids[:, 0].eq(0).all() for batch in batches)
+    seen = {document for batch in batches for row in batch.input_ids for document in bytes_between_ends(row.tolist())}
+    assert seen - {b""} == set(encoded(texts, tokenizer))
+    full = sum(batch.tokens for batch in batches) / sum(batch.input_ids.numel() for batch in batches)
+    assert full > 0.975
+
+
+def test_an_epoch_of_fitted_rows_holds_each_document_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    texts = [f"document {n}".ljust(15 + n % 40, "x") for n in range(200)]
+    path = write_lines(tmp_path / "texts.jsonl", texts)
+    config = Config(
+        data=DataConfig(dataset=(str(path),), num_workers=0), packing=FITTED,
+        training=TrainingConfig(seq_len=64, epochs=2),
+    )  # fmt: skip
+    loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
+    rows = [row[0] for row in take_steps([loader], loader.steps_per_epoch)]
+    documents = [document for row in rows for document in bytes_between_ends(row.tolist()) if document]
+    assert sorted(documents[: len(texts)]) != documents[: len(texts)]
+    counts = {document: documents.count(document) for document in encoded(texts, tokenizer)}
+    assert min(counts.values()) == 1 and sum(counts.values()) - len(texts) < 8 * 4  # the last step goes on
 
 
 def sorted_and_not(rows: list[Tensor]) -> tuple[list[list[int]], list[list[int]]]:

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from lacuna.config import Config
-from lacuna.config.documents import DataConfig
+from lacuna.config.documents import DataConfig, PackingConfig
+from lacuna.config.machine import ParallelismConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.packing import IGNORED, Batch, Span, pack
 
@@ -64,3 +65,24 @@ def test_a_short_row_is_padded_and_padding_is_not_trained() -> None:
     assert batch.labels.tolist() == [[2, 9, NO, NO, NO, NO, NO, NO], [NO] * 8]
     assert batch.cu_seqlens.tolist() == [0, 3, 8, 16]
     assert (batch.tokens, batch.trained_tokens) == (3, 2)
+
+
+def test_what_is_not_trained_is_read_but_not_predicted() -> None:
+    batch = packed([[span([~1, ~2, 3, 9]), span([~3, ~4, 5, 6], following=~7)]])
+    assert batch.input_ids.tolist() == [[1, 2, 3, 9, 3, 4, 5, 6]]
+    assert batch.labels.tolist() == [[NO, 3, 9, NO, NO, 5, 6, NO]]
+    assert batch.trained_tokens == 4
+
+
+@pytest.mark.parametrize(("tensor_parallel", "length"), [(1, 128), (2, 256)])
+def test_rows_of_single_examples_end_with_the_longest_unless_ranks_share_them(
+    tensor_parallel: int, length: int
+) -> None:
+    config = Config(
+        packing=PackingConfig(mode="none"), training=TrainingConfig(seq_len=256),
+        parallelism=ParallelismConfig(tensor_parallel_degree=tensor_parallel),
+    )  # fmt: skip
+    batch = pack([[span([9] * 100)], [span([9] * 3)]], config, sources=1, padding=9)
+    assert batch.input_ids.shape == (2, length)
+    assert batch.tokens == 103 and batch.trained_tokens == 101  # what pads is the end of text as well, but not trained
+    assert batch.cu_seqlens.tolist() == [0, 100, length, length + 3, 2 * length]

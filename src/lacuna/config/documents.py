@@ -104,6 +104,19 @@ class DataConfig(Section):
         )
 
 
+class PackingConfig(Section):
+    """How examples share the rows of a batch."""
+
+    mode: Literal["auto", "concatenate", "best_fit", "none"] = "auto"
+    """Lay texts end to end and cut rows out, fit whole examples into rows, or give each a row of its own; auto is
+    concatenate for pretrain and best_fit for sft."""
+    long_examples: Literal["truncate", "drop", "split"] = "truncate"
+    """What happens to examples longer than a row, unless texts are concatenated."""
+    buffer: PositiveInt = 16
+    """Rows whose examples are fitted together where data is tokenised while training; more waste less, but the first
+    step waits for as many of each of its rows."""
+
+
 class ValidationConfig(Section):
     """What the model is tried on while it trains; one source, and prompts to continue."""
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lacuna.config import machine
-from lacuna.config.documents import DataConfig, ValidationConfig
+from lacuna.config.documents import DataConfig, PackingConfig, ValidationConfig
 from lacuna.config.fields import Path, Section, also
 from lacuna.config.packaged import packaged
 
@@ -123,6 +123,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
+    packing: PackingConfig = PackingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
     parallelism: machine.ParallelismConfig = machine.ParallelismConfig()

@@ -10,11 +10,12 @@ from torch import Tensor
 from lacuna.config import Config
 
 IGNORED = -100
+_ROUNDED = 64  # rows of many lengths would make many kernels
 
 
 @dataclass(frozen=True)
 class Span:
-    """A run of one document's tokens inside one row.
+    """A run of one document's tokens inside one row, as the document has them.
 
     `following` is the document's next token, or IGNORED where the document ends; `text_bytes` the UTF-8 bytes of
     the text that these tokens came from (nan when only tokens are known).
@@ -30,7 +31,8 @@ class Span:
 class Document:
     """One document: int32 tokens [n], the end of text among them, and its text's UTF-8 bytes (nan: unknown).
 
-    An unreadable one has no tokens, and `broken` says where it was found.
+    A token that is not to be trained is there as its complement, ~token. An unreadable document has no tokens, and
+    `broken` says where it was found.
     """
 
     tokens: np.ndarray
@@ -42,6 +44,10 @@ class Document:
         tokens, size = self.tokens[start:stop], len(self.tokens)
         following = int(self.tokens[stop]) if stop < size else IGNORED
         return Span(tokens, following, source, self.text_bytes * len(tokens) / size)
+
+    def trains(self, start: int, stop: int) -> bool:
+        """Whether the tokens [start, stop) give a label: the first of a document is predicted by none."""
+        return bool((self.tokens[max(start, 1) : stop + 1] >= 0).any())
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,10 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
 
     Args:
         sources: how many there are in all.
-        padding: the id that fills rows with too few tokens (only validation has them).
+        padding: the id that fills rows with too few tokens.
     """
     training, data = config.training, config.data
-    length = training.seq_len
+    length = _row_length(rows, config)
     input_ids = np.full(len(rows) * length, padding, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORED)
     source_tokens = [0] * sources
@@ -99,6 +105,8 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
             source_tokens[span.source] += len(span.tokens)
         if data.document_mask:
             starts.append(end)  # of the padding; nothing where the row is full
+    input_ids = np.where(input_ids < 0, ~input_ids, input_ids)
+    labels[labels < 0] = IGNORED
     bounds = np.unique([*starts, len(input_ids)])
     positions = np.arange(len(input_ids)) - np.repeat(bounds[:-1], np.diff(bounds))
     return Batch(
@@ -112,3 +120,13 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
         text_bytes=float(sum(span.text_bytes for spans in rows for span in spans)),
         source_tokens=tuple(source_tokens),
     )
+
+
+def _row_length(rows: Sequence[Sequence[Span]], config: Config) -> int:
+    """Tokens per row: seq_len, or where every example has a row of its own as many as the longest takes."""
+    layout = config.parallelism
+    shared = layout.tensor_parallel_degree * layout.context_parallel_degree * layout.pipeline_parallel_degree > 1
+    if config.packing.mode != "none" or shared:
+        return config.training.seq_len
+    longest = max(sum(len(span.tokens) for span in spans) for spans in rows)
+    return min(config.training.seq_len, max(1, -(-longest // _ROUNDED)) * _ROUNDED)

@@ -6,12 +6,14 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
 from lacuna.config.documents import Source
+from lacuna.data.bins import fill_rows, packing_mode
 from lacuna.data.mixture import Mixture, Pool, random_key, shuffled
 from lacuna.data.packing import Batch, Document, Span, pack
 from lacuna.data.sources import Documents, open_source
@@ -24,9 +26,11 @@ _WINDOW = 8192
 _DRAWN_AT_ONCE = 16384
 _DRAWN_AHEAD = 64
 _MOST_EMPTY = 100_000
+_FILL = 0.98  # of the buffer: examples that filled it whole would take a row more, nearly empty
 
 LaneState = tuple[int, list[int], list[Snapshot]]
-"""Tokens used of the current document, documents passed of each source, where to read each stream from."""
+"""Documents passed of each source, where to read each stream from, and before these what was used since then: tokens
+of the current document, or rows of the examples that were fitted together."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,27 @@ class Plan:
     @property
     def rows_per_pass(self) -> int | None:
         """Rows that all documents fill; None when unknown, or when sources are mixed by weight: no common pass."""
-        known = self.table and len(self.mixture.pools) == 1
-        return math.ceil(self.table.lengths.sum() / self.config.training.seq_len) if known else None
+        if self.table is None or len(self.mixture.pools) > 1:
+            return None
+        return len(self.bins) if self.fits else math.ceil(self.table.lengths.sum() / self.config.training.seq_len)
+
+    @property
+    def fits(self) -> bool:
+        """Whether rows are made of whole examples."""
+        return packing_mode(self.config) != "concatenate"
+
+    @cached_property
+    def bins(self) -> list[np.ndarray]:
+        """The pieces of documents in each row of a pass over all of them."""
+        return self.bins_of(np.arange(len(self.table.lengths)))
+
+    def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
+        """The pieces in each row that these documents fill."""
+
+        bins = fill_rows(
+            self.table.lengths[documents], lambda number: self.table.document(documents[number])[0], self.config
+        )
+        return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
         """Lay out rows as the configuration wants them."""
@@ -61,6 +84,7 @@ class Plan:
             "data.shuffle": any(pool.key is not None for pool in self.mixture.pools),
             "data.data_probs": [share / sum(self.mixture.shares) for share in self.mixture.shares],
             "documents in data.dataset": [pool.size for pool in self.mixture.pools],
+            "packing": [packing_mode(self.config), self.config.packing.long_examples, self.config.packing.buffer],
             "training.seq_len": self.config.training.seq_len,
             "training.seed": self.mixture.seed,
             "training.global_batch_size": global_batch,
@@ -114,7 +138,9 @@ def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]
         states: of the lanes that are read, where each goes on (None: the beginning); kept up to date in place.
         broken: gains the places of unreadable records that were met.
     """
-    return LaneRows(plan, states, broken).row if plan.table is None else IndexedRows(plan).row
+    if plan.table is None:
+        return LaneRows(plan, states, broken).row
+    return FittedRows(plan).row if plan.fits else IndexedRows(plan).row
 
 
 class IndexedRows:
@@ -170,6 +196,43 @@ class IndexedRows:
         self._drawn = np.concatenate(kept, axis=1)
 
 
+class FittedRows:
+    """Rows of whole examples, fitted together in one pass over all of them, and shuffled anew for each.
+
+    Sources mixed by weight have no pass: there the next of their draws are fitted together.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._pool_starts = np.cumsum([0, *(pool.size for pool in plan.mixture.pools)])
+        self._cursors = np.zeros(len(plan.mixture.pools), dtype=np.int64)
+        self._bins: list[np.ndarray] = []
+        self._first = self._passes = 0
+
+    def row(self, number: int) -> list[Span]:
+        """The spans of a row; rows are asked for in order."""
+        while number >= self._first + len(self._bins):
+            if self._passes and not self._plan.endless:
+                return []
+            self._go_on()
+        order = shuffled(len(self._bins), self._plan.mixture.pools[0].key, self._passes)
+        spans = []
+        for index, start, stop in self._bins[order[number - self._first]].T.tolist():
+            document, source = self._plan.table.document(index)
+            spans.append(document.span(start, stop, source))
+        return spans
+
+    def _go_on(self) -> None:
+        self._first += len(self._bins)
+        self._passes += 1
+        if self._plan.rows_per_pass is not None:
+            self._bins = self._plan.bins
+            return
+        choices, index = self._plan.mixture.draw(0, self._cursors, _DRAWN_AT_ONCE)
+        self._bins = self._plan.bins_of(self._pool_starts[choices] + index)
+        self._cursors += np.bincount(choices, minlength=len(self._cursors))
+
+
 class LaneRows:
     """Rows of documents that are tokenised as they come; row R is the next of lane R mod lanes."""
 
@@ -177,7 +240,8 @@ class LaneRows:
         self._plan, self._states, self._broken = plan, states, broken
         pools = plan.mixture.pools
         starts = {lane: state or (0, [0] * len(pools), [BEGINNING] * len(pools)) for lane, state in states.items()}
-        self._rows = {lane: self._rows_from(lane, start) for lane, start in starts.items()}
+        rows = self._fitted if plan.fits else self._rows_from
+        self._rows = {lane: rows(lane, start) for lane, start in starts.items()}
         self._readers = {}
         for source, stream in enumerate(pools):
             if isinstance(stream, Stream):
@@ -207,6 +271,30 @@ class LaneRows:
         while True:  # after the last document there are empty rows
             yield spans, (offset, cursors, snapshots)
             spans = []
+
+    def _fitted(self, lane: int, state: LaneState) -> Iterator[tuple[list[Span], LaneState]]:
+        """The same with whole examples, as many of which are fitted together as fill the buffer."""
+        used, cursors, snapshots = copy.deepcopy(state)
+        config, ended = self._plan.config, False
+        drawn = self._documents(lane, cursors, snapshots)
+        while not ended:
+            before, examples, tokens = (list(cursors), list(snapshots)), [], 0
+            while tokens < _FILL * config.packing.buffer * config.training.seq_len:
+                if ended := (example := next(drawn, None)) is None:
+                    break
+                cursors[example[0]] += 1
+                examples.append(example)
+                tokens += min(len(example[1].tokens), config.training.seq_len)
+            documents = [document for _, document in examples]
+            bins = fill_rows(np.array([len(document.tokens) for document in documents]), documents.__getitem__, config)
+            order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, sum(before[0]))
+            for row in range(used, len(bins)):
+                after = (row + 1, *before) if row + 1 < len(bins) else (0, list(cursors), list(snapshots))
+                pieces = bins[order[row]].T.tolist()
+                yield [documents[number].span(*part, examples[number][0]) for number, *part in pieces], after
+            used = 0
+        while True:  # after the last document there are empty rows
+            yield [], (0, cursors, snapshots)
 
     def _documents(self, lane: int, cursors: list[int], snapshots: list[Snapshot]) -> Iterator[tuple[int, Document]]:
         """The documents that a lane draws, each with its source; the caller counts them in `cursors`."""

@@ -1,0 +1,76 @@
+"""Examples share rows without being cut, and long ones are treated as asked."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from lacuna.config import Config, UserError
+from lacuna.config.documents import PackingConfig
+from lacuna.config.sections import JobConfig, TrainingConfig
+from lacuna.data.bins import best_fit, fill_rows, packing_mode
+from lacuna.data.packing import Document
+
+SPACE = 8
+
+
+def test_rows_of_chat_like_lengths_are_full() -> None:
+    lengths = np.random.default_rng(0).lognormal(np.log(400), 0.8, 50_000).astype(np.int64).clip(1, 8192)
+    bins = best_fit(lengths, 8192)
+    assert sorted(piece for bin_ in bins for piece in bin_) == list(range(len(lengths)))
+    assert max(lengths[bin_].sum() for bin_ in bins) <= 8192
+    assert lengths.sum() / (len(bins) * 8192) >= 0.999
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_each_piece_is_where_it_fits_best(seed: int) -> None:
+    lengths = np.random.default_rng(seed).integers(1, 20, 60)
+    expected: list[list[int]] = []
+    for piece in sorted(range(60), key=lambda piece: -lengths[piece]):
+        room = [20 - sum(lengths[bin_]) for bin_ in expected]
+        fitting = [number for number in range(len(expected)) if room[number] >= lengths[piece]]
+        if not fitting:
+            expected.append([])
+        chosen = min(fitting, key=lambda number: room[number]) if fitting else -1
+        expected[chosen].append(piece)
+    fullness = [sorted(sum(lengths[bin_]) for bin_ in bins) for bins in (best_fit(lengths, 20), expected)]
+    assert fullness[0] == fullness[1]
+
+
+def filled(documents: Sequence[list[int]], **packing: str) -> list[list[list[int]]]:
+    config = Config(packing=PackingConfig(**packing), training=TrainingConfig(seq_len=SPACE))
+    made = [Document(np.array(tokens, dtype=np.int32), 0.0) for tokens in documents]
+    rows = fill_rows(np.array([len(tokens) for tokens in documents]), made.__getitem__, config)
+    return [row.T.tolist() for row in rows]
+
+
+DOCUMENTS = [[1] * 3, [], [1] * 19, [1] * 5, [~1] * 8 + [1] * 3]
+
+
+@pytest.mark.parametrize(
+    ("long_examples", "rows"),
+    [
+        ("truncate", [[[2, 0, 8]], [[4, 0, 8]], [[3, 0, 5], [0, 0, 3]]]),
+        ("drop", [[[3, 0, 5], [0, 0, 3]]]),
+        ("split", [[[2, 0, 8]], [[2, 8, 16]], [[4, 0, 8]], [[3, 0, 5], [0, 0, 3]], [[2, 16, 19], [4, 8, 11]]]),
+    ],
+)
+def test_long_examples_are_treated_as_asked(long_examples: str, rows: list) -> None:
+    assert sorted(filled(DOCUMENTS, mode="best_fit", long_examples=long_examples)) == sorted(rows)
+
+
+def test_without_packing_every_example_has_its_own_row() -> None:
+    assert filled([[1] * 3, [1] * 5], mode="none") == [[[0, 0, 3]], [[1, 0, 5]]]
+
+
+def test_what_is_left_without_a_trained_token_is_left_out() -> None:
+    untrained = [~1] * 9 + [1]  # the label of the eighth is untrained as well
+    assert filled([untrained, [1]], mode="best_fit") == [[[1, 0, 1]]]
+    with pytest.raises(UserError, match="packing.long_examples: none of 1 examples has a trained token within 8"):
+        filled([untrained], mode="best_fit")
+
+
+def test_conversations_are_fitted_and_texts_laid_end_to_end_unless_asked_otherwise() -> None:
+    assert packing_mode(Config()) == "concatenate"
+    assert packing_mode(Config(job=JobConfig(task="sft"))) == "best_fit"
+    assert packing_mode(Config(job=JobConfig(task="sft"), packing=PackingConfig(mode="none"))) == "none"
