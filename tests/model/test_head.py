@@ -57,7 +57,7 @@ def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     attach_loss(model)
     with torch.no_grad():
         bare = replace(head, scale=1.0, soft_cap=None)
-        losses = [model.summed_loss(each, INPUTS).item() for each in (head, bare)]
+        losses = [model.summed_loss(each, INPUTS)[0].item() for each in (head, bare)]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 
 

@@ -58,7 +58,9 @@ def test_rows_have_the_documented_keys_and_those_of_a_mixture_its_shares(reporte
     assert [row["step"] for row in training_rows(reported.every)] == list(range(1, STEPS + 1))
     for row in rows(reported.every):
         training = [*METRICS, *shares_of(reported.sources)]
-        assert list(row) == (training if "loss" in row else ["step", "val_loss", "val_bits_per_byte"])
+        assert list(row) == (
+            training if "loss" in row else ["step", "val_loss", "val_bits_per_byte", "val_token_accuracy"]
+        )
 
 
 def test_numbers_are_what_their_names_say(reported: Reported) -> None:

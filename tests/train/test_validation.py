@@ -41,7 +41,9 @@ def test_validation_is_before_the_first_step_at_every_interval_and_at_the_end(
 ) -> None:
     folder, _ = runs["validated"]
     assert [row["step"] for row in validations(folder)] == [0, 3, 6, 8]
-    assert {frozenset(row) for row in validations(folder)} == {frozenset(("step", "val_loss", "val_bits_per_byte"))}
+    assert {frozenset(row) for row in validations(folder)} == {
+        frozenset(("step", "val_loss", "val_bits_per_byte", "val_token_accuracy"))
+    }
     losses = [row["val_loss"] for row in validations(folder)]
     assert losses == sorted(losses, reverse=True)
 
@@ -52,10 +54,19 @@ def test_the_last_loss_is_what_transformers_says_of_the_exported_model(
     folder, _ = runs["validated"]
     model = AutoModelForCausalLM.from_pretrained(folder / "hf")
     texts = texts_of(world / "validation.jsonl")
+    pieces = list(rows_of(texts, AutoTokenizer.from_pretrained(folder / "hf"), 32))
     with torch.no_grad():
-        loss = loss_of(model, rows_of(texts, AutoTokenizer.from_pretrained(folder / "hf"), 32)).item()
+        loss = loss_of(model, pieces).item()
+        right = [
+            torch.equal(likeliest, target)
+            for tokens, targets in (piece for row in pieces for piece in row if piece[1])
+            for likeliest, target in zip(
+                model(torch.tensor([tokens])).logits[0].argmax(-1), torch.tensor(targets), strict=False
+            )
+        ]
     last = validations(folder)[-1]
     assert last["val_loss"] == pytest.approx(loss, rel=1e-5)
+    assert last["val_token_accuracy"] == pytest.approx(sum(right) / len(right), abs=1e-9)
     text_bytes = sum(len(text) for text in texts)
     tokens = text_bytes + len(texts)
     assert last["val_bits_per_byte"] == pytest.approx(loss / math.log(2) * tokens / text_bytes, rel=1e-5)

@@ -41,7 +41,8 @@ def summed_loss(
     """The summed cross-entropy (nats, float32) of the labels of `inputs`.
 
     With `gather`, a tensor-parallel mesh, hidden states of the whole sequence are gathered first, labels are those of
-    the whole sequence, and every rank takes its share of the same loss.
+    the whole sequence, and every rank takes its share of the same loss. Without gradients the result has two elements:
+    the loss, and of how many labels the likeliest token is right.
     """
     if head.chunked:
         states = hidden_states(model, inputs, received)
@@ -53,7 +54,7 @@ def summed_loss(
     if head.chunked:
         loss = model.get_output_embeddings().summed_loss(head, states, labels)
     else:
-        loss = head.loss(states, labels)
+        loss = (head.loss if torch.is_grad_enabled() else head.tried)(states, labels)
     return loss if gather is None else loss / gather.size()
 
 

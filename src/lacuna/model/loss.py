@@ -34,6 +34,10 @@ class Head:
         """The summed cross-entropy of tokens whose head's product is `product` [tokens, vocabulary]."""
         return F.cross_entropy(self.logits(product), labels, ignore_index=IGNORED, reduction="sum")
 
+    def tried(self, product: Tensor, labels: Tensor) -> Tensor:
+        """Float32 [2]: that loss, and of how many labels the likeliest token is right."""
+        return torch.stack([self.loss(product, labels), (product.argmax(-1) == labels).sum()])
+
 
 def _gradient_and_loss(product: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
     """The gradient of a chunk's loss with respect to `product`, and the loss."""
@@ -95,11 +99,12 @@ def chunked_linear_cross_entropy(
     `hidden` [tokens, width], `weight` [vocabulary, width], `labels` int64 [tokens], `IGNORED` where not trained.
     Equals `F.cross_entropy(..., reduction="sum")`; logits exist for `chunk` tokens at a time (0: as many as
     fit `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32. `head.compiled` fuses the
-    elementwise work (GPU). Gradients are computed in the forward pass, as in Liger (arXiv 2410.10989).
+    elementwise work (GPU). Gradients are computed in the forward pass, as in Liger (arXiv 2410.10989). Where none are
+    wanted the result is `head.tried`.
     """
     head = head or Head()
     chunk = chunk or max(256, CHUNK_BYTES // (4 * len(weight)) // 256 * 256)
     if torch.is_grad_enabled():
         return _ChunkedLinearCrossEntropy.apply(hidden, weight, bias, labels, head, chunk)
     parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-    return torch.stack([head.loss(F.linear(states, weight, bias), targets) for states, targets in parts]).sum()
+    return torch.stack([head.tried(F.linear(states, weight, bias), targets) for states, targets in parts]).sum(0)

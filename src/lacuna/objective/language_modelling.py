@@ -7,7 +7,10 @@ from lacuna.model.build import BuiltModel
 
 
 def language_modelling_loss(built: BuiltModel, batch: Batch) -> Tensor:
-    """Summed loss (nats, float32 scalar) over this rank's share of the trained tokens of `batch`."""
+    """Summed loss (nats, float32 scalar) over this rank's share of the trained tokens of `batch`.
+
+    Without gradients [2]: that, and of how many trained tokens the likeliest is right.
+    """
     inputs = built.inputs(batch)
     if built.pipeline is not None:
         return built.pipeline.evaluate(inputs, inputs.input_ids.shape)

@@ -218,7 +218,7 @@ class Pipeline:
         return torch.stack(losses).detach().sum() * divisor if losses else torch.zeros((), device=self.device)
 
     def evaluate(self, inputs: Any, shape: Sequence[int]) -> Tensor:
-        """The summed loss of one micro-batch of `shape`, forward only, stage by stage (0 but for the last stage)."""
+        """What the last stage computes of one micro-batch of `shape`, forward only (zeros [2] on other ranks)."""
         self.inputs = [inputs]
         group = self.mesh.pipeline
         owner = {stage: rank for rank, stages in self.held.items() for stage in stages}
@@ -231,7 +231,7 @@ class Pipeline:
             if not stage.is_last and index + 1 not in self.stages:
                 dist.send(hidden, group=group, group_dst=owner[index + 1])
         last = self.stages.get(self.total - 1)
-        return hidden if last is not None else torch.zeros((), device=self.device)
+        return hidden if last is not None else torch.zeros(2, device=self.device)
 
 
 def tied_weights(model: PreTrainedModel, mesh: Mesh) -> list[nn.Parameter]:

@@ -35,7 +35,7 @@ SHOWN = {
     "loss": "loss {:.4f}", "grad_norm": "norm {:.2f}", "lr": "lr {:.1e}", "tokens_per_second": "{:,.0f} tokens/s",
     "mfu": "mfu {:.1%}", "memory_gib": "{:.1f} GiB", "data_wait_fraction": "wait {:.0%}",
     "skipped_steps": "[red]skipped {}[/red]", "val_loss": "validation loss {:.4f} nats per token",
-    "val_bits_per_byte": "{:.4f} bits per byte",
+    "val_bits_per_byte": "{:.4f} bits per byte", "val_token_accuracy": "{:.1%} of tokens right",
 }  # fmt: skip
 
 

@@ -173,8 +173,9 @@ class _Loop:
         run, state, settings = self.run, self.state, self.run.config.validation
         started = time.perf_counter()
         if run.validation is not None:
-            loss, bits_per_byte = evaluate(run.built, run.validation, run.process)
-            run.metrics.write({"step": state.step, "val_loss": loss, "val_bits_per_byte": bits_per_byte})
+            measured = evaluate(run.built, run.validation, run.process)
+            run.metrics.write({"step": state.step} | measured)
+            loss = measured["val_loss"]
             if loss < state.best_loss:
                 state.best_loss, state.best_step, state.worse_validations = loss, state.step, 0
                 if run.config.checkpoint.keep_best and state.step > 0:

@@ -13,20 +13,22 @@ from lacuna.parallel.fsdp import inference
 from lacuna.parallel.processes import Process
 
 
-def evaluate(built: BuiltModel, batches: Iterable[Batch], process: Process) -> tuple[float, float | None]:
-    """Loss in nats per trained token, and bits per byte of text (None where the bytes are unknown), over all ranks.
+def evaluate(built: BuiltModel, batches: Iterable[Batch], process: Process) -> dict[str, float | None]:
+    """What is reported of held-out data, over all ranks.
 
-    The bytes that the untrained first token of each document stands for are taken out in proportion.
+    That is the loss in nats per trained token, the share of trained tokens that are the likeliest, and bits per byte
+    of text (None where the bytes are unknown; those that the untrained first token of each document stands for are
+    taken out in proportion).
     """
-    loss = torch.zeros((), dtype=torch.float64, device=process.device)
+    measured = torch.zeros(2, dtype=torch.float64, device=process.device)
     counts = torch.zeros(3, dtype=torch.float64)
     with inference(*(stage.module for stage in built.stages)):
         for batch in batches:
-            loss += language_modelling_loss(built, batch)
+            measured += language_modelling_loss(built, batch)
             counts += torch.tensor([batch.trained_tokens, batch.tokens, batch.text_bytes], dtype=torch.float64)
-    totals = torch.cat([loss[None], counts.to(process.device) / built.mesh.layout.sharing])
+    totals = torch.cat([measured, counts.to(process.device) / built.mesh.layout.sharing])
     dist.all_reduce(totals)
-    nats, trained, tokens, text_bytes = totals.tolist()
-    mean = nats / trained if trained else math.nan
+    nats, right, trained, tokens, text_bytes = totals.tolist()
+    mean, accuracy = (nats / trained, right / trained) if trained else (math.nan, math.nan)
     bits_per_byte = mean / math.log(2) * tokens / text_bytes if text_bytes > 0 else None
-    return mean, bits_per_byte
+    return {"val_loss": mean, "val_bits_per_byte": bits_per_byte, "val_token_accuracy": accuracy}
