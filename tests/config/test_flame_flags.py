@@ -4,7 +4,7 @@ import shlex
 
 import pytest
 
-from lacuna.commands.arguments import CommandParser, parse_run
+from lacuna.commands.arguments import parse_run
 from lacuna.config import Config, UserError, load_config
 from lacuna.config.describe import to_toml
 
@@ -221,7 +221,7 @@ def base(tmp_path, monkeypatch):
 
 
 def of_command(words: str) -> Config:
-    return parse_run(CommandParser(prog="lacuna train", allow_abbrev=False), shlex.split(words))[1]
+    return parse_run("train", "", shlex.split(words), "--dry-run")[1]
 
 
 def value_of(config, setting):

@@ -13,7 +13,8 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.mixture import Mixture, Pool
-from lacuna.data.rows import IndexedRows, Plan
+from lacuna.data.plan import Plan
+from lacuna.data.rows import IndexedRows
 from lacuna.data.sources import open_source
 from lacuna.data.tokenize import TokenTable, token_table
 from texts import END, write_lines

@@ -1,0 +1,120 @@
+"""What decides which rows there are: the opened sources, the order of their documents, their tokens if cached."""
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lacuna.config import Config
+from lacuna.config.documents import Source
+from lacuna.data.bins import fill_rows, packing_mode
+from lacuna.data.mixture import Mixture, Pool, random_key
+from lacuna.data.packing import Batch, Span, pack
+from lacuna.data.sources import Documents, open_source
+from lacuna.data.stream import Stream, number_of_parts
+from lacuna.data.tokenize import TokenTable, token_table
+
+_LOG = logging.getLogger(__name__)
+_CACHED_BELOW = 256 * 2**20
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that decides the rows.
+
+    With a `table` of all tokens the mixture has one lane; without, documents are tokenised while training, and row R
+    is the next row of lane R mod lanes. Rows end with the last document unless `endless`.
+    """
+
+    config: Config
+    tokenizer: PreTrainedTokenizerBase
+    mixture: Mixture
+    sources: tuple[Documents, ...]
+    table: TokenTable | None
+    endless: bool = True
+
+    @property
+    def rows_per_pass(self) -> int | None:
+        """Rows that all documents fill; None when unknown, or when sources are mixed by weight: no common pass."""
+        if self.table is None or len(self.mixture.pools) > 1:
+            return None
+        return len(self.bins) if self.fits else math.ceil(self.table.lengths.sum() / self.config.training.seq_len)
+
+    @property
+    def fits(self) -> bool:
+        """Whether rows are made of whole examples."""
+        return packing_mode(self.config) != "concatenate"
+
+    @cached_property
+    def bins(self) -> list[np.ndarray]:
+        """The pieces of documents in each row of a pass over all of them."""
+        return self.bins_of(np.arange(len(self.table.lengths)))
+
+    def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
+        """The pieces in each row that these documents fill."""
+
+        bins = fill_rows(
+            self.table.lengths[documents], lambda number: self.table.document(documents[number])[0], self.config
+        )
+        return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
+
+    def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
+        """Lay out rows as the configuration wants them."""
+        return pack(rows, self.config, len(self.sources), self.tokenizer.eos_token_id or 0)
+
+    def signature(self, global_batch: int) -> dict[str, object]:
+        """What must be the same for a saved position to mean the same samples, by the settings that decide it."""
+        return {
+            "data.tokenization": "cache" if self.table else "online",
+            "data.shuffle": any(pool.key is not None for pool in self.mixture.pools),
+            "data.data_probs": [share / sum(self.mixture.shares) for share in self.mixture.shares],
+            "documents in data.dataset": [pool.size for pool in self.mixture.pools],
+            "packing": [packing_mode(self.config), self.config.packing.long_examples, self.config.packing.buffer],
+            "training.seq_len": self.config.training.seq_len,
+            "training.seed": self.mixture.seed,
+            "training.global_batch_size": global_batch,
+        }
+
+
+def make_plan(
+    config: Config, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Source], lanes: int, endless: bool = True
+) -> Plan:
+    """Open the sources and decide the order of everything; tokenise them when they are to be cached.
+
+    What is not endless comes in the sources' own order.
+    """
+    data, seed, table = config.data, config.training.seed, None
+    sources = tuple(open_source(setting, data) for setting in settings)
+    keys = [random_key(seed, 0, number) if data.shuffle and endless else None for number in range(len(sources))]
+    pools: list[Pool]
+    if data.streaming:
+        pools = [
+            Stream(number_of_parts(source.shard_sizes, lanes), key, source, data.retries, endless)
+            for source, key in zip(sources, keys, strict=True)
+        ]
+    else:
+        pools = [Pool(len(source.dataset), key) for source, key in zip(sources, keys, strict=True)]
+        if settings[0].weight is None:
+            pools = [Pool(sum(pool.size for pool in pools), keys[0])]
+    if _is_cached(config, sources, endless):
+        lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
+    shares = tuple(setting.weight or 1.0 for setting in settings[: len(pools)])
+    return Plan(config, tokenizer, Mixture(seed, tuple(pools), shares, lanes), sources, table, endless)
+
+
+def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
+    """Whether to tokenise ahead or while training, by the configuration and the data alone."""
+    wanted = config.data.tokenization
+    if config.data.streaming:
+        return False
+    if not endless or config.training.epochs:
+        return True  # only the cache knows how long an epoch or the validation data is
+    if wanted == "auto":
+        size = sum(source.dataset.data.nbytes for source in sources)
+        wanted = "cache" if size < _CACHED_BELOW else "online"
+        _LOG.info("%.0f MiB of data: data.tokenization is %s", size / 2**20, wanted)
+    return wanted == "cache"
