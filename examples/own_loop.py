@@ -10,24 +10,22 @@ import sys
 import torch
 
 from lacuna.config import load_config
-from lacuna.data import build_loader, load_tokenizer, merge_states
+from lacuna.data import build_loader, merge_states, run_tokenizer
 from lacuna.export.huggingface import export_model
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
 from lacuna.train.batch import plan_batch
-from lacuna.train.checkpoint import newest_complete, read_state, read_tensors, write_checkpoint
+from lacuna.train.checkpoint import model_tensors, newest_complete, read_state, read_tensors, write_checkpoint
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
-from lacuna.train.resume import model_tensors
 from lacuna.train.schedule import learning_rate
-from lacuna.train.setup import tokenizer_source
 from lacuna.train.step import accumulate_gradients, agree, update
 
 path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".toml") else None
 config = load_config(path, sys.argv[1:])
 process = start_process(config)
 layout = resolve_layout(config, process.world_size)
-tokenizer = load_tokenizer(tokenizer_source(config))
+tokenizer = run_tokenizer(config)
 plan = plan_batch(config, layout)
 mesh = build_mesh(layout, process.device.type)
 loader = build_loader(config, tokenizer, dp_rank=mesh.data_rank, dp_world=layout.data_parallel, **vars(plan))

@@ -14,6 +14,7 @@ from lacuna.launch import LAUNCHED, RUN_FAILED, die_with_launcher
 COMMANDS = {
     "train": "train a model: lacuna train [RUN.toml] [--section.key value ...]",
     "plan": "what a run will take, and drawings of its layout: lacuna plan RUN.toml [--draw]",
+    "data": "what the model will see: lacuna data RUN.toml",
     "generate": "text from a model: lacuna generate MODEL --prompt TEXT",
     "convert": "between checkpoint forms: lacuna convert SOURCE TARGET --to hf|dcp",
     "bloat": "count the package's lines of code",

@@ -14,7 +14,7 @@ from lacuna.config.documents import DataConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.plan import Plan
-from lacuna.data.rows import IndexedRows
+from lacuna.data.rows import open_rows
 from lacuna.data.sources import open_source
 from lacuna.data.tokenize import TokenTable, token_table
 from texts import END, write_lines
@@ -69,7 +69,7 @@ def test_ready_made_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: PreT
     table = table_of(tmp_path / "tokens.parquet", tokenizer, limit=1)
     assert table.lengths.tolist() == [3, 0, 0, 1, 2] and tokens_of(table, 4) == [5, 6]
     assert np.isnan(table.text_bytes[0])
-    with pytest.raises(UserError, match="document 2"):
+    with pytest.raises(UserError, match="row 3"):
         table_of(tmp_path / "tokens.parquet", tokenizer, limit=0)
 
 
@@ -87,11 +87,11 @@ def test_rows_are_slices_of_all_documents_laid_end_to_end(tmp_path: Path, tokeni
     order = Mixture(0, (Pool(40, key=None),), (1.0,), lanes=1)
     plan = Plan(Config(training=TrainingConfig(seq_len=50)), tokenizer, order, (), table)
     laid = [token for index in range(40) for token in tokens_of(table, index)] * 3
-    for rows in (IndexedRows(plan), IndexedRows(pickle.loads(pickle.dumps(plan)))):
+    for row in (open_rows(made, {}, []) for made in (plan, pickle.loads(pickle.dumps(plan)))):
         for number in (0, 1, 3, 25):
-            tokens = np.concatenate([span.tokens for span in rows.row(number)])
+            tokens = np.concatenate([span.tokens for span in row(number)])
             assert tokens.tolist() == laid[number * 50 : number * 50 + 50]
-        assert sum(span.text_bytes for span in rows.row(30)) < 50
+        assert sum(span.text_bytes for span in row(30)) < 50
 
 
 def test_the_documents_of_several_sources_stand_behind_each_other(

@@ -270,6 +270,22 @@ def test_a_position_in_other_data_is_refused(folders: tuple[Path, Path], tokeniz
         other.load_state_dict(merge_states([state]))
 
 
+OTHERS = {"data.text_column": "text", "chat.train_on": "last", "packing.long_examples": "drop", "training.seed": 8}
+
+
+@pytest.mark.parametrize("setting", OTHERS)
+def test_a_position_of_other_settings_is_refused(
+    setting: str, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    config = mixed(folders, WAYS["cache"])
+    state = loader_of(config, tokenizer, rank=0, world=1).state_dict()
+    section, name = setting.split(".")
+    changed = getattr(config, section).model_copy(update={name: OTHERS[setting]})
+    other = loader_of(config.model_copy(update={section: changed}), tokenizer, rank=0, world=1)
+    with pytest.raises(UserError, match=setting):
+        other.load_state_dict(merge_states([state]))
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_too_many_broken_records_stop_the_run_with_a_user_error(
     workers: int, tmp_path: Path, tokenizer: PreTrainedTokenizerFast

@@ -8,10 +8,10 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import UserError
-from lacuna.data import load_tokenizer
 from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
-from lacuna.data.tokenize import add_broken, document_of, tokenize_text, tokenizer_fingerprint
+from lacuna.data.tokenize import add_broken, document_of
+from lacuna.data.tokenizer import load_tokenizer, tokenize_text, tokenizer_fingerprint
 from texts import END
 
 
@@ -60,7 +60,7 @@ def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(toke
     assert document("äb").text_bytes == 3 and document("äb").broken is None
     assert len(document("").tokens) == 0 and document("").broken is None
     for broken in (None, 7):
-        assert len(document(broken).tokens) == 0 and document(broken).broken == "lines, document 1"
+        assert len(document(broken).tokens) == 0 and document(broken).broken == "lines, row 2"
 
 
 def test_broken_records_are_counted_once_warned_of_once_and_limited(caplog: pytest.LogCaptureFixture) -> None:
@@ -80,7 +80,7 @@ def test_tokens_that_came_ready_made_are_checked(tokenizer: PreTrainedTokenizerF
     ready = document([1, 2])
     assert ready.tokens.tolist() == [1, 2] and np.isnan(ready.text_bytes)
     for tokens, wrong in (([1, 300], 300), ([-1, 2], -1)):
-        with pytest.raises(UserError, match=f"tokens, document 1: holds token {wrong}, .*only 257"):
+        with pytest.raises(UserError, match=f"tokens, row 2: holds token {wrong}, .*only 257"):
             document(tokens)
 
 

@@ -9,9 +9,8 @@ from transformers import PretrainedConfig, Qwen2Config, ViTConfig
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import (
-    AttentionShape,
     attended_pairs,
-    attention_shapes,
+    attention_widths,
     check_positions,
     decoder_layers,
     load_model_config,
@@ -60,28 +59,28 @@ def test_causal_attention_counts_half_the_square_and_windows_less() -> None:
 
 
 def test_a_step_costs_six_per_parameter_and_token_and_twelve_per_attended_pair() -> None:
-    llama = attention_shapes(tiny_config("llama"))
+    llama = attention_widths(tiny_config("llama"))
     assert step_flops(LLAMA, llama, 14, LENGTHS) == 6 * LLAMA * 14 + 2 * 12 * 4 * 8 * 58
-    gemma = attention_shapes(tiny_config("gemma3"))  # one layer with a window of 4, one without
+    gemma = attention_widths(tiny_config("gemma3"))  # one layer with a window of 4, one without
     assert step_flops(0, gemma, 14, LENGTHS) == 12 * 4 * 16 * (40 + 58)
 
 
 @pytest.mark.parametrize(
-    ("model_config", "windows"),
+    ("model_config", "widths"),
     [
-        (tiny_config("mistral"), [4, 4]),
-        (tiny_config("gemma3"), [4, None]),
-        (tiny_config("llama"), [None, None]),
-        (Qwen2Config(num_hidden_layers=2, sliding_window=4, use_sliding_window=False), [None, None]),
+        (tiny_config("mistral"), {4: 2 * 32}),
+        (tiny_config("gemma3"), {4: 64, None: 64}),
+        (tiny_config("llama"), {None: 2 * 32}),
+        (Qwen2Config(num_hidden_layers=2, sliding_window=4, use_sliding_window=False), {None: 2 * 4096}),
     ],
     ids=["mistral", "gemma3", "llama", "qwen2"],
 )
-def test_every_layer_has_its_own_window(model_config: PretrainedConfig, windows: list[int | None]) -> None:
-    assert [shape.window for shape in attention_shapes(model_config)] == windows
+def test_every_layer_has_its_own_window(model_config: PretrainedConfig, widths: dict[int | None, int]) -> None:
+    assert attention_widths(model_config) == widths
 
 
 def test_heads_are_found_under_other_names() -> None:
-    assert attention_shapes(tiny_config("gpt2")) == [AttentionShape(4, 8, None)] * 2
+    assert attention_widths(tiny_config("gpt2")) == {None: 2 * 4 * 8}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox", "opt", "bloom", "qwen3_moe"])

@@ -139,15 +139,15 @@ def test_the_kernel_for_gpus_is_told_what_the_mask_for_others_says(
         return plain_varlen(*arguments, **(defaults | named))
 
     monkeypatch.setattr(attention_module, "varlen_attn", checked)  # it has no CPU kernel
-    ends = torch.tensor([[5, 14, 16, 16], [7, 8, 9, 16]], dtype=torch.int32)
+    bounds = torch.tensor([0, 5, 14, 16, 23, 24, 25, 32, 32], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 2, 2, LENGTH, 8, generator=generator)
-    for part in causal_parts(ends, LENGTH, ranks, rank, 10):
-        query = torch.randn(2, 4, LENGTH if ranks == 1 else LENGTH // 2 // ranks, 8, generator=generator)
+    for part in causal_parts(bounds, LENGTH, ranks, rank, 10):
+        query = torch.randn(2, 4, LENGTH // 2 // ranks, 8, generator=generator)
         seen = (query, key[:, :, : part.stop], value[:, :, : part.stop], part, 0.3, window)
-        expected = attention_module._masked(*seen, None, 0.0)
+        expected = attention_module._plain(*seen, None, 0.0)
         assert torch.allclose(attention_module._flash(*seen), expected, atol=1e-6)
-        capped = attention_module._masked(*seen, 1e6, 0.0)
+        capped = attention_module._plain(*seen, 1e6, 0.0)
         assert torch.allclose(capped, expected, atol=1e-5), "a soft cap far away changes nothing"
 
 
@@ -221,10 +221,10 @@ def test_shared_sequences_and_layers_have_our_attention_or_none(layout: Layout) 
 
 def change_by_dropout() -> float:
     """How far a mean of ones is from one on a rank of a ring that is asked to drop half of the weights."""
-    group, ends = dist.group.WORLD, torch.tensor([[64]], dtype=torch.int32)
+    group, bounds = dist.group.WORLD, torch.tensor([0, 64], dtype=torch.int32)
     query, key, value = torch.zeros(3, 1, 2, 64 // group.size(), 8).unbind()
-    parts = causal_parts(ends, 64, group.size(), group.rank(), 64)
-    asked = {"scaling": 1.0, "dropout": 0.5, "parts": parts, "group": group, "ring": (ends, 64)}
+    parts = causal_parts(bounds, 64, group.size(), group.rank(), 64)
+    asked = {"scaling": 1.0, "dropout": 0.5, "parts": parts, "group": group, "ring": (bounds, 64)}
     output, _ = packed_attention(torch.nn.Module(), query, key, value + 1, None, **asked)
     return (output - 1).abs().max().item()
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
 from lacuna.export import huggingface
-from lacuna.export.huggingface import export_model
+from lacuna.export.huggingface import export_model, save_model_description
 from lacuna.model.head import known_head
 from lacuna.model.inputs import Inputs
 from lacuna.parallel.fsdp import inference
@@ -141,6 +141,20 @@ def test_generation_settings_of_the_model_it_started_from_are_kept(tmp_path: Pat
     export_with(tmp_path / "source", tmp_path / "out", 10**9, torch.float32)
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.eos_token_id, generation.temperature, generation.do_sample) == ([2, 5], 0.6, True)
+
+
+@pytest.mark.parametrize(("kept", "expected"), [([3, 5], [3, 5, 2, 7]), (5, [5, 2, 7]), (None, [2, 7])])
+def test_generation_also_stops_where_the_chat_template_ends_an_answer(
+    kept: list[int] | int | None, expected: list[int], tmp_path: Path
+) -> None:
+    tokenizer = tokenizer_of_words()
+    tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(7)]})
+    tokenizer.chat_template = (
+        "{% for message in messages %}{{ message.content }}" + tokenizer.convert_ids_to_tokens(7) + "{% endfor %}"
+    )
+    GenerationConfig(eos_token_id=kept).save_pretrained(tmp_path)
+    save_model_description(tiny_config("llama"), tokenizer, str(tmp_path), str(tmp_path / "out"))
+    assert GenerationConfig.from_pretrained(tmp_path / "out").eos_token_id == expected
 
 
 def test_odd_generation_settings_are_kept_as_well(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from tiny import relative_error, run_ranks
 
 LENGTH = 32
 ROWS = ((32,), (1, 1, 6, 13, 1, 10), (11, 21))  # in the second row a document ends where a chunk does
-ENDS = torch.tensor([[sum(row[: number + 1]) for number in range(6)] for row in ROWS], dtype=torch.int32)
+LENGTHS = torch.tensor([length for row in ROWS for length in row])
+BOUNDS = F.pad(LENGTHS, (1, 3)).cumsum(0).int()  # the last three documents are empty
 WINDOW = 5
 SCALING = 0.3
 EXACT = 1e-6
@@ -23,7 +24,7 @@ EXACT = 1e-6
 def document_mask(window: int | None) -> Tensor:
     """Which keys each query sees, from the number of each token's document: bool [B, T, T]."""
     places = torch.arange(LENGTH)
-    document = (places[:, None] >= ENDS[:, None]).sum(-1)
+    document = torch.arange(len(LENGTHS)).repeat_interleave(LENGTHS).view(len(ROWS), LENGTH)
     distance = places[:, None] - places
     return (document[:, :, None] == document[:, None]) & (distance >= 0) & (distance < (window or LENGTH))
 
@@ -33,7 +34,7 @@ def document_mask(window: int | None) -> Tensor:
 def test_the_parts_of_all_ranks_are_the_mask_of_the_documents(cp: int, window: int | None) -> None:
     mask = document_mask(window)
     for rank in range(cp):
-        parts = causal_parts(ENDS, LENGTH, cp, rank, LENGTH)
+        parts = causal_parts(BOUNDS, LENGTH, cp, rank, LENGTH)
         own = shard_sequence(torch.arange(LENGTH), 0, cp, rank)
         for part, queries in zip(parts, own.chunk(len(parts)), strict=True):
             seen = visible(part, len(ROWS), len(queries), window)
@@ -44,7 +45,7 @@ def test_the_parts_of_all_ranks_are_the_mask_of_the_documents(cp: int, window: i
 
 
 def test_a_part_is_no_longer_than_the_longest_document() -> None:
-    head, tail = causal_parts(ENDS, LENGTH, 2, 0, 11)
+    head, tail = causal_parts(BOUNDS, LENGTH, 2, 0, 11)
     assert (head.longest_q, head.longest_k, head.stop) == (8, 8, 8)
     assert (tail.longest_q, tail.longest_k, tail.stop) == (8, 11, 32)
 
@@ -63,7 +64,7 @@ def on_one_device(query: Tensor, key: Tensor, value: Tensor, window: int | None)
 def by_gathering(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
     group = dist.group.WORLD
     key, value = (gather_sequence(tensor, 2, group) for tensor in (key, value))
-    parts = causal_parts(ENDS, LENGTH, group.size(), group.rank(), LENGTH)
+    parts = causal_parts(BOUNDS, LENGTH, group.size(), group.rank(), LENGTH)
     outputs = []
     for part, queries in zip(parts, query.chunk(len(parts), 2), strict=True):
         mask = visible(part, len(ROWS), queries.shape[2], window)[:, None]
@@ -73,7 +74,7 @@ def by_gathering(query: Tensor, key: Tensor, value: Tensor, window: int | None =
 
 
 def by_ring(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    return ring_attention(query, key, value, ENDS, LENGTH, dist.group.WORLD, SCALING)
+    return ring_attention(query, key, value, BOUNDS, LENGTH, dist.group.WORLD, SCALING)
 
 
 def output_and_gradients(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -10,9 +10,10 @@ from lacuna.config import Config, UserError
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import meta_model
-from lacuna.parallel.pipeline import balanced_stages, check_pipeline, stage_ranges
+from lacuna.parallel.mesh import Layout, build_mesh
+from lacuna.parallel.pipeline import balanced_stages, check_pipeline, cut, stage_ranges
 from layouts import pipeline
-from tiny import tiny_config
+from tiny import run_ranks, tiny_config
 
 
 @pytest.mark.parametrize(
@@ -42,6 +43,18 @@ def test_points_that_are_no_layers_in_order_are_refused(points: list[str]) -> No
         UserError, match=r"pipeline_parallel_split_points: .* from model\.layers\.1 to model\.layers\.5"
     ):
         ranges(points, len(points) + 1)
+
+
+def refusal_of_a_projection() -> str:
+    model, mesh = meta_model(tiny_config("opt"), "eager", torch.float32), build_mesh(Layout(pp=2), "cpu")
+    with pytest.raises(UserError) as raised:
+        cut(model, decoder_layers(model), mesh, Config(parallelism=pipeline("1F1B", 2)))
+    return str(raised.value)
+
+
+def test_a_model_with_unknown_parts_before_its_layers_is_refused() -> None:
+    for text in run_ranks(2, refusal_of_a_projection):
+        assert "OPTForCausalLM has a Linear before its layers" in text and text.endswith("use other parallelisms.")
 
 
 def refused(model_config: PretrainedConfig, schedule: str, ranks: int, **sections: object) -> str:

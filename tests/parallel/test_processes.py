@@ -12,7 +12,7 @@ def said(lengths: list[int]) -> str:
     rank, group = dist.get_rank(), dist.group.WORLD
     config = Config(training=TrainingConfig(seq_len=lengths[rank]))
     try:
-        require_same_config(config, Process(rank, dist.get_world_size(), rank, CPU, group, group))
+        require_same_config(config, Process(rank, dist.get_world_size(), CPU, group, group))
     except UserError as error:
         return str(error)
     return ""

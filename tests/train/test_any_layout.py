@@ -14,9 +14,8 @@ from lacuna.export.huggingface import export_model
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import read_tensors, write_checkpoint
+from lacuna.train.checkpoint import model_tensors, read_tensors, write_checkpoint
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
-from lacuna.train.resume import model_tensors
 from layouts import pipelined
 from tiny import CPU, differing, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
 
@@ -50,7 +49,7 @@ def built_in(name: str, model_config: Path) -> tuple[BuiltModel, dict[str, Tenso
         model=ModelConfig(config=str(model_config)), training=TrainingConfig(seq_len=24), parallelism=case.parallelism
     )
     group = torch.distributed.group.WORLD
-    process = Process(group.rank(), group.size(), group.rank(), CPU, group, group)
+    process = Process(group.rank(), group.size(), CPU, group, group)
     built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU, case.accumulation)
     optimizer = build_optimizer(built.model, config)
     return built, model_tensors(built.model) | optimizer_tensors(built.model, optimizer), process

@@ -86,8 +86,8 @@ def test_other_samples_are_refused_by_name_and_leave_the_run_as_it_was(
     shutil.copytree(run.stopped, folder)
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     output = train(world, folder, *run.flags, "--training.seq_len", 16, "--training.seed", 1, status=2)
-    assert "training.seq_len: 32 in the checkpoint, 16 now" in output
-    assert "training.seed: 42 in the checkpoint, 1 now" in output
+    assert "training.seq_len (was 32, is 16)" in output
+    assert "training.seed (was 42, is 1)" in output
     assert "Traceback" not in output
     assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 

@@ -28,7 +28,8 @@ def parse_run(command: str, doc: str, words: Sequence[str], *flag: str) -> tuple
         print(usage, f"Recipes: {', '.join(recipe_names())}\n", help_text(), sep="\n", flush=True)
         raise SystemExit
     parser = CommandParser(prog=f"lacuna {command}", add_help=False, allow_abbrev=False)
-    parser.add_argument(*flag, action="store_true")
+    if flag:
+        parser.add_argument(*flag, action="store_true")
     parser.add_argument("--gpus", type=_count)
     parser.add_argument("--cpus", type=_count)
     parser.add_argument("--job.config_file", "--job.config-file", dest="files", action="append", default=[])

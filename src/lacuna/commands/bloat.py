@@ -1,5 +1,6 @@
 """`lacuna bloat`: counts the package's lines of code (no blanks, comments, docstrings), by folder."""
 
+import ast
 import io
 import tokenize
 from collections import Counter
@@ -14,16 +15,11 @@ _NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, t
 
 def code_lines(source: str) -> int:
     """Lines that hold code: not blank, not comment, not docstring (any string that is a statement of its own)."""
-    lines: set[int] = set()
-    statement: list[tokenize.TokenInfo] = []
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type not in _NOT_CODE:
-            statement.append(token)
-        elif token.type == tokenize.NEWLINE:
-            if any(part.type != tokenize.STRING for part in statement):
-                lines.update(line for part in statement for line in range(part.start[0], part.end[0] + 1))
-            statement = []
-    return len(lines)
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _NOT_CODE]
+    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    expressions = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
+    texts = [value for value in expressions if isinstance(value, ast.Constant) and isinstance(value.value, str)]
+    return len(code - {line for text in texts for line in range(text.lineno, text.end_lineno + 1)})
 
 
 def run(words: Sequence[str]) -> int:

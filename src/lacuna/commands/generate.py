@@ -14,6 +14,7 @@ def run(words: Sequence[str]) -> int:
     parser.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=128, help="default: 128")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0, help="for temperatures above 0; default: 0")
+    parser.add_argument("--chat", action="store_true", help="answer the prompt, by the tokenizer's chat template")
     given = parser.parse_args(list(words))
     if given.max_new_tokens < 1 or given.temperature < 0:
         raise UserError("generate: --max-new-tokens must be at least 1 and --temperature not negative.")
@@ -24,5 +25,10 @@ def run(words: Sequence[str]) -> int:
     from lacuna.train.forms import load_any_model
 
     model, tokenizer, _ = load_any_model(given.model, torch.device(device_type()))
-    print(generate_text(model, tokenizer, given.prompt, given.max_new_tokens, given.temperature, given.seed))
+    if given.chat and not tokenizer.chat_template:
+        raise UserError(
+            "generate: --chat: the tokenizer has no chat template; leave it out, or train with job.task = sft."
+        )
+    sampling = (given.max_new_tokens, given.temperature, given.seed, given.chat)
+    print(generate_text(model, tokenizer, given.prompt, *sampling))
     return 0

@@ -72,10 +72,9 @@ def _read(file: Path) -> dict[str, Any]:
     """The tables of the TOML file."""
     try:
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UserError(f"{file}: there is no such TOML file{nearby(file)}") from None
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); give a TOML file") from None
+        hint = "; give a TOML file" if file.exists() else nearby(file)
+        raise UserError(f"{file}: cannot be read ({error.strerror}){hint}") from None
     except ValueError as error:
         raise UserError(f"{file}: is not valid TOML: {error}") from None
 
@@ -106,10 +105,9 @@ def _resolve(entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
         if spelling in OPPOSITE and value is not None:
             value = not value
         meant = f"{spelling} = {shown(value)}"
-        first, first_meant = given.get(setting, (value, meant))
+        first, first_meant = given.setdefault(setting, (value, meant))
         if first != value:
             problems.append(f"{setting}: given twice {where}, as {first_meant} and as {meant}; keep one")
-        given[setting] = value, meant
     return given
 
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lacuna.config import machine
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import DataConfig, PackingConfig, ValidationConfig
 from lacuna.config.fields import Path, Section, also
 from lacuna.config.packaged import packaged
@@ -14,7 +15,7 @@ class JobConfig(Section):
     """What kind of run this is and where it writes."""
 
     task: Literal["pretrain", "sft", "distill", "preference", "grpo", "ppo"] = "pretrain"
-    """What is trained for; only pretrain is available yet."""
+    """What is trained for: pretrain on texts, or sft on conversations; the others are not available yet."""
     name: str = "quickstart"
     """Name of the run. Unset: the TOML file's name without .toml."""
     dump_folder: Path = Field(default_factory=lambda given: f"outputs/{given['name']}")
@@ -123,6 +124,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     training: TrainingConfig = TrainingConfig()
     data: DataConfig = DataConfig()
+    chat: ChatConfig = ChatConfig()
     packing: PackingConfig = PackingConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()

@@ -5,9 +5,9 @@ is the one that needs no download); `mixture` decides the order of documents fro
 `tokenize` makes tokens of them; `packing` makes batches of rows; `loader` hands batches out and saves its position.
 `rows` makes the rows of documents in one of three ways, as `plan` decides:
 
-- `IndexedRows`: the sources are tokenised once into a cache; row R is tokens [R * seq_len, (R + 1) * seq_len) of
-  all documents in their order, so that any process can make any row and the position is the step alone.
-- `FittedRows`: from the same cache, row R holds the whole examples that `bins` fits together.
+- Laid end to end: the sources are tokenised once into a cache; rows are cut every seq_len tokens out of all documents
+  in their order, so that any process can make any row and the position is the step alone.
+- Fitted: from the same cache, row R holds the whole examples that `bins` fits together.
 - `LaneRows` (`lanes`): documents are dealt to 8 lanes per sequence of the global batch, each of which packs its own;
   row R is the next row of lane R mod lanes. Documents are tokenised by the worker that owns the lane, and local
   sources stay where they are; streams are read through `stream`. The position is a few integers per lane and, for
@@ -18,6 +18,6 @@ Row R belongs to step R // global_batch. No way knows how many ranks or workers 
 
 from lacuna.data.loader import Loader, build_loader, build_validation, merge_states
 from lacuna.data.packing import Batch
-from lacuna.data.tokenize import load_tokenizer
+from lacuna.data.plan import run_tokenizer
 
-__all__ = ["Batch", "Loader", "build_loader", "build_validation", "load_tokenizer", "merge_states"]
+__all__ = ["Batch", "Loader", "build_loader", "build_validation", "merge_states", "run_tokenizer"]

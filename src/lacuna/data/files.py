@@ -14,6 +14,8 @@ from fsspec.utils import infer_compression
 
 from lacuna.config import UserError
 
+RECORD = "record"
+"""Column in which the reader gives whole records, as JSON."""
 BROKEN = "broken"
 """Column in which the reader says why and where a record is unreadable; null where it is not."""
 
@@ -29,12 +31,14 @@ def columns_of(files: list[str], kind: str) -> list[str]:
 def read_records(files: list[str], kind: str, column: str, version: int) -> Iterator[dict[str, Any]]:
     """Yield `column` (None where unreadable) and BROKEN (None where readable) of every record.
 
-    `kind` is json (an object per line, or one list of them) or text (each file is a record); `version` that of
-    this reader: a part of what caches are keyed by.
+    RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or text (each file is
+    a record); `version` that of this reader: a part of what caches are keyed by.
     """
     for path in files:
         for record, place in _records(path, kind):
-            value = record.get(column) if isinstance(record, dict) else None
+            value = None
+            if isinstance(record, dict):
+                value = json.dumps(record) if column == RECORD else record.get(column)
             readable = isinstance(value, list if column == "input_ids" else str)
             yield {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
 

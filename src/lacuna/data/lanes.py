@@ -30,21 +30,21 @@ class LaneRows:
         self._plan, self._states, self._broken = plan, states, broken
         pools = plan.mixture.pools
         starts = {lane: state or (0, [0] * len(pools), [BEGINNING] * len(pools)) for lane, state in states.items()}
-        rows = self._fitted if plan.fits else self._rows_from
-        self._rows = {lane: rows(lane, start) for lane, start in starts.items()}
         self._readers = {}
         for source, stream in enumerate(pools):
             if isinstance(stream, Stream):
                 positions = {lane: (cursors[source], snaps[source]) for lane, (_, cursors, snaps) in starts.items()}
                 self._readers[source] = stream.reader(plan.mixture.lanes, positions)
+        rows = self._fitted if plan.fits else self._laid_end_to_end
+        self._rows = {lane: rows(lane, start) for lane, start in starts.items()}
 
     def row(self, number: int) -> list[Span]:
-        """The spans of a row; those of a lane are asked for in order."""
+        """The spans of a row, none after the last document; those of a lane are asked for in order."""
         lane = number % self._plan.mixture.lanes
-        spans, self._states[lane] = next(self._rows[lane])
+        spans, self._states[lane] = next(self._rows[lane], ([], None))
         return spans
 
-    def _rows_from(self, lane: int, state: LaneState) -> Iterator[tuple[list[Span], LaneState]]:
+    def _laid_end_to_end(self, lane: int, state: LaneState) -> Iterator[tuple[list[Span], LaneState]]:
         """The rows of a lane from a state on, each with the state after it."""
         offset, cursors, snapshots = copy.deepcopy(state)
         spans, space = [], self._plan.config.training.seq_len
@@ -58,33 +58,31 @@ class LaneRows:
                     spans, space = [], self._plan.config.training.seq_len
             cursors[source] += 1
             offset = 0
-        while True:  # after the last document there are empty rows
-            yield spans, (offset, cursors, snapshots)
-            spans = []
+        yield spans, (offset, cursors, snapshots)
 
     def _fitted(self, lane: int, state: LaneState) -> Iterator[tuple[list[Span], LaneState]]:
         """The same with whole examples, as many of which are fitted together as fill the buffer."""
         used, cursors, snapshots = copy.deepcopy(state)
-        config, ended = self._plan.config, False
+        config = self._plan.config
         drawn = self._documents(lane, cursors, snapshots)
-        while not ended:
+        while True:
             before, examples, tokens = (list(cursors), list(snapshots)), [], 0
-            while tokens < _FILL * config.packing.buffer * config.training.seq_len:
-                if ended := (example := next(drawn, None)) is None:
+            for source, document in drawn:
+                cursors[source] += 1
+                examples.append((document, source))
+                tokens += min(len(document.tokens), config.training.seq_len)
+                if tokens >= _FILL * config.packing.buffer * config.training.seq_len:
                     break
-                cursors[example[0]] += 1
-                examples.append(example)
-                tokens += min(len(example[1].tokens), config.training.seq_len)
-            documents = [document for _, document in examples]
+            if not examples:
+                return
+            documents = [document for document, _ in examples]
             bins = fill_rows(np.array([len(document.tokens) for document in documents]), documents.__getitem__, config)
             order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, sum(before[0]))
             for row in range(used, len(bins)):
                 after = (row + 1, *before) if row + 1 < len(bins) else (0, list(cursors), list(snapshots))
                 pieces = bins[order[row]].T.tolist()
-                yield [documents[number].span(*part, examples[number][0]) for number, *part in pieces], after
+                yield [documents[number].span(*part, examples[number][1]) for number, *part in pieces], after
             used = 0
-        while True:  # after the last document there are empty rows
-            yield [], (0, cursors, snapshots)
 
     def _documents(self, lane: int, cursors: list[int], snapshots: list[Snapshot]) -> Iterator[tuple[int, Document]]:
         """The documents that a lane draws, each with its source; the caller counts them in `cursors`."""

@@ -12,14 +12,33 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import Config
 from lacuna.config.documents import Source
 from lacuna.data.bins import fill_rows, packing_mode
+from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
 from lacuna.data.packing import Batch, Span, pack
 from lacuna.data.sources import Documents, open_source
 from lacuna.data.stream import Stream, number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
+from lacuna.data.tokenizer import load_tokenizer, tokenizer_source
 
 _LOG = logging.getLogger(__name__)
 _CACHED_BELOW = 256 * 2**20
+# What decides which samples a step trains on, and must stay in a run that goes on.
+_DECIDING = {
+    "job": {"task"}, "data": True, "chat": True, "packing": True,
+    "training": {"seq_len", "context_len", "varlen", "seed"},
+}  # fmt: skip
+_NOT_DECIDING = {"data": {"num_workers", "prefetch_factor", "max_broken_records", "retries"}}
+
+
+def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with the chat template that it trains on.
+
+    Raises UserError for whatever the configuration gets wrong of them.
+    """
+    tokenizer = load_tokenizer(tokenizer_source(config.model))
+    if config.job.task == "sft":
+        use_template(tokenizer, config.chat)
+    return tokenizer
 
 
 @dataclass(frozen=True)
@@ -56,10 +75,8 @@ class Plan:
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
         """The pieces in each row that these documents fill."""
-
-        bins = fill_rows(
-            self.table.lengths[documents], lambda number: self.table.document(documents[number])[0], self.config
-        )
+        lengths = self.table.lengths[documents]
+        bins = fill_rows(lengths, lambda number: self.table.document(documents[number])[0], self.config)
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
@@ -68,14 +85,12 @@ class Plan:
 
     def signature(self, global_batch: int) -> dict[str, object]:
         """What must be the same for a saved position to mean the same samples, by the settings that decide it."""
-        return {
+        tables = self.config.model_dump(include=_DECIDING, exclude=_NOT_DECIDING)
+        given = {f"{section}.{name}": repr(value) for section, table in tables.items() for name, value in table.items()}
+        return given | {
             "data.tokenization": "cache" if self.table else "online",
-            "data.shuffle": any(pool.key is not None for pool in self.mixture.pools),
-            "data.data_probs": [share / sum(self.mixture.shares) for share in self.mixture.shares],
             "documents in data.dataset": [pool.size for pool in self.mixture.pools],
-            "packing": [packing_mode(self.config), self.config.packing.long_examples, self.config.packing.buffer],
-            "training.seq_len": self.config.training.seq_len,
-            "training.seed": self.mixture.seed,
+            "packing.mode": packing_mode(self.config),
             "training.global_batch_size": global_batch,
         }
 
@@ -88,7 +103,8 @@ def make_plan(
     What is not endless comes in the sources' own order.
     """
     data, seed, table = config.data, config.training.seed, None
-    sources = tuple(open_source(setting, data) for setting in settings)
+    chat = config.chat if config.job.task == "sft" else None
+    sources = tuple(open_source(setting, data, chat) for setting in settings)
     keys = [random_key(seed, 0, number) if data.shuffle and endless else None for number in range(len(sources))]
     pools: list[Pool]
     if data.streaming:

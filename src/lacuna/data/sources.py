@@ -12,8 +12,10 @@ from fsspec.core import url_to_fs
 
 from lacuna.config import UserError
 from lacuna.config.checks import READERS
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import DataConfig, Source
 from lacuna.data import corpus, files
+from lacuna.data.chat import conversation_columns
 from lacuna.data.retry import with_retries
 
 _READER_VERSION = 2
@@ -25,24 +27,26 @@ _STREAMED_SHARDS = 64
 class Documents:
     """An opened source: `column` of `dataset` holds a text per record, or, called input_ids, its tokens.
 
-    A streaming source also has `shard_sizes`: how big each of the dataset's shards is, in a unit of their own.
+    With `chat` settings a record is a conversation, as JSON where the column is `files.RECORD`. A streaming source also
+    has `shard_sizes`: how big each of the dataset's shards is, in a unit of their own.
     """
 
     name: str
     dataset: Dataset | IterableDataset
     column: str
     shard_sizes: tuple[int, ...] = ()
+    chat: ChatConfig | None = None
 
 
-def open_source(source: Source, data: DataConfig) -> Documents:
-    """Open a source of documents.
+def open_source(source: Source, data: DataConfig, chat: ChatConfig | None = None) -> Documents:
+    """Open a source of documents, of conversations where there are settings of a `chat`.
 
     Raises UserError when there is no such dataset, file, split or column, or nothing in it.
     """
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        [opened] = with_retries(lambda: [_open(source, data)], data.retries, name)
+        [opened] = with_retries(lambda: [_open(source, data, chat)], data.retries, name)
     except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
@@ -52,14 +56,16 @@ def open_source(source: Source, data: DataConfig) -> Documents:
             f"{name}: cannot be opened: {reason}; check data.dataset (or validation.dataset), its name, split, "
             "folder and files, and whether the Hub can be reached"
         ) from error
-    documents = Documents(name, *opened)
+    documents = Documents(name, *opened, chat)
     if not data.streaming and not len(documents.dataset):
         raise UserError(f"{name}: holds no documents; check data.dataset_split, data.data_dir and data.data_files")
     return documents
 
 
-def _open(source: Source, data: DataConfig) -> tuple[Dataset | IterableDataset, str, tuple]:
-    """All of a source's `Documents` but the name."""
+def _open(
+    source: Source, data: DataConfig, chat: ChatConfig | None
+) -> tuple[Dataset | IterableDataset, str, tuple[int, ...]]:
+    """A source's dataset, its column and the sizes of its shards."""
     split, bracket, _ = source.split.partition("[")
     if bracket and data.streaming:
         raise UserError("a stream has no length to take a part of; give a whole split, or set data.streaming=false")
@@ -72,12 +78,12 @@ def _open(source: Source, data: DataConfig) -> tuple[Dataset | IterableDataset, 
     else:
         builder = _builder(source, split)
         if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(builder, source.split, data)
+            return _from_files(builder, source.split, data, chat)
         if not data.streaming:
             builder.download_and_prepare()
         dataset = (builder.as_streaming_dataset if data.streaming else builder.as_dataset)(source.split)
-    column = _choose_column(dataset.column_names or list(next(iter(dataset), {})), data.text_column)
-    return dataset.select_columns([column]), column, (1,) * dataset.num_shards if data.streaming else ()
+    columns = _choose_columns(dataset.column_names or list(next(iter(dataset), {})), data.text_column, chat)
+    return dataset.select_columns(columns), columns[0], (1,) * dataset.num_shards if data.streaming else ()
 
 
 def _builder(source: Source, split: str) -> DatasetBuilder:
@@ -93,13 +99,16 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
 
-def _from_files(builder: DatasetBuilder, split: str, data: DataConfig) -> tuple[Dataset | IterableDataset, str, tuple]:
+def _from_files(
+    builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None
+) -> tuple[Dataset | IterableDataset, str, tuple[int, ...]]:
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
     whole, kind = split.partition("[")[0], builder.name
     found = builder.config.data_files.get(whole)
     if not found:
         raise UserError(f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}")
-    column = _choose_column(files.columns_of(found, kind), data.text_column if kind == "json" else None)
+    columns = _choose_columns(files.columns_of(found, kind), data.text_column if kind == "json" else None, chat)
+    column = columns[0] if chat is None else files.RECORD
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features({column: value, files.BROKEN: Value("string")})
     arguments = {"files": found, "kind": kind, "column": column, "version": _READER_VERSION}
@@ -117,9 +126,11 @@ def _part(splits: dict[str, Dataset], split: str) -> Dataset:
     return whole.select(range(part.from_ or 0, len(whole) if part.to is None else part.to))
 
 
-def _choose_column(columns: list[str], wanted: str | None) -> str:
+def _choose_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None) -> list[str]:
+    if chat is not None:
+        return list(conversation_columns(columns, chat)[1].values())
     candidates = (wanted,) if wanted else _COLUMNS
     for candidate in candidates:
         if candidate in columns:
-            return candidate
+            return [candidate]
     raise UserError(f"no column {' or '.join(candidates)}; it has {', '.join(columns)}; name one by data.text_column")

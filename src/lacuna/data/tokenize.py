@@ -1,5 +1,6 @@
-"""Text to tokens: the tokenizer, one document of a record, and all of a source in a cache."""
+"""Records to tokens: one document of a record, and all of a source in a cache."""
 
+import json
 import logging
 import os
 from bisect import bisect_right
@@ -16,14 +17,14 @@ import pyarrow.compute as pc
 from datasets import Dataset, Features, LargeList, Value
 from datasets.fingerprint import Hasher
 from filelock import FileLock
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import UserError
-from lacuna.data import corpus
-from lacuna.data.files import BROKEN
+from lacuna.data.chat import encode
+from lacuna.data.files import BROKEN, RECORD
 from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
+from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
 _LOG = logging.getLogger(__name__)
 _CACHE_VERSION = 3
@@ -47,52 +48,6 @@ def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> Non
         _LOG.warning("unreadable records are left out, further ones silently: %s", examples)
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hub id or folder, or the built-in one named python-stdlib.
-
-    Raises UserError when there is none of that name.
-    """
-    if name_or_path == corpus.NAME:
-        return corpus.stdlib_tokenizer()
-    try:
-        return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"no tokenizer can be loaded from {name_or_path} ({reason}); set model.tokenizer_path to a Hub id, "
-            f"to a folder that holds a tokenizer, or to {corpus.NAME}"
-        ) from error
-
-
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """A hash of all that decides which tokens a text becomes."""
-    if tokenizer.is_fast:
-        content = _backend(tokenizer).to_str()
-    else:
-        content = repr([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs])
-    return Hasher.hash([content, tokenizer.split_special_tokens, tokenizer.eos_token_id])
-
-
-def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """The tokens of a text, int32: as its tokenizer's post-processor has them, with one end of text at the end."""
-    if tokenizer.is_fast:  # around transformers' own call, which also tracks offsets: a third faster
-        tokens = _backend(tokenizer).encode_batch_fast([text])[0].ids
-    else:
-        tokens = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
-    if tokenizer.eos_token_id not in (None, *tokens[-1:]):
-        tokens.append(tokenizer.eos_token_id)
-    return np.array(tokens, dtype=np.int32)
-
-
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """What a fast tokenizer wraps, as it is before a call of transformers sets it to cut or to pad."""
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()
-    backend.no_padding()
-    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
-    return backend
-
-
 def document_of(
     record: dict[str, Any], number: int | str, source: Documents, tokenizer: PreTrainedTokenizerBase
 ) -> Document:
@@ -100,7 +55,11 @@ def document_of(
 
     Raises UserError when it came as tokens of which the tokenizer does not know one.
     """
-    value, place = record[source.column], record.get(BROKEN) or f"{source.name}, document {number}"
+    place = record.get(BROKEN) or f"{source.name}, {number if isinstance(number, str) else f'row {number + 1}'}"
+    if source.chat is not None and not record.get(BROKEN):
+        row = json.loads(record[RECORD]) if source.column == RECORD else record
+        return Document(encode(row, place, tokenizer, source.chat), float("nan"))
+    value = record[source.column]
     pretokenised = source.column == "input_ids"
     broken = None if isinstance(value, list if pretokenised else str) else place
     if broken or not value:
@@ -160,10 +119,12 @@ def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase
 
 def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """The documents of a source from the cache. Of many ranks that ask at once, one makes it and the others wait."""
-    key = Hasher.hash([_CACHE_VERSION, source.dataset._fingerprint, source.column, tokenizer_fingerprint(tokenizer)])
+    chat = source.chat and [source.chat.train_on, source.chat.columns, tokenizer.chat_template]
+    made_of = [_CACHE_VERSION, source.dataset._fingerprint, source.column, tokenizer_fingerprint(tokenizer), chat]
+    key = Hasher.hash(made_of)
     folder = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", key)
     folder.mkdir(parents=True, exist_ok=True)
-    tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 else "int32"))
+    tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 and source.chat is None else "int32"))
     processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
     with FileLock(folder.with_suffix(".lock")):
         return source.dataset.map(

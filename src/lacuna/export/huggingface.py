@@ -18,14 +18,14 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
-from transformers.utils import GENERATION_CONFIG_NAME
+from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from lacuna.config.errors import RunError
+from lacuna.data.chat import end_of_turn
 from lacuna.model.architecture import stored_tensors
 from lacuna.model.build import meta_model
 
 FILE_BYTES = 5 * 10**9
-INDEX = "model.safetensors.index.json"
 
 
 def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -79,7 +79,7 @@ def _write_files(folder: str, tensors: Iterable[tuple[str, Tensor]], files: Stat
             except SafetensorError as error:  # what the system says of a full disk arrives as this
                 raise RunError(f"cannot write the model to {folder}: {error}. Checkpoints are intact.") from error
     if files.is_sharded:
-        with open(os.path.join(folder, INDEX), "w") as file:
+        with open(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME), "w") as file:
             json.dump({"metadata": files.metadata, "weight_map": files.tensor_to_filename}, file, indent=2)
 
 
@@ -88,13 +88,18 @@ def save_model_description(
 ) -> None:
     """Writes configuration, generation configuration and tokenizer into `folder`.
 
-    `source` is the HF folder or id that the model came from, if any, whose generation settings are kept.
+    `source` is the HF folder or id that the model came from, if any, whose generation settings are kept. Generation
+    also stops where the chat template ends an answer.
     """
     model_config.save_pretrained(folder)
     try:
         generation = GenerationConfig.from_pretrained(source or folder)
     except OSError:  # many models have none: the configuration's tokens are used then
         generation = GenerationConfig.from_model_config(model_config)
+    ends, known = end_of_turn(tokenizer), generation.eos_token_id
+    if len(ends) > 1:
+        known = [known] if isinstance(known, int) else known or []
+        generation.eos_token_id = list(dict.fromkeys([*known, *ends]))
     generation.update(defaults_only=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id)
     # Not by save_pretrained, which refuses what it finds odd: models of the Hub have temperatures without do_sample.
     generation.to_json_file(os.path.join(folder, GENERATION_CONFIG_NAME))

@@ -1,7 +1,7 @@
 """What lacuna needs to know of any Hugging Face causal LM: its configuration, layers, head and sizes."""
 
 import os
-from typing import NamedTuple
+from collections import Counter
 
 import torch
 from torch import nn
@@ -72,31 +72,21 @@ def non_embedding_parameters(model: nn.Module) -> int:
     chosen = getattr(text_config, "num_experts_per_tok", None)
     active = chosen / experts if experts and chosen else 1.0
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    head = model.get_output_embeddings()
-    total = head.weight.numel() if head is not None and id(head.weight) in embeddings else 0
-    for name, parameter in model.named_parameters():
-        if id(parameter) not in embeddings:
-            total += parameter.numel() * (active if ".experts." in name else 1)
-    return int(total)
+    left_out = embeddings - {id(getattr(model.get_output_embeddings(), "weight", None))}
+    counted = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in left_out)
+    return int(sum(weight.numel() * (active if ".experts." in name else 1) for name, weight in counted))
 
 
-class AttentionShape(NamedTuple):
-    """One layer's attention: query heads, their width, and the window in tokens (None: all earlier tokens)."""
-
-    heads: int
-    head_dim: int
-    window: int | None
-
-
-def attention_shapes(model_config: PretrainedConfig) -> list[AttentionShape]:
-    """The attention of every layer, windows included."""
+def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
+    """By their window in tokens (None: all earlier tokens), the width of all query heads of all layers together."""
     text_config = model_config.get_text_config()
     heads = text_config.num_attention_heads
     head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     count = text_config.num_hidden_layers
     window = getattr(text_config, "sliding_window", None) if getattr(text_config, "use_sliding_window", True) else None
     kinds = getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
-    return [AttentionShape(heads, head_dim, window if kind == "sliding_attention" else None) for kind in kinds]
+    layers = Counter(window if kind == "sliding_attention" else None for kind in kinds)
+    return {window: count * heads * head_dim for window, count in layers.items()}
 
 
 def attended_pairs(lengths: torch.Tensor, window: int | None) -> float:
@@ -106,12 +96,11 @@ def attended_pairs(lengths: torch.Tensor, window: int | None) -> float:
     return float((lengths * seen - seen * seen / 2).sum())
 
 
-def step_flops(parameters: int, shapes: list[AttentionShape], tokens: int, lengths: torch.Tensor) -> float:
+def step_flops(parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor) -> float:
     """Model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths` (PaLM, appendix B).
 
-    6 per parameter and token; for attention 12 · heads · head_dim per attended pair and layer. Nothing is added for
-    recomputation.
+    6 per parameter and token; for attention 12 · heads · head_dim per attended pair and layer, of `attention_widths`.
+    Nothing is added for recomputation.
     """
-    pairs = {window: attended_pairs(lengths, window) for window in {shape.window for shape in shapes}}
-    attention = sum(12.0 * shape.heads * shape.head_dim * pairs[shape.window] for shape in shapes)
-    return 6.0 * parameters * tokens + attention
+    attention = sum(width * attended_pairs(lengths, window) for window, width in widths.items())
+    return 6.0 * parameters * tokens + 12.0 * attention

@@ -11,7 +11,7 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from lacuna.config import Config, refuse
-from lacuna.parallel.context import Part, gather_sequence, ring_attention, visible
+from lacuna.parallel.context import Part, flash_bounds, gather_sequence, ring_attention, visible
 from lacuna.parallel.mesh import Layout
 
 PACKED = "lacuna_packed"
@@ -39,7 +39,7 @@ def packed_attention(
 
     `query` [B, heads, T, D], `key` and `value` [B, key_value_heads, T, D]; `parts` say which queries see which keys.
     With context parallelism T is this rank's share; the keys of the others come over `group`: by a ring if `ring` has
-    the ends of documents and the longest of them, gathered where a ring cannot be. Returns [B, T, heads, D].
+    the bounds of documents and the longest of them, gathered where a ring cannot be. Returns [B, T, heads, D].
     """
     assert parts, f"{type(module).__name__} dropped what it was told of the documents"
     if ring is not None and sliding_window is None and softcap is None and not dropout:
@@ -48,16 +48,12 @@ def packed_attention(
         key, value = gather_sequence(key, 2, group), gather_sequence(value, 2, group)
     flash = query.is_cuda and query.dtype in HALF and not dropout and softcap is None
     outputs = []
-    for index, part in enumerate(parts):
-        length = query.shape[2] // len(parts)
-        queries = query[:, :, index * length : (index + 1) * length]
-        keys, values = key[:, :, : part.stop], value[:, :, : part.stop]
-        if part.whole and sliding_window is None and softcap is None:
-            outputs.append(_plain(queries, keys, values, None, scaling, dropout, is_causal=True))
-        elif flash:
-            outputs.append(_flash(queries, keys, values, part, scaling, sliding_window))
+    for part, queries in zip(parts, query.chunk(len(parts), 2), strict=True):
+        seen = (queries, key[:, :, : part.stop], value[:, :, : part.stop], part, scaling, sliding_window)
+        if flash and not (part.whole and sliding_window is None):
+            outputs.append(_flash(*seen))
         else:
-            outputs.append(_masked(queries, keys, values, part, scaling, sliding_window, softcap, dropout))
+            outputs.append(_plain(*seen, softcap, dropout))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
@@ -68,38 +64,32 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float
     """torch's `varlen_attn` (FlashAttention); half precision on a GPU only. Returns [B, T, heads, D]."""
     batch, heads, length, width = query.shape
     flat = [tensor.transpose(1, 2).reshape(-1, tensor.shape[1], width) for tensor in (query, key, value)]
-    # At least 2: with 1, FlashAttention takes every piece to have one query, as in generation.
     grouped = {"enable_gqa": True} if _TAKES_GQA and key.shape[1] != heads else {}
-    output = varlen_attn(
-        *flat, part.cu_q, part.cu_k, max(part.longest_q, 2), part.longest_k,
-        scale=scaling, window_size=(-1 if window is None else window - 1, 0), **grouped,
-    )  # fmt: skip
+    sees = (-1 if window is None else window - 1, 0)
+    output = varlen_attn(*flat, *flash_bounds(part), scale=scaling, window_size=sees, **grouped)
     return output.view(batch, length, heads, width)
 
 
-def _masked(
+def _plain(
     query: Tensor, key: Tensor, value: Tensor, part: Part,
     scaling: float | None, window: int | None, softcap: float | None, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """torch's own attention, or with a soft cap the formula, under a mask of documents. Returns [B, T, heads, D]."""
-    mask = visible(part, query.shape[0], query.shape[2], window)[:, None]
-    if softcap is None:
-        return _plain(query, key, value, mask, scaling, dropout)
+    """torch's own attention, or with a soft cap the formula. Returns [B, T, heads, D].
+
+    Without a mask where rows are one document each: torch then chooses among all its kernels (cuDNN's on new GPUs).
+    """
+    unmasked = part.whole and window is None and softcap is None
+    mask = None if unmasked else visible(part, query.shape[0], query.shape[2], window)[:, None]
     groups = query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-    scores = torch.tanh(query @ key.transpose(2, 3) * scaling / softcap) * softcap
-    weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
-    return (F.dropout(weights, dropout) @ value).transpose(1, 2).contiguous()
-
-
-def _plain(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None,
-    scaling: float | None, dropout: float, is_causal: bool = False,
-) -> Tensor:  # fmt: skip
-    """torch's own attention, which chooses its kernel (cuDNN's on the newest GPUs). Returns [B, T, heads, D]."""
-    output = F.scaled_dot_product_attention(
-        query, key, value, mask, dropout, is_causal, scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
-    )
+    if softcap is None:
+        output = F.scaled_dot_product_attention(
+            query, key, value, mask, dropout, unmasked, scale=scaling, enable_gqa=groups > 1
+        )
+    else:
+        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
+        scores = torch.tanh(query @ key.transpose(2, 3) * scaling / softcap) * softcap
+        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
+        output = F.dropout(weights, dropout) @ value
     return output.transpose(1, 2).contiguous()
 
 
@@ -114,8 +104,7 @@ def choose_attention(
     model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
     soft_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
     dropout = any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
-    exchangeable = getattr(model_class, "_supports_attention_backend", False)
-    exchangeable = exchangeable and (soft_capped or model_class._supports_sdpa)
+    exchangeable = model_class._supports_attention_backend and (soft_capped or model_class._supports_sdpa)
     flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
     reasons = {
         'needs a GPU; this run is on the CPU: use "auto" or "sdpa"': flash and device_type != "cuda",

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from lacuna.config import Config
 from lacuna.data import Batch
 from lacuna.model.architecture import (
-    AttentionShape,
-    attention_shapes,
     decoder_layers,
     load_model_config,
     non_embedding_parameters,
@@ -24,7 +22,7 @@ from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, prob
 from lacuna.model.initialize import compute_buffers, initialize_weights
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.limits import check_layout
-from lacuna.model.weights import load_weights, weight_folder
+from lacuna.model.weights import load_weights
 from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
@@ -54,7 +52,6 @@ class BuiltModel:
     gather: DeviceMesh | None
     parameters: int
     matrix_parameters: int
-    attention_shapes: list[AttentionShape]
 
     def inputs(self, batch: Batch) -> Inputs:
         """This rank's share of `batch`, on the device."""
@@ -91,22 +88,18 @@ def build_model(
         probe_packing(probed)
     del probed
     model = meta_model(model_config, attention, getattr(torch, config.training.dtype))
-    layers = decoder_layers(model)
     parameters = sum(parameter.numel() for parameter in model.parameters())
     matrix_parameters = non_embedding_parameters(model)
-    stages = parallelize(model, layers, mesh, config)
+    stages = parallelize(model, decoder_layers(model), mesh, config)
     fill_model(model, config, device, restore)
     gather = mesh.tensor if mesh.layout.tp > 1 and config.parallelism.disable_loss_parallel else None
     for stage in stages:
         attach_loss(stage.module)
-    pipeline = None
-    if mesh.layout.pp > 1:
-        width = model_config.get_text_config().hidden_size
-        pipeline = Pipeline(config, mesh, device, stages, width, microbatches, partial(_run_stage, head, gather))
+    run = partial(_run_stage, head, gather)
+    pipeline = Pipeline(config, mesh, device, stages, microbatches, run) if mesh.layout.pp > 1 else None
     logger.info("attention: %s; loss: %s", attention, "chunked" if head.chunked else "full logits")
     return BuiltModel(
-        config, model, stages, pipeline, mesh, device, head, attention, gather, parameters, matrix_parameters,
-        attention_shapes(model_config),
+        config, model, stages, pipeline, mesh, device, head, attention, gather, parameters, matrix_parameters
     )  # fmt: skip
 
 
@@ -126,17 +119,12 @@ def fill_model(
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
     shadow = meta_model(model.config, model.config._attn_implementation, dtype)
     loaded: set[str] = set()
-    if restore is not None:
-        model.to_empty(device=home)
-        compute_buffers(model, shadow, device)
-        restore(model)
-        return
-    if config.model.name_or_path:
-        folder = weight_folder(config.model.name_or_path)
-        loaded = load_weights(model, shadow, folder, home, dtype)
+    if config.model.name_or_path and restore is None:
+        loaded = load_weights(model, shadow, config.model.name_or_path, home, dtype)
     else:
         model.to_empty(device=home)
-        initialize_weights(model, shadow, device, config.training.seed)
     compute_buffers(model, shadow, device, loaded)
-    left = [name for name, tensor in (*model.named_parameters(), *model.named_buffers()) if tensor.is_meta]
-    assert not left, f"still without memory: {left}"
+    if restore is not None:
+        restore(model)
+    elif not config.model.name_or_path:
+        initialize_weights(model, shadow, device, config.training.seed)

@@ -118,28 +118,19 @@ def _probe_inputs(model: PreTrainedModel, input_ids: Tensor, lengths: list[int])
 def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     """Compares the chunked path with the model's own logits on a few tokens and decides which one to use.
 
-    The head's input is enlarged for the comparison: near zero a soft cap would not show.
+    They are compared as they are, and with the head's weight enlarged: near zero a soft cap would not show.
     """
     head, linear = known_head(model.config, compiled), model.get_output_embeddings()
-    if not isinstance(linear, nn.Linear):
-        logger.info("the head is no linear layer: the loss is made from the model's own logits")
-        return Head(chunked=False)
-    inputs = _probe_inputs(model, torch.arange(8), [8])
-    seen: list[Tensor] = []
-
-    def enlarge(_: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor]:
-        seen.append(arguments[0])
-        return (arguments[0] * 1024,)
-
-    with linear.register_forward_pre_hook(enlarge):
-        logits = model(**_arguments(inputs, None)).logits
-    hidden = hidden_states(model, inputs)
-    tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
-    same_input = seen[0].shape == hidden.shape and _relative_difference(hidden, seen[0]) < tolerance
-    # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
-    product = F.linear(seen[0] * 1024, linear.weight, linear.bias)
-    same_output = _relative_difference(head.logits(product), logits) < tolerance
-    if same_input and same_output:
+    inputs, known = _probe_inputs(model, torch.arange(8), [8]), isinstance(linear, nn.Linear)
+    for factor in (1, 1024) if known else ():
+        linear.weight.mul_(factor)
+        logits, hidden = model(**_arguments(inputs, None)).logits, hidden_states(model, inputs)
+        # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
+        product = F.linear(hidden, linear.weight, linear.bias)
+        linear.weight.div_(factor)
+        tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
+        known &= _relative_difference(head.logits(product), logits) < tolerance
+    if known:
         return head
     logger.info("the head does more than lacuna knows: the loss is made from the model's own logits")
     return Head(chunked=False)

@@ -64,15 +64,14 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         step = _compiled_gradient_and_loss if head.compiled and hidden.is_cuda else _gradient_and_loss
         loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             gradient, chunk_loss = step(F.linear(hidden[part], weight, bias), labels[part], head)
             loss += chunk_loss
-            if hidden_gradient is not None:
-                torch.mm(gradient, weight, out=hidden_gradient[part])
+            torch.mm(gradient, weight, out=hidden_gradient[part])
             if weight_gradient is not None:
                 _accumulate_product(weight_gradient, gradient.t(), hidden[part])
             if bias_gradient is not None:

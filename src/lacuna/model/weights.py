@@ -17,40 +17,37 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from lacuna.config import UserError
 from lacuna.model.initialize import tie_weights
 
+_BLOCK = 4096  # rows read at once for their mean
 
-def weight_folder(source: str) -> str:
-    """The local folder with the weights of `source`, a folder or a Hub id (downloaded to the Hub's cache).
 
-    Raises `UserError` when there is none.
+def weight_files(source: str) -> list[Path]:
+    """The safetensors files of `source`, a folder or a Hub id (downloaded to the Hub's cache).
+
+    Raises `UserError` when there is no such thing, or a file is missing.
     """
-    if os.path.isdir(source):
-        return source
+    kinds = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
     try:
-        return snapshot_download(source, allow_patterns=["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"])
+        folder = Path(source if os.path.isdir(source) else snapshot_download(source, allow_patterns=kinds))
     except (OSError, ValueError) as error:
         raise UserError(f"model.name_or_path: no folder {source!r}, and the Hub did not give it: {error}") from error
-
-
-def safetensors_files(folder: str) -> list[str]:
-    """The weight files of an HF folder. Raises `UserError` when a file is missing."""
-    index = Path(folder, SAFE_WEIGHTS_INDEX_NAME)
+    index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SAFE_WEIGHTS_NAME}
     for name in sorted(names):
-        if not os.path.exists(os.path.join(folder, name)):
-            raise UserError(f"model.name_or_path: {folder!r} lacks the weight file {name}.")
-    return [os.path.join(folder, name) for name in sorted(names)]
+        if not (folder / name).exists():
+            raise UserError(f"model.name_or_path: {source!r} lacks the weight file {name}.")
+    return [folder / name for name in sorted(names)]
 
 
 def load_weights(
-    model: PreTrainedModel, shadow: PreTrainedModel, folder: str, device: torch.device, dtype: torch.dtype
+    model: PreTrainedModel, shadow: PreTrainedModel, source: str, device: torch.device, dtype: torch.dtype
 ) -> set[str]:
-    """Loads the weights in `folder` into the sharded meta `model`; each rank reads only the slices it holds.
+    """Loads the weights of `source` into the sharded meta `model`; each rank reads only the slices it holds.
 
     transformers' own loader renames and fuses what its model classes store otherwise than the Hub does; it finds its
     rules by class, which sharding changes, hence `shadow`, the same model unsharded. Returns the names it filled.
     Raises `UserError` when the files do not fit the model.
     """
-    files = [safe_open(path, framework="pt") for path in safetensors_files(folder)]
+    files = [safe_open(path, framework="pt") for path in weight_files(source)]
     slices: dict[str, Any] = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
     expected = set(model.state_dict())
     mapping = get_model_conversion_mapping(shadow)
@@ -59,6 +56,6 @@ def load_weights(
     missing = sorted(info.missing_keys - set(model.all_tied_weights_keys))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
-        raise UserError(f"model.name_or_path: the checkpoint in {folder!r} {problem} {info.conversion_errors or ''}")
+        raise UserError(f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}")
     tie_weights(model)
     return expected - info.missing_keys

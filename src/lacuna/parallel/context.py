@@ -1,11 +1,11 @@
 """Context parallelism: rows of tokens cut over ranks, and causal attention across the cuts, inside documents.
 
 A row of T tokens is cut in 2·C equal chunks over C ranks. Rank r holds the chunks r and 2·C − 1 − r (head and tail),
-one behind the other, so that causal attention costs every rank the same. Documents are given as `ends`, int32 [B, K]:
-where the documents of each row end, ascending, filled up with T, which is always the last.
+one behind the other, so that causal attention costs every rank the same. Documents are given as `bounds`, int32
+[N + 1]: where they begin and end among the tokens of all rows, flattened; some may be empty.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -44,18 +44,24 @@ class Part(NamedTuple):
     whole: bool = False
 
 
-def causal_parts(ends: Tensor, length: int, cp: int, rank: int, longest: int) -> tuple[Part, ...]:
-    """A rank's queries among the keys of whole rows of `length` tokens: its head and its tail; all with `cp` = 1.
+def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) -> tuple[Part, ...]:
+    """A rank's queries among the keys of whole rows of `length` tokens: its head and its tail.
 
     No document has more than `longest` tokens.
     """
-    size, chunks = (length, (0,)) if cp == 1 else (length // (2 * cp), _chunks(cp, rank))
+    size = length // (2 * cp)
     parts = []
-    for start in (chunk * size for chunk in chunks):
-        stop = start + size
-        cu_q, cu_k = _bounds((ends - start).clamp(0, size), size), _bounds(ends.clamp(max=stop), stop)
+    for chunk in _chunks(cp, rank):
+        stop = (chunk + 1) * size
+        cu_q, cu_k = _among(bounds, length, size, (chunk,)), _among(bounds, length, stop, (0,))
         parts.append(Part(cu_q, cu_k, min(longest, size), min(longest, stop), stop))
     return tuple(parts)
+
+
+def flash_bounds(part: Part) -> tuple[Tensor, Tensor, int, int]:
+    """What FlashAttention must be told of a part."""
+    # With a longest_q of 1, it would take every piece to have one query, as in generation.
+    return part.cu_q, part.cu_k, max(part.longest_q, 2), part.longest_k
 
 
 def visible(part: Part, rows: int, queries: int, window: int | None = None) -> Tensor:
@@ -79,7 +85,6 @@ def visible(part: Part, rows: int, queries: int, window: int | None = None) -> T
 
 def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
     """A rank's head and tail of a tensor that is whole along `dim`."""
-    assert tensor.shape[dim] % (2 * cp) == 0, f"{tensor.shape[dim]} tokens do not make 2 × {cp} equal chunks"
     chunks = tensor.chunk(2 * cp, dim)
     return torch.cat([chunks[chunk] for chunk in _chunks(cp, rank)], dim)
 
@@ -93,7 +98,7 @@ def gather_sequence(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor, longest: int, group: ProcessGroup, scaling: float
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, group: ProcessGroup, scaling: float
 ) -> Tensor:
     """Causal attention inside documents, with keys and values that travel round the ranks of `group`.
 
@@ -104,40 +109,35 @@ def ring_attention(
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     place = (group.group_name, group.size(), group.rank())
-    return _ring_forward(query, key, value, ends, longest, scaling, *place)[0].transpose(1, 2)
+    return _ring_forward(query, key, value, bounds, longest, scaling, *place)[0].transpose(1, 2)
 
 
 def _chunks(cp: int, rank: int) -> tuple[int, int]:
     return rank, 2 * cp - 1 - rank
 
 
-def _bounds(ends: Tensor, length: int) -> Tensor:
-    """Ends of pieces in rows of `length` tokens, [B, K], to bounds among the tokens of all rows, [B·K + 1]."""
-    rows = torch.arange(len(ends), dtype=torch.int32, device=ends.device)
-    return F.pad((ends + rows[:, None] * length).flatten(), (1, 0))
+def _among(bounds: Tensor, length: int, size: int, chunks: Sequence[int]) -> Tensor:
+    """Bounds among the tokens of rows of `length` to bounds among those in these `chunks` of `size` of each row."""
+    before, places = bounds // length * (size * len(chunks)), bounds % length
+    return sum(((places - chunk * size).clamp(0, size) for chunk in chunks), before)
 
 
-def _ring_part(ends: Tensor, length: int, cp: int, rank: int, origin: int, longest: int) -> tuple[int, Part]:
-    """A rank's queries among the keys of rank `origin`, both of `length`: the first query that sees any, and the part.
+def _ring_part(bounds: Tensor, rows: int, size: int, cp: int, rank: int, origin: int, longest: int) -> tuple[int, Part]:
+    """A rank's queries among the keys of rank `origin`: the first query that sees any, and the part.
 
     Unless the keys are the rank's own, all that are seen stand before all queries, so that at most one document of
     each row has both.
     """
-    size = length // 2
-    start, stop = size if origin > rank else 0, size if origin < rank else length
-    whole = ends.shape[1] == 1
-    queries, keys = (sum((ends - chunk * size).clamp(0, size) for chunk in _chunks(cp, r)) for r in (rank, origin))
-    if origin == rank:
-        longest = min(longest, length)
-        return start, Part(_bounds(queries, length), _bounds(keys, length), longest, longest, length, whole=whole)
-    queries, keys, count = (queries - start).clamp(min=0), keys.clamp(max=stop), length - start
-    # Three pieces a row: that one document, all before it and all after it.
-    place = (keys < stop).sum(1, keepdim=True)
-    first_key, last_query = F.pad(keys, (1, 0)).gather(1, place), queries.gather(1, place)
-    zero = torch.zeros_like(first_key)
-    cu_q = _bounds(torch.cat((zero, last_query, zero + count), 1), count)
-    cu_k = _bounds(torch.cat((first_key, zero + stop, zero + stop), 1), stop)
-    return start, Part(cu_q, cu_k, count, stop, stop, causal=False, whole=whole)
+    queries, keys = _chunks(cp, rank)[1 if origin > rank else 0 :], _chunks(cp, origin)[: 1 if origin < rank else 2]
+    length, count, stop = 2 * cp * size, len(queries) * size, len(keys) * size
+    whole, own = len(bounds) == rows + 1, origin == rank
+    if not own:  # three pieces a row: that one document, all before it and all after it
+        starts = torch.arange(0, rows * length, length, dtype=torch.int32, device=bounds.device)
+        place = torch.searchsorted(bounds, starts + (keys[-1] + 1) * size - 1, right=True)
+        pieces = torch.stack((bounds[place - 1], bounds[place], starts + length), 1)
+        bounds, longest = F.pad(pieces.flatten(), (1, 0)), length
+    cu_q, cu_k = _among(bounds, length, size, queries), _among(bounds, length, size, keys)
+    return 2 * size - count, Part(cu_q, cu_k, min(longest, count), min(longest, stop), stop, own, whole)
 
 
 def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
@@ -148,7 +148,7 @@ def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
 
 
 def _travel(
-    key: Tensor, value: Tensor, ends: Tensor, longest: int, group: str, cp: int, rank: int
+    key: Tensor, value: Tensor, bounds: Tensor, longest: int, group: str, cp: int, rank: int
 ) -> Iterator[tuple[int, Part, Tensor, Tensor]]:
     """Of each rank, its own first: the first query that sees its keys, their part, its keys and values that are seen.
 
@@ -157,7 +157,7 @@ def _travel(
     travelling = torch.stack((key, value))
     for step in range(cp):
         arriving = _pass_on(travelling, group, cp, rank) if step + 1 < cp else None
-        start, part = _ring_part(ends, key.shape[1], cp, rank, (rank - step) % cp, longest)
+        start, part = _ring_part(bounds, len(key), key.shape[1] // 2, cp, rank, (rank - step) % cp, longest)
         yield start, part, *travelling[:, :, : part.stop]
         if arriving is not None:
             travelling = _collectives.wait_tensor(arriving)
@@ -167,13 +167,13 @@ def _travel(
 # From here on tensors are [B, tokens, heads, D], log-sum-exps [B, tokens, heads].
 @torch.library.custom_op("lacuna::ring_attention", mutates_args=())
 def _ring_forward(
-    query: Tensor, key: Tensor, value: Tensor, ends: Tensor,
+    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
     longest: int, scaling: float, group: str, cp: int, rank: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp."""
     output = query.new_zeros(query.shape, dtype=torch.float32)
     lse = output.new_full(query.shape[:-1], -torch.inf)
-    for start, part, keys, values in _travel(key, value, ends, longest, group, cp, rank):
+    for start, part, keys, values in _travel(key, value, bounds, longest, group, cp, rank):
         partial, partial_lse = _attend(query[:, start:], keys, values, part, scaling)
         output[:, start:].lerp_(partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1))
         lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
@@ -183,13 +183,13 @@ def _ring_forward(
 
 @torch.library.custom_op("lacuna::ring_attention_backward", mutates_args=())
 def _ring_backward(
-    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, ends: Tensor,
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
     longest: int, scaling: float, group: str, cp: int, rank: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Gradients of the query, and of key and value in one, which travel with what they belong to."""
     grad_query = query.new_zeros(query.shape, dtype=torch.float32)
     grads = grad_query.new_zeros((2, *key.shape))
-    for start, part, keys, values in _travel(key, value, ends, longest, group, cp, rank):
+    for start, part, keys, values in _travel(key, value, bounds, longest, group, cp, rank):
         seeing = (tensor[:, start:] for tensor in (grad, output, lse, query))
         of_query, of_key, of_value = _attend_backward(*seeing, keys, values, part, scaling)
         grad_query[:, start:] += of_query
@@ -233,7 +233,8 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: floa
         return output.transpose(1, 2), lse.view(lse.shape[:3]).transpose(1, 2)
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        output, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *_flash_part(part), False, scale=scaling)
+        settings = (*flash_bounds(part), 0.0, part.causal, False)
+        output, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *settings, scale=scaling)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of a query that sees no key
         return output.unflatten(0, query.shape[:2]), lse.T.unflatten(0, query.shape[:2])
     query, key, value = (_grouped(tensor, key.shape[2]) for tensor in (query, key, value))
@@ -257,7 +258,7 @@ def _attend_backward(
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (grad, query, key, value, output))
         dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # there is none
-        settings = (lse.flatten(0, 1).T.contiguous(), *_flash_part(part), *dropout_state)
+        settings = (lse.flatten(0, 1).T.contiguous(), *flash_bounds(part), 0.0, part.causal, *dropout_state)
         grads = torch.ops.aten._flash_attention_backward(*tensors, *settings, scale=scaling)
         return tuple(tensor.unflatten(0, (len(query), -1)) for tensor in grads)
     tensors = (_grouped(tensor, key.shape[2]) for tensor in (grad, output, lse, query, key, value))
@@ -277,11 +278,6 @@ def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
 
 def _takes_flash(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _flash_part(part: Part) -> tuple[Any, ...]:
-    # With a longest_q of 1, FlashAttention would take every piece to have one query, as in generation.
-    return part.cu_q, part.cu_k, max(part.longest_q, 2), part.longest_k, 0.0, part.causal
 
 
 def _grouped(tensor: Tensor, heads: int) -> Tensor:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import nn
@@ -14,10 +13,8 @@ from lacuna.parallel.mesh import Layout, Mesh
 
 def compute_dtype(config: Config, device_type: str) -> torch.dtype:
     """The dtype of matrix products: as asked, else bfloat16 on a GPU and float32 on a CPU."""
-    name = config.training.mixed_precision_param
-    if name is None:
-        name = "bfloat16" if device_type == "cuda" else "float32"
-    return getattr(torch, name)
+    default = "bfloat16" if device_type == "cuda" else "float32"
+    return getattr(torch, config.training.mixed_precision_param or default)
 
 
 def reshard_after_forward(config: Config, layout: Layout) -> bool:
@@ -37,24 +34,18 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
     exchanged, since it keeps float32 master weights under bfloat16 compute. Gradients come out summed over ranks
     (the caller divides the loss by the tokens of the whole step) and are accumulated in float32.
     """
-    policy = MixedPrecisionPolicy(
-        param_dtype=compute_dtype(config, mesh.device_type),
-        reduce_dtype=getattr(torch, config.training.mixed_precision_reduce),
-        cast_forward_inputs=True,
-    )
+    reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
+    precision = MixedPrecisionPolicy(compute_dtype(config, mesh.device_type), reduce_dtype)
     offload = CPUOffloadPolicy(mesh.device_type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
-    always = config.parallelism.fsdp_reshard_after_forward == "always"
     reshard = reshard_after_forward(config, mesh.layout)
-    shard = partial(fully_shard, mp_policy=policy, offload_policy=offload)
-    for layer in layers:
-        shard(layer, mesh=mesh.layers, reshard_after_forward=reshard)
+    always = reshard and config.parallelism.fsdp_reshard_after_forward == "always"
+    units = [(layer, mesh.layers, reshard) for layer in layers]
     head = model.get_output_embeddings()
     embedding, output = (getattr(end, "weight", None) for end in (model.get_input_embeddings(), head))
-    alone = [head] if output is not None and output is not embedding else []
-    for unit in alone:
-        shard(unit, mesh=mesh.root, reshard_after_forward=False)  # its backward pass comes at once
-    shard(model, mesh=mesh.root, reshard_after_forward=reshard and always)
-    for unit in (*layers, *alone, model):
+    if output is not None and output is not embedding:
+        units.append((head, mesh.root, False))  # its backward pass comes at once
+    for unit, over, again in (*units, (model, mesh.root, always)):
+        fully_shard(unit, mesh=over, reshard_after_forward=again, mp_policy=precision, offload_policy=offload)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
@@ -78,15 +69,12 @@ def inference(*roots: nn.Module) -> Iterator[None]:
     Sharding gives gathered parameters back in the backward pass, which inference has not; until then
     `model.parameters()` would be the gathered copies.
     """
-    training = roots[0].training
-    for root in roots:
-        root.eval()
+    training, models = roots[0].training, nn.ModuleList(roots).eval()
     try:
         with torch.no_grad():
             yield
     finally:
-        for root in roots:
-            for module in root.modules():
-                if isinstance(module, FSDPModule):
-                    module.reshard()
-            root.train(training)
+        for module in models.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        models.train(training)

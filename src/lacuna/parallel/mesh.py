@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, refuse
 
 _SETTINGS = {
     "dp_replicate": "data_parallel_replicate_degree",
@@ -53,13 +53,12 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
         others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
         degrees["dp_shard"] = max(world_size // others, 1)
     product = math.prod(degrees.values())
-    if product != world_size:
-        shown = {name: setting for name, setting in _SETTINGS.items() if degrees[name] > 1 or name.startswith("dp")}
-        raise UserError(
-            f"parallelism: {' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = "
-            f"{product}, but there are {world_size} processes: choose degrees whose product is {world_size}, or set "
-            f"data_parallel_shard_degree = -1 for the rest."
-        )
+    shown = {name: setting for name, setting in _SETTINGS.items() if degrees[name] > 1 or name.startswith("dp")}
+    refuse({
+        f"parallelism: {' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}, "
+        f"but there are {world_size} processes: choose degrees whose product is {world_size}, or set "
+        "data_parallel_shard_degree = -1 for the rest": product != world_size
+    })  # fmt: skip
     return Layout(**degrees, ring=config.parallelism.context_parallel_rotate_method == "alltoall")
 
 
@@ -102,12 +101,6 @@ class Mesh:
     def data_rank(self) -> int:
         """Which of the `Layout.data_parallel` shares of the batch this process reads."""
         return self.rank("dp_replicate") * self.layout.dp_shard + self.rank("dp_shard")
-
-    def groups(self) -> list[dist.ProcessGroup]:
-        """All process groups of the mesh."""
-        meshes = (self.named, self.layers, self.tensor, self.root)
-        found = {id(group): group for mesh in meshes for group in mesh.get_all_groups()}
-        return [*found.values(), *([self.ends] if self.ends else [])]
 
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:

@@ -37,6 +37,6 @@ def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, confi
             layer.compile(fullgraph=True)
     for stage in stages:
         if config.activation_checkpoint.offload:
-            offload_inputs(stage.module.base_model, model.config.get_text_config().hidden_size)
+            offload_inputs(stage.module, mesh.device_type)
         shard_model(stage.module, stage.layers, mesh, config)
     return stages

@@ -3,13 +3,14 @@
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, _PipelineScheduleRuntime
+from torch.distributed.pipelining import PipelineStage, schedules
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config, UserError, refuse
@@ -19,19 +20,12 @@ from lacuna.parallel.schedule import held_stages, pipeline_order, schedule_class
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage's module is. Before a stage's first layer it hands on what was received."""
+    """Stands where another stage's module is, and hands on its input, or what was received if that stage is earlier."""
 
     received: Tensor | None = None
 
     def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states if self.received is None else self.received
-
-
-class _NoEmbedding(nn.Module):
-    """Stands for an embedding of the first stage; what is added to is thrown away later."""
-
-    def forward(self, *_: Any, **__: Any) -> Tensor:
-        return torch.zeros(())
 
 
 @dataclass(frozen=True)
@@ -41,7 +35,7 @@ class Stage:
     index: int
     module: PreTrainedModel
     layers: Sequence[nn.Module]
-    entrance: PassThrough | None
+    entrance: PassThrough
     is_last: bool
 
 
@@ -51,12 +45,12 @@ def balanced_stages(layers: int, stages: int, head_cost: float) -> list[range]:
     A layer counts 1, the head `head_cost`; an embedding only looks up and counts nothing. Among equals the later stage
     gets one more, since earlier ones keep more micro-batches in memory.
     """
-    counts = [1] * stages
+    counts, loads = [1] * stages, [1.0] * (stages - 1) + [1.0 + head_cost]
     for _ in range(layers - stages):
-        loads = [count + (head_cost if index == stages - 1 else 0) for index, count in enumerate(counts)]
-        counts[min(range(stages), key=lambda index: (loads[index], -index))] += 1
-    starts = [sum(counts[:index]) for index in range(stages)]
-    return [range(start, start + count) for start, count in zip(starts, counts, strict=True)]
+        fastest = min(range(stages), key=lambda index: (loads[index], -index))
+        counts[fastest] += 1
+        loads[fastest] += 1
+    return [range(*bounds) for bounds in pairwise(accumulate(counts, initial=0))]
 
 
 def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config) -> list[Stage]:
@@ -67,58 +61,54 @@ def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Confi
     on what they received, and thrown away. Raises `UserError` for a model with unknown parts before its layers.
     """
     if mesh.layout.pp == 1:
-        return [Stage(0, model, layers, None, True)]
+        return [Stage(0, model, layers, PassThrough(), True)]
     held = held_stages(pipeline_order(config.parallelism))
-    points, count = config.parallelism.pipeline_parallel_split_points, sum(map(len, held.values()))
-    ranges, own = stage_ranges(points, count, model, layers), held[mesh.rank("pp")]
-    names = next(name for name, module in model.named_modules() if module is layers).split(".")
-    parents = [model.get_submodule(".".join(names[:depth])) for depth in range(len(names))]
-    stages = [_stage(model, layers, names, parents, index, ranges) for index in own]
-    kept = {id(module) for stage in stages for module in stage.module.modules()}
-    for parent, on_path in zip((*parents, layers), (*names, None), strict=True):
-        for name, child in parent.named_children():
-            if name != on_path and id(child) not in kept:
-                parent._modules[name] = PassThrough()
+    own, last = held[mesh.rank("pp")], sum(map(len, held.values())) - 1
+    ranges = stage_ranges(config.parallelism.pipeline_parallel_split_points, last + 1, model, layers)
+    path = [module for module in model.modules() if layers in module.modules()]
+    homes, stages = _homes(model, path, layers, ranges), []
+    for index in own:
+        entrance = PassThrough()
+        elsewhere = {module: min(home) for module, home in homes.items() if index not in home}
+        stand_ins = {module: entrance if home < index else PassThrough() for module, home in elsewhere.items()}
+        module = _copy_with(stand_ins, path, model)
+        stages.append(Stage(index, module, [layers[place] for place in ranges[index]], entrance, index == last))
+    for name, module in [*model.named_modules()]:
+        if module in homes and homes[module].isdisjoint(own):
+            model.set_submodule(name, PassThrough())
     return stages
 
 
-def _stage(
-    model: PreTrainedModel, layers: nn.ModuleList, names: list[str], parents: list[nn.Module],
-    index: int, ranges: Sequence[range],
-) -> Stage:  # fmt: skip
-    """The stage `index`: copies of the modules from the model down to its layers, with stand-ins."""
-    first, last = index == 0, index == len(ranges) - 1
-    entrance, own = PassThrough(), ranges[index]
-    inner: nn.Module = nn.ModuleList(
-        layer if place in own else entrance if place < own.start else PassThrough()
-        for place, layer in enumerate(layers)
-    )
-    for parent, on_path in zip(reversed(parents), reversed(names), strict=True):
-        parent = copy.copy(parent)
-        parent._modules = {
-            name: inner if name == on_path else child if _needed(model, parent, child, on_path, first, last)
-            else _NoEmbedding() if isinstance(child, nn.Embedding) else PassThrough()
-            for name, child in parent._modules.items()
-        }  # fmt: skip
-        inner = parent
-    return Stage(index, inner, [layers[place] for place in own], None if first else entrance, last)
+def _homes(
+    model: PreTrainedModel, path: Sequence[nn.Module], layers: nn.ModuleList, ranges: Sequence[range]
+) -> dict[nn.Module, set[int]]:
+    """The stages of each layer, and of each module with parameters beside the `path` that leads to the layers."""
+    last, embedding, head = len(ranges) - 1, model.get_input_embeddings(), model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding.weight
+    homes = {layers[place]: {stage} for stage, places in enumerate(ranges) for place in places}
+    for parent, inner in pairwise(path):
+        children = [*parent.children()]
+        for place, child in enumerate(children):
+            if isinstance(child, nn.Embedding):
+                # A tied weight stays known by the embedding's name where the head is.
+                homes[child] = {0, last} if tied and child is embedding else {0}
+            elif child is not inner and [*child.parameters()]:
+                unknown = f"{type(model).__name__} has a {type(child).__name__} before its layers, and lacuna does not"
+                refuse({
+                    f"parallelism.pipeline_parallel_degree: {unknown} know which stage that belongs to: use other "
+                    "parallelisms": place < children.index(inner)
+                })  # fmt: skip
+                homes[child] = {last}
+    return homes
 
 
-def _needed(model: PreTrainedModel, parent: nn.Module, child: nn.Module, on_path: str, first: bool, last: bool) -> bool:
-    """Whether a stage needs `child`, a sibling of the module that holds the layers or of the layers themselves."""
-    if not any(True for _ in child.parameters()):
-        return True
-    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if isinstance(child, nn.Embedding):
-        # A tied weight stays known by the embedding's name where the head is.
-        return first or (last and child is embedding and head is not None and head.weight is embedding.weight)
-    order = list(parent._modules)
-    if order.index(next(name for name, module in parent._modules.items() if module is child)) > order.index(on_path):
-        return last
-    raise UserError(
-        f"parallelism.pipeline_parallel_degree: {type(model).__name__} has a {type(child).__name__} before its layers, "
-        f"and lacuna does not know which stage that belongs to: use other parallelisms."
-    )
+def _copy_with(stand_ins: dict[nn.Module, nn.Module], path: Sequence[nn.Module], module: nn.Module) -> nn.Module:
+    """A module on the `path` to the layers as a shallow copy, with `stand_ins` for what is in it; any other itself."""
+    if module not in path:
+        return stand_ins.get(module, module)
+    copied = copy.copy(module)
+    copied._modules = {name: _copy_with(stand_ins, path, child) for name, child in module._modules.items()}
+    return copied
 
 
 def check_pipeline(config: Config, model_config: PretrainedConfig) -> None:
@@ -154,7 +144,7 @@ def stage_ranges(points: Sequence[str], stages: int, model: PreTrainedModel, lay
                 f"parallelism.pipeline_parallel_split_points: {', '.join(points)} are not layers of the model in "
                 f"order: name the first layer of every stage but the first, from {path}.1 to {path}.{len(layers) - 1}."
             )
-        return [range(*bounds) for bounds in zip([0, *starts], [*starts, len(layers)], strict=True)]
+        return [range(*bounds) for bounds in pairwise([0, *starts, len(layers)])]
     text_config = model.config.get_text_config()
     layer = sum(parameter.numel() for parameter in layers[0].parameters())
     return balanced_stages(len(layers), stages, text_config.vocab_size * text_config.hidden_size / layer)
@@ -163,47 +153,36 @@ def stage_ranges(points: Sequence[str], stages: int, model: PreTrainedModel, lay
 class Pipeline:
     """The stages of this rank, and torch's schedule of them. Every rank of a pipeline must make the same calls.
 
-    `run(stage, inputs, received)` computes a stage: hidden states [..., `width`], or of the last stage the summed
-    loss.
+    `run(stage, inputs, received)` computes a stage: hidden states [..., width], or of the last stage the summed loss.
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, device: torch.device, stages: Sequence[Stage], width: int, microbatches: int,
+        self, config: Config, mesh: Mesh, device: torch.device, stages: Sequence[Stage], microbatches: int,
         run: Callable[[Stage, Any, Tensor | None], Tensor],
     ) -> None:  # fmt: skip
-        self.device, self.mesh = device, mesh
-        self.dtype, self.width = compute_dtype(config, device.type), width
+        self.device, self.mesh, self.run = device, mesh, run
+        self.dtype = compute_dtype(config, device.type)
+        self.width = stages[0].module.config.get_text_config().hidden_size
         self.held = held_stages(pipeline_order(config.parallelism, microbatches))
         self.total = sum(map(len, self.held.values()))
         self.stages = {stage.index: stage for stage in stages}
         self.inputs: Sequence[Any] = ()
         self.divisor = torch.ones((), device=device)
         for stage in stages:
-            stage.module.forward = self._forward(stage, run)
-        self.schedule = self._schedule(config, microbatches)
-
-    def _forward(self, stage: Stage, run: Callable[..., Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-        def forward(received: Tensor, index: Tensor) -> Tensor:
-            """torch hands tensors only from stage to stage; what else a micro-batch has is looked up by its number."""
-            if stage.entrance is not None:
-                stage.entrance.received = received
-            return run(stage, self.inputs[int(index)], None if stage.entrance is None else received.detach())
-
-        return forward
-
-    def _schedule(self, config: Config, microbatches: int) -> Any:
-        group, settings = self.mesh.pipeline, config.parallelism
-        stages = [
-            PipelineStage(stage.module, index, self.total, self.device, group=group)
-            for index, stage in self.stages.items()
-        ]
+            stage.module.forward = partial(self._forward, stage)
+        own = [PipelineStage(stage.module, stage.index, self.total, device, group=mesh.pipeline) for stage in stages]
+        name, file = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_schedule_csv
+        kind = schedules._PipelineScheduleRuntime if file else schedule_class(name)
+        single = issubclass(kind, schedules.PipelineScheduleSingle)
         options = {"loss_fn": lambda loss, _: loss / self.divisor, "scale_grads": False}
-        if settings.pipeline_parallel_schedule_csv:
-            schedule = _PipelineScheduleRuntime(stages, microbatches, **options)
-            schedule._load_csv(settings.pipeline_parallel_schedule_csv)
-            return schedule
-        kind = schedule_class(settings.pipeline_parallel_schedule)
-        return kind(stages[0] if issubclass(kind, PipelineScheduleSingle) else stages, microbatches, **options)
+        self.schedule: Any = kind(own[0] if single else own, microbatches, **options)
+        if file:
+            self.schedule._load_csv(file)
+
+    def _forward(self, stage: Stage, received: Tensor, index: Tensor) -> Tensor:
+        """torch hands tensors only from stage to stage; what else a micro-batch has is looked up by its number."""
+        stage.entrance.received = received
+        return self.run(stage, self.inputs[int(index)], received.detach() if stage.index else None)
 
     def step(self, inputs: Sequence[Any], divisor: Tensor) -> Tensor:
         """Forward and backward of all micro-batches of a step; returns the summed loss (0 but for the last stage).
@@ -230,8 +209,7 @@ class Pipeline:
             hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64))
             if not stage.is_last and index + 1 not in self.stages:
                 dist.send(hidden, group=group, group_dst=owner[index + 1])
-        last = self.stages.get(self.total - 1)
-        return hidden if last is not None else torch.zeros(2, device=self.device)
+        return hidden if self.total - 1 in self.stages else torch.zeros(2, device=self.device)
 
 
 def tied_weights(model: PreTrainedModel, mesh: Mesh) -> list[nn.Parameter]:

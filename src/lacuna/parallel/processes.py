@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from lacuna.config import Config, UserError, refuse
-from lacuna.parallel.mesh import Mesh
 
 Result = TypeVar("Result")
 
@@ -25,7 +24,6 @@ class Process:
 
     rank: int
     world_size: int
-    local_rank: int
     device: torch.device
     control: dist.ProcessGroup | None
     background: dist.ProcessGroup | None
@@ -38,14 +36,12 @@ class Process:
 
 def alone() -> Process:
     """A process that has no group, for tools that work on files."""
-    return Process(0, 1, 0, torch.device("cpu"), None, None)
+    return Process(0, 1, torch.device("cpu"), None, None)
 
 
 def device_type() -> str:
     """`cuda` where there is a usable GPU, else `cpu`; `LACUNA_DEVICE=cpu` keeps a run off the GPUs."""
-    if os.environ.get("LACUNA_DEVICE") == "cpu" or not torch.cuda.is_available():
-        return "cpu"
-    return "cuda"
+    return "cuda" if os.environ.get("LACUNA_DEVICE") != "cpu" and torch.cuda.is_available() else "cpu"
 
 
 def check_device(config: Config, kind: str) -> None:
@@ -88,7 +84,7 @@ def start_process(config: Config) -> Process:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     # A save of a large model may outlast any step: these groups wait as long as the longest of them.
     control, background = (dist.new_group(backend="gloo", timeout=timedelta(hours=2)) for _ in range(2))
-    return Process(rank, world_size, local_rank, device, control, background)
+    return Process(rank, world_size, device, control, background)
 
 
 def stop_process() -> None:
@@ -98,11 +94,12 @@ def stop_process() -> None:
     dist.destroy_process_group()
 
 
-def tighten_timeout(config: Config, mesh: Mesh) -> None:
-    """After the first step (compilation, first data) a collective should fail sooner."""
+def tighten_timeout(config: Config, process: Process) -> None:
+    """After the first step (compilation, first data) a collective should fail sooner, but for talk in between steps."""
     timeout = timedelta(seconds=config.comm.train_timeout_seconds)
-    for group in (dist.group.WORLD, *mesh.groups()):
-        dist.distributed_c10d._set_pg_timeout(timeout, group)  # there is no public call yet
+    for group in dist.distributed_c10d._world.pg_map:
+        if group not in (process.control, process.background):
+            dist.distributed_c10d._set_pg_timeout(timeout, group)  # there is no public call yet
 
 
 def gather_objects(process: Process, value: Any) -> list[Any]:

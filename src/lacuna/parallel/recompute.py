@@ -1,6 +1,6 @@
 """Activation checkpointing: what the forward pass forgets and the backward pass computes again."""
 
-from collections import Counter
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +8,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from transformers import PreTrainedModel
 
 import lacuna.parallel.context  # noqa: F401  registers its operation
 from lacuna.config import Config
@@ -34,39 +35,39 @@ def recompute(layers: Sequence[nn.Module], config: Config) -> None:
     settings = config.activation_checkpoint
     if settings.mode == "memory_budget":
         torch._functorch.config.activation_memory_budget = settings.memory_budget
+    if settings.mode not in ("full", "selective"):
         return
-    every = 1 if settings.selective_ac_option == "op" or settings.mode == "full" else int(settings.selective_ac_option)
-    by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())} if by_operation else {}
-    for layer in layers[every - 1 :: every] if settings.mode != "none" else ():
+    option = settings.selective_ac_option if settings.mode == "selective" else "1"
+    every = 1 if option == "op" else int(option)
+    contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())} if option == "op" else {}
+    for layer in layers[every - 1 :: every]:
         layer.forward = _checkpointed(layer.forward, contexts)
 
 
-def offload_inputs(base: nn.Module, width: int) -> None:
-    """Makes a decoder, in place, keep the inputs of its layers [B, T, `width`] in CPU memory until the backward pass.
+def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
+    """Makes a decoder, in place, keep the inputs of its layers [B, T, width] in CPU memory until the backward pass.
 
     The hooks are around the decoder and not its layers, since compiled layers must not contain them.
     """
-    forward = base.forward
-    streams: list[torch.cuda.Stream] = []
+    base, width = model.base_model, model.config.get_text_config().hidden_size
+    forward, stream = base.forward, torch.cuda.Stream() if device_type == "cuda" else None
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         if tensor.ndim != 3 or tensor.shape[-1] != width or not tensor.is_floating_point():
             return tensor
-        if not tensor.is_cuda:
+        if stream is None:
             return tensor.device, tensor.clone()
-        streams[:] = streams or [torch.cuda.Stream()]
-        streams[0].wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(streams[0]):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             kept = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-        tensor.record_stream(streams[0])  # its memory must not be given away before it is copied
+        tensor.record_stream(stream)  # its memory must not be given away before it is copied
         return tensor.device, kept
 
     def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        if streams:
-            torch.cuda.current_stream().wait_stream(streams[0])
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
         return kept[1].to(kept[0], non_blocking=True)
 
     def offloading(*arguments: Any, **named: Any) -> Any:
@@ -77,7 +78,7 @@ def offload_inputs(base: nn.Module, width: int) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
-    def repeatable(*arguments: Any, **named: Any) -> Any:
+    def repeatable(*arguments: Any, **named: Any) -> Any:  # a `partial` would not compile as one graph
         return checkpoint(forward, *arguments, use_reentrant=False, **contexts, **named)
 
     return repeatable
@@ -88,12 +89,10 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 
     The forward pass and its repetition count their products apart.
     """
-    products: Counter[bool] = Counter()
+    keep_product = {repeated: itertools.cycle((True, False)) for repeated in (True, False)}
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        if operation in _PRODUCTS:
-            products[context.is_recompute] += 1
-        saved = operation in _KEPT or (operation in _PRODUCTS and products[context.is_recompute] % 2)
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        kept = operation in _KEPT or (operation in _PRODUCTS and next(keep_product[context.is_recompute]))
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

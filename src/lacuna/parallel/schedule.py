@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import schedules
 
-from lacuna.config import UserError
+from lacuna.config import UserError, refuse
 from lacuna.config.errors import did_you_mean
 from lacuna.config.machine import ParallelismConfig
 
@@ -30,11 +30,8 @@ def schedule_class(name: str) -> type:
     Raises `UserError` for an unknown one.
     """
     known = {schedule.lower(): schedule for schedule in SCHEDULES} | {"afab": "GPipe"}
-    if name.lower() not in known:
-        raise UserError(
-            f"parallelism.pipeline_parallel_schedule: there is no schedule {name!r}{did_you_mean(name, SCHEDULES)}; "
-            f"known: {', '.join(SCHEDULES)}."
-        )
+    mend = f"there is no schedule {name!r}{did_you_mean(name, SCHEDULES)}; known: {', '.join(SCHEDULES)}"
+    refuse({f"parallelism.pipeline_parallel_schedule: {mend}": name.lower() not in known})
     return schedules.get_schedule_class(known[name.lower()])
 
 
@@ -56,9 +53,8 @@ def pipeline_order(settings: ParallelismConfig, microbatches: int | None = None)
 
 def splits_backward(settings: ParallelismConfig) -> bool:
     """Whether the pipeline computes gradients of inputs and of weights apart, which compiled layers cannot."""
-    if settings.pipeline_parallel_degree == 1:
-        return False
-    return any(action.kind == "I" for actions in pipeline_order(settings).values() for action in actions)
+    order = pipeline_order(settings) if settings.pipeline_parallel_degree > 1 else {}
+    return any(action.kind == "I" for actions in order.values() for action in actions)
 
 
 def held_stages(order: dict[int, list[Action]]) -> dict[int, list[int]]:

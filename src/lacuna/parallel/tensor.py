@@ -6,20 +6,13 @@ then sharded by token, tied weights need no care, and a vocabulary need not divi
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    ParallelStyle,
-    PrepareModuleInputOutput,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -34,62 +27,14 @@ _PLANS = {  # of one layer, for architectures that transformers has none for
         "mlp.c_proj": "rowwise",
     }
 }
-
-
-class _GatherInput(ParallelStyle):
-    """Gathers a module's hidden states along the sequence before it runs, however they are passed."""
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        def gather(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, Any]:
-            if "hidden_states" in named:
-                return arguments, named | {"hidden_states": whole(named["hidden_states"])}
-            return (whole(arguments[0]), *arguments[1:]), named
-
-        def whole(hidden: Tensor) -> DTensor:
-            # Left a DTensor, so that the gradients of all projections are added before they are reduced.
-            return DTensor.from_local(hidden, device_mesh, [Shard(1)], run_check=False).redistribute(
-                placements=[Replicate()]
-            )
-
-        module.register_forward_pre_hook(gather, with_kwargs=True)
-        return module
-
-
-class _Transposed(ParallelStyle):
-    """A column- or row-wise style for GPT-2's linear layer, whose weight is [in, out]."""
-
-    def __init__(self, style: ColwiseParallel | RowwiseParallel) -> None:
-        super().__init__()
-        self.style = style
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        rowwise = isinstance(self.style, RowwiseParallel)
-        for name, placement in {"weight": Shard(1 - rowwise), "bias": Replicate() if rowwise else Shard(0)}.items():
-            whole = getattr(module, name)
-            setattr(module, name, nn.Parameter(distribute_tensor(whole, device_mesh, [placement])))
-        style = PrepareModuleInputOutput(
-            input_layouts=self.style.input_layouts,
-            desired_input_layouts=Shard(-1) if rowwise else Replicate(),
-            output_layouts=Partial() if rowwise else Shard(-1),
-            desired_output_layouts=self.style.output_layouts,
-        )
-        return style._apply(module, device_mesh)
-
-
-def _style(name: str) -> ParallelStyle | None:
-    """torch's style for transformers' word, or None where there is none."""
-    match name:
-        case "colwise":
-            return ColwiseParallel()
-        case "colwise_gather_output":
-            return ColwiseParallel(output_layouts=Replicate())
-        case "rowwise":
-            return RowwiseParallel(output_layouts=Shard(1))
-        case "rowwise_split_input":
-            return RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))
-        case "replicated_with_grad_allreduce":  # norms of heads [B, T, heads, head_dim]
-            return SequenceParallel(sequence_dim=2, use_local_output=True)
-    return None
+_STYLES = {  # torch's, by transformers' names
+    "colwise": parallel.ColwiseParallel(),
+    "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
+    "rowwise": parallel.RowwiseParallel(output_layouts=Shard(1)),
+    "rowwise_split_input": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    # norms of heads [B, T, heads, head_dim]
+    "replicated_with_grad_allreduce": parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
+}
 
 
 def tensor_plan(model_config: PretrainedConfig) -> dict[str, str]:
@@ -101,7 +46,7 @@ def tensor_plan(model_config: PretrainedConfig) -> dict[str, str]:
     plan = getattr(text_config, "base_model_tp_plan", None) or {}
     plan = {name.split(".*.", 1)[1]: style for name, style in plan.items() if ".*." in name}
     plan = plan or _PLANS.get(text_config.model_type, {})
-    unknown = sorted({style for style in plan.values() if _style(style) is None})
+    unknown = sorted({*plan.values()} - _STYLES.keys())
     setting = f"{SETTING}: use data, context or pipeline parallelism for {text_config.model_type!r} models"
     refuse({
         f"{setting}, for which transformers has no tensor-parallel plan (base_model_tp_plan)": not plan,
@@ -130,20 +75,49 @@ def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, me
     # It advises, at every new shape, to flatten meshes that FSDP and its layers want apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan = tensor_plan(model_config)
+    gathered = {name.rpartition(".")[0] for name, style in plan.items() if style.startswith("colwise")}
     for layer in layers:
-        styles = {name: _style(style) for name, style in plan.items()}
-        for name, style in styles.items():
-            if isinstance(layer.get_submodule(name), Conv1D):
-                styles[name] = _Transposed(style)
-        gathered = {name.rpartition(".")[0] for name, style in plan.items() if style.startswith("colwise")}
-        styles |= {name: _GatherInput() for name in gathered}
+        for name in gathered:
+            layer.get_submodule(name).register_forward_pre_hook(partial(_gather_input, mesh), with_kwargs=True)
         for name, child in layer.named_children():
             if name not in gathered and any(True for _ in child.parameters()):
-                styles[name] = SequenceParallel(use_local_output=True)
-        parallelize_module(layer, mesh, styles)
+                parallel.parallelize_module(child, mesh, parallel.SequenceParallel(use_local_output=True))
+        for name, style in plan.items():
+            module = layer.get_submodule(name)
+            split = _split_transposed if isinstance(module, Conv1D) else parallel.parallelize_module
+            split(module, mesh, _STYLES[style])
         whole = [name for name, parameter in layer.named_parameters() if not isinstance(parameter, DTensor)]
         if whole:
             raise UserError(f"{SETTING}: the plan of {model_config.model_type!r} models leaves out {whole[0]}.")
+
+
+def _split_transposed(module: Conv1D, mesh: DeviceMesh, style: parallel.ParallelStyle) -> None:
+    """Splits in place, by column or row, GPT-2's linear layer, whose weight is [in, out]."""
+    rowwise = isinstance(style, parallel.RowwiseParallel)
+    for name, placement in {"weight": Shard(1 - rowwise), "bias": Replicate() if rowwise else Shard(0)}.items():
+        setattr(module, name, nn.Parameter(distribute_tensor(getattr(module, name), mesh, [placement])))
+    layouts = parallel.PrepareModuleInputOutput(
+        input_layouts=style.input_layouts,
+        desired_input_layouts=Shard(-1) if rowwise else Replicate(),
+        output_layouts=Partial() if rowwise else Shard(-1),
+        desired_output_layouts=style.output_layouts,
+    )
+    parallel.parallelize_module(module, mesh, layouts)
+
+
+def _gathered(hidden: Tensor, mesh: DeviceMesh) -> DTensor:
+    """`hidden` [B, T, width] of all ranks along the sequence."""
+    return DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
+
+
+def _gather_input(mesh: DeviceMesh, _: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """A module's arguments with gathered hidden states, however they are passed.
+
+    Left a DTensor, so that the gradients of all projections are added before they are reduced.
+    """
+    if "hidden_states" in named:
+        return arguments, named | {"hidden_states": _gathered(named["hidden_states"], mesh)}
+    return (_gathered(arguments[0], mesh), *arguments[1:]), named
 
 
 def slice_positions(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -170,5 +144,4 @@ def gather_sequence_slices(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
 
     Gradients are summed over the ranks: each must contribute its share only.
     """
-    sharded = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
-    return sharded.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return _gathered(hidden, mesh).to_local(grad_placements=[Partial()])

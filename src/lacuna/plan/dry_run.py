@@ -6,19 +6,19 @@ from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config
-from lacuna.data import build_loader, build_validation, load_tokenizer
+from lacuna.data import build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import load_model_config, non_embedding_parameters
 from lacuna.model.attention import choose_attention
 from lacuna.model.build import meta_model
 from lacuna.model.limits import check_layout
-from lacuna.model.weights import safetensors_files, weight_folder
+from lacuna.model.weights import weight_files
 from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import check_device, device_type
 from lacuna.plan.memory import estimate_memory
 from lacuna.train.batch import BatchPlan, plan_batch
-from lacuna.train.setup import tokenizer_source, total_steps
+from lacuna.train.setup import total_steps
 
 
 def shapes(
@@ -30,7 +30,7 @@ def shapes(
     """
     layout = resolve_layout(config, processes)
     plan = plan_batch(config, layout)
-    tokenizer = load_tokenizer(tokenizer_source(config))
+    tokenizer = run_tokenizer(config)
     model_config = load_model_config(config, tokenizer)
     check_layout(config, model_config, layout)
     attention = choose_attention(config, model_config, device, compute_dtype(config, device), layout)
@@ -46,7 +46,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     check_device(config, device)
     layout, plan, tokenizer, model = shapes(config, processes, device)
     if config.model.name_or_path:
-        safetensors_files(weight_folder(config.model.name_or_path))
+        weight_files(config.model.name_or_path)
     loader = build_loader(config, tokenizer, dp_rank=0, dp_world=layout.data_parallel, **vars(plan))
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, dp_rank=0, dp_world=1, micro_batch=plan.micro_batch)

@@ -3,6 +3,7 @@
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from lacuna.data.chat import end_of_turn
 from lacuna.parallel.fsdp import inference
 
 
@@ -13,30 +14,32 @@ def generate_text(
     max_new_tokens: int,
     temperature: float,
     seed: int,
+    chat: bool = False,
 ) -> str:
-    """The completion of `prompt`, without the prompt. Temperature 0 is greedy.
+    """The completion of `prompt`, without the prompt, or with `chat` the answer to it. Temperature 0 is greedy.
 
     On a sharded model every rank must call it, and all draw the same tokens. Mode, attention and random state are
     left as they were.
     """
     device = next(model.buffers(), next(model.parameters())).device
-    ids = tokenizer(prompt, return_tensors="pt").input_ids.to(device)
+    if chat:
+        asked = [{"role": "user", "content": prompt}]
+        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt").input_ids.to(device)
     if ids.shape[1] == 0:
         ids = torch.tensor([[tokenizer.bos_token_id or tokenizer.eos_token_id or 0]], device=device)
     attention = model.config._attn_implementation
-    if attention not in ("eager", "sdpa"):
-        model.set_attn_implementation("sdpa")
     devices = [device] if device.type == "cuda" else []
     try:
+        model.set_attn_implementation(attention if attention in ("eager", "sdpa") else "sdpa")
         with inference(model), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(seed)
             output = model.generate(
                 ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
                 do_sample=temperature > 0, temperature=temperature if temperature > 0 else None,
                 top_k=None, top_p=None, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=end_of_turn(tokenizer),
             )  # fmt: skip
     finally:
-        if attention not in ("eager", "sdpa"):
-            model.set_attn_implementation(attention)
+        model.set_attn_implementation(attention)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

@@ -12,11 +12,12 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from lacuna.config import UserError
 from lacuna.config.errors import RunError
+from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.processes import Process, gather_objects, on_first
 
 logger = logging.getLogger(__name__)
@@ -24,8 +25,6 @@ logger = logging.getLogger(__name__)
 MANIFEST = "manifest.json"
 STATE = "state.pt"
 DESCRIPTION = "hf"
-UNFINISHED = ".unfinished-"
-REMOVED = ".removed-"
 
 
 def checkpoint_path(folder: str, step: int) -> str:
@@ -103,6 +102,11 @@ def require_complete(path: str, setting: str, process: Process) -> str:
     return path
 
 
+def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Weights and persistent buffers by name, `model.<name>`, tied ones once, not copied."""
+    return {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
+
+
 def write_checkpoint(
     path: str, tensors: dict[str, Tensor], state: dict[str, Any], describe: Callable[[str], None], process: Process
 ) -> None:
@@ -113,7 +117,7 @@ def write_checkpoint(
     on all ranks when the disk refuses.
     """
     folder, name = os.path.split(path)
-    unfinished = os.path.join(folder, UNFINISHED + name)
+    unfinished = os.path.join(folder, f".unfinished-{name}")
     try:
         on_first(process, lambda: shutil.rmtree(unfinished, ignore_errors=True))
         dcp.save(tensors, storage_writer=_Writer(unfinished), process_group=process.control)
@@ -164,14 +168,14 @@ def _seal(
 
 def remove_checkpoint(path: str) -> None:
     """Deletes a checkpoint; it loses its name first, so that a kill in between cannot leave half of it."""
-    hidden = os.path.join(os.path.dirname(path), REMOVED + os.path.basename(path))
+    hidden = os.path.join(os.path.dirname(path), f".removed-{os.path.basename(path)}")
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)
     shutil.rmtree(hidden)
 
 
 def read_state(path: str) -> dict[str, Any]:
-    """The small state (step, counters, data position, random states) of the checkpoint at `path`."""
+    """The small state (step, counters, position in the data) of the checkpoint at `path`."""
     return torch.load(os.path.join(path, STATE), weights_only=True, map_location="cpu")
 
 
@@ -189,8 +193,3 @@ def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> Non
                 f"model it has the shape {tuple(tensor.shape)}: it belongs to another model configuration."
             )
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=process.control)
-
-
-def has_optimizer(path: str) -> bool:
-    """Whether the checkpoint holds an optimizer's state, or weights only."""
-    return any(name.startswith("optimizer.") for name in dcp.FileSystemReader(path).read_metadata().state_dict_metadata)

@@ -11,7 +11,6 @@ from lacuna.config import UserError
 from lacuna.export.huggingface import export_model, save_model_description
 from lacuna.parallel.processes import alone
 from lacuna.train import checkpoint
-from lacuna.train.resume import model_tensors
 
 
 def find_form(source: str) -> tuple[str, bool]:
@@ -53,7 +52,7 @@ def load_any_model(source: str, device: torch.device) -> tuple[PreTrainedModel, 
     with device, no_init_weights():
         model = AutoModelForCausalLM.from_config(model_config)
     model.tie_weights()
-    checkpoint.read_tensors(path, model_tensors(model), alone())
+    checkpoint.read_tensors(path, checkpoint.model_tensors(model), alone())
     return model.eval(), tokenizer, description
 
 
@@ -66,4 +65,5 @@ def convert(source: str, target: str, form: str, dtype: str | None) -> None:
         export_model(model, tokenizer, target, model.dtype, True, description)
     else:
         describe = partial(save_model_description, model.config, tokenizer, description)
-        checkpoint.write_checkpoint(os.path.abspath(target), model_tensors(model), {"step": 0}, describe, alone())
+        tensors = checkpoint.model_tensors(model)
+        checkpoint.write_checkpoint(os.path.abspath(target), tensors, {"step": 0}, describe, alone())

@@ -147,10 +147,6 @@ def _wandb_run(config: Config) -> Any:
             "metrics.enable_wandb: the wandb package is not installed: pip install 'lacuna-train[wandb]', "
             "or set metrics.enable_wandb = false."
         ) from error
-    return wandb.init(
-        project=os.environ.get("WANDB_PROJECT", "lacuna"),
-        name=os.environ.get("WANDB_NAME", config.job.name),
-        resume=os.environ.get("WANDB_RESUME", "allow"),
-        config=config.model_dump(),
-        dir=config.job.dump_folder,
-    )
+    defaults = {"project": "lacuna", "name": config.job.name, "resume": "allow"}
+    chosen = {key: os.environ.get(f"WANDB_{key.upper()}", default) for key, default in defaults.items()}
+    return wandb.init(**chosen, config=config.model_dump(), dir=config.job.dump_folder)

@@ -1,4 +1,4 @@
-"""When checkpoints are written, in the foreground or behind the training, and which ones are kept."""
+"""Which checkpoint a run starts from; when others are written, at once or behind the training; which are kept."""
 
 import logging
 import time
@@ -10,11 +10,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.parallel.processes import Process, on_first
-from lacuna.train.checkpoint import checkpoint_path, listed_steps, remove_checkpoint, write_checkpoint
+from lacuna.train import checkpoint
 
 logger = logging.getLogger(__name__)
+
+
+def find_start(config: Config, folder: str, process: Process) -> tuple[str | None, dict[str, Any] | None]:
+    """The checkpoint that the weights come from, if any, and its state where everything else does too.
+
+    That is the newest complete checkpoint in `folder` or the one asked for; `step-0` and
+    `checkpoint.initial_load_path` give weights only. Raises `UserError` for one that cannot be used.
+    """
+    settings, path = config.checkpoint, None
+    if settings.enable_checkpoint and settings.load_step >= 0:
+        asked = checkpoint.checkpoint_path(folder, settings.load_step)
+        path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
+    elif settings.enable_checkpoint:
+        path = checkpoint.newest_complete(folder, process)
+    state = {"step": 0} if path is None else checkpoint.read_state(path)
+    if path is None and settings.initial_load_path:
+        path = checkpoint.require_complete(settings.initial_load_path, "checkpoint.initial_load_path", process)
+    if state["step"] == 0:
+        if path is not None:
+            logger.info("starting from the weights in %s", path)
+        return path, None
+    if "data" not in state:
+        raise UserError(
+            f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only), so the run cannot go "
+            f"on from it: start a new run with checkpoint.initial_load_path = {path!r}."
+        )
+    logger.info("resuming after step %d from %s", state["step"], path)
+    return path, state
 
 
 class CheckpointSaver:
@@ -63,13 +91,14 @@ class CheckpointSaver:
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         started = time.monotonic()
-        write_checkpoint(checkpoint_path(self.folder, step), tensors, state, self.describe, self.process)
+        path = checkpoint.checkpoint_path(self.folder, step)
+        checkpoint.write_checkpoint(path, tensors, state, self.describe, self.process)
         on_first(self.process, lambda: self._remove_old(step, state))
         logger.info("saved step-%d in %.1f s", step, time.monotonic() - started)
 
     def _remove_old(self, newest: int, state: dict[str, Any]) -> None:
         best = state["counters"]["best_step"] if self.settings.keep_best else None
         # step-0 is a start that somebody made on purpose.
-        steps = [step for step in listed_steps(self.folder) if step not in (0, best) and step <= newest]
+        steps = [step for step in checkpoint.listed_steps(self.folder) if step not in (0, best) and step <= newest]
         for step in steps[: -self.settings.keep_latest_k or 0]:
-            remove_checkpoint(checkpoint_path(self.folder, step))
+            checkpoint.remove_checkpoint(checkpoint.checkpoint_path(self.folder, step))

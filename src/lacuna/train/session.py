@@ -15,8 +15,8 @@ from rich.console import Console
 from lacuna.config import Config, UserError
 from lacuna.export.huggingface import export_model
 from lacuna.parallel.processes import Process, on_first, require_same_config, start_process, stop_process
+from lacuna.train.checkpoint import model_tensors
 from lacuna.train.metrics import set_up_logging
-from lacuna.train.resume import model_tensors
 from lacuna.train.setup import Run
 from lacuna.train.trainer import train
 

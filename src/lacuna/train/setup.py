@@ -1,36 +1,48 @@
 """Everything a run needs, made in the right order from its configuration."""
 
 import os
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 from rich.console import Console
-from transformers import set_seed
 
 from lacuna.config import Config
 from lacuna.config.describe import to_toml
-from lacuna.data import Loader, build_loader, build_validation, load_tokenizer
+from lacuna.data import Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
 from lacuna.train.batch import BatchPlan, plan_batch
-from lacuna.train.checkpoint import prepare_folder, read_tensors
+from lacuna.train.checkpoint import model_tensors, prepare_folder, read_tensors
 from lacuna.train.metrics import MetricWriter
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
-from lacuna.train.resume import TrainState, find_start, model_tensors, restore
-from lacuna.train.saver import CheckpointSaver
+from lacuna.train.saver import CheckpointSaver, find_start
+
+
+@dataclass
+class TrainState:
+    """Counters of a run. `step` is the number of steps done, `tokens` (`source_tokens`) those seen by all ranks."""
+
+    source_tokens: list[int]
+    step: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    best_loss: float = float("inf")
+    best_step: int | None = None
+    worse_validations: int = 0
+
+    def source_shares(self, config: Config) -> dict[str, float]:
+        """The share of all tokens so far that each source gave, when there are several."""
+        seen, sources = self.source_tokens, config.data.resolved_sources()
+        shares = {f"share_{index}_{source.dataset}": seen[index] / sum(seen) for index, source in enumerate(sources)}
+        return shares if len(shares) > 1 else {}
 
 
 def total_steps(config: Config, loader: Loader) -> int:
     """The length of the run in steps, from `training.steps` or `training.epochs`."""
     return config.training.steps or config.training.epochs * loader.steps_per_epoch
-
-
-def tokenizer_source(config: Config) -> str:
-    """Where the tokenizer comes from: as set, else where the model or its configuration comes from."""
-    source = str(config.model.tokenizer_path or config.model.name_or_path or config.model.config)
-    return os.path.dirname(source) or "." if source.endswith(".json") else source
 
 
 def _write_config(config: Config, plan: BatchPlan) -> None:
@@ -60,19 +72,20 @@ class Run:
         on_first(process, lambda: prepare_folder(folder))
         start, saved = find_start(config, folder, process)
         plan = self.plan = plan_batch(config, layout, saved and saved["global_batch"])
-        on_first(process, lambda: _write_config(config, plan))
-        tokenizer = self.tokenizer = load_tokenizer(tokenizer_source(config))
+        tokenizer = self.tokenizer = run_tokenizer(config)
         share = {"dp_rank": mesh.data_rank, "dp_world": layout.data_parallel}
         self.loader = build_loader(config, tokenizer, **share, **vars(plan))
+        self.state = TrainState([0] * len(config.data.resolved_sources()))
+        if saved is not None:
+            self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
+            self.state = TrainState(**saved["counters"])
+        on_first(process, lambda: _write_config(config, plan))
         self.total_steps = total_steps(config, self.loader)
         fill = None if start is None else lambda model: read_tensors(start, model_tensors(model), process)
         built = self.built = build_model(config, tokenizer, mesh, process.device, plan.accumulation, fill)
         self.optimizer = build_optimizer(built.model, config)
-        set_seed((config.training.seed + process.rank) % 2**32)  # ranks differ, so that dropout does
-        self.state = TrainState()
         if saved is not None:
             read_tensors(str(start), optimizer_tensors(built.model, self.optimizer), process)
-            self.state = restore(saved, self.loader, process)
         wanted = config.validation.resolved_source()
         self.validation = wanted and build_validation(config, tokenizer, **share, micro_batch=plan.micro_batch)
         describe = partial(save_model_description, built.model.config, tokenizer, config.model.name_or_path)

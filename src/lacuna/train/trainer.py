@@ -6,21 +6,22 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import set_seed
 
 from lacuna.config.errors import RunError
-from lacuna.data import Batch
-from lacuna.model.architecture import step_flops
-from lacuna.parallel.processes import tighten_timeout
+from lacuna.data import Batch, merge_states
+from lacuna.data.mixture import random_key
+from lacuna.model.architecture import attention_widths, step_flops
+from lacuna.parallel.processes import gather_objects, tighten_timeout
 from lacuna.rollout.generate import generate_text
+from lacuna.train.checkpoint import model_tensors
 from lacuna.train.metrics import peak_flops, peak_memory
 from lacuna.train.optimizer import optimizer_tensors, set_learning_rate
 from lacuna.train.profiling import profiled
-from lacuna.train.resume import model_tensors, saved_state
 from lacuna.train.schedule import learning_rate
 from lacuna.train.setup import Run
 from lacuna.train.step import accumulate_gradients, agree, update
@@ -51,6 +52,7 @@ def train(run: Run, stop: Sequence[int]) -> bool:
         with profiled(run.config, run.process.rank, run.state.step) as after_step:
             if run.state.step == 0:
                 loop.validate()
+                loop.interval = Interval()
             while run.state.step < run.total_steps and not loop.stopping:
                 loop.step()
                 after_step(run.state.step)
@@ -65,6 +67,7 @@ class _Loop:
     def __init__(self, run: Run, stop: Sequence[int]) -> None:
         self.run, self.state, self.stop = run, run.state, stop
         self.peak_flops = peak_flops(run.process.device)
+        self.attention_widths = attention_widths(run.built.model.config)
         self.pending: tuple[Tensor, torch.cuda.Event] | None = None
         self.interval = Interval()
         self.stopping = self.out_of_patience = self.save_wanted = False
@@ -79,6 +82,8 @@ class _Loop:
         totals = agree(batches, bool(self.stop), save, run.built)
         rate = learning_rate(config, state.step, run.total_steps)
         set_learning_rate(run.optimizer, rate)
+        # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
+        set_seed(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
         loss = accumulate_gradients(run.built, batches, totals[1])
         norm, skip = update(run.built, run.optimizer, totals[1])
         state.step += 1
@@ -87,14 +92,16 @@ class _Loop:
         if state.step % config.metrics.log_freq == 0 or state.step in (1, run.total_steps):
             self._log(loss, totals[1], norm, rate)
         if state.step == self.first_step:
-            tighten_timeout(config, run.built.mesh)
+            tighten_timeout(config, run.process)
         if state.step % config.training.gc_freq == 0:
             gc.collect(1)
+        started = time.perf_counter()
         if state.step % config.validation.freq == 0:
             self.validate()
         due = self.save_wanted or run.saver.due_by_steps(state.step)
         if due and not self.stopping and state.step < run.total_steps:
             self.save()
+        self.interval.started += time.perf_counter() - started
 
     def _next_batches(self) -> list[Batch]:
         """The step's batches; what they take, and this rank's share of the work in them, count for the interval."""
@@ -103,7 +110,7 @@ class _Loop:
         self.interval.waited += time.perf_counter() - started
         for batch in batches:
             lengths = batch.cu_seqlens.diff()
-            flops = step_flops(built.matrix_parameters, built.attention_shapes, batch.tokens, lengths)
+            flops = step_flops(built.matrix_parameters, self.attention_widths, batch.tokens, lengths)
             self.interval.flops += flops / built.mesh.layout.sharing
         return batches
 
@@ -127,8 +134,7 @@ class _Loop:
         state, training = self.state, self.run.config.training
         tokens, _, stop, save, *sources, finite, skipped = news
         state.tokens += int(tokens)
-        seen = zip_longest(state.source_tokens, sources, fillvalue=0)
-        state.source_tokens = [before + int(more) for before, more in seen]
+        state.source_tokens = [seen + int(more) for seen, more in zip(state.source_tokens, sources, strict=True)]
         state.skipped_steps += int(skipped)
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self.interval.tokens += tokens
@@ -170,45 +176,44 @@ class _Loop:
 
     def validate(self) -> None:
         """Measures the held-out loss, samples text, and keeps the best checkpoint if asked."""
-        run, state, settings = self.run, self.state, self.run.config.validation
-        started = time.perf_counter()
+        run, state, config, settings = self.run, self.state, self.run.config, self.run.config.validation
         if run.validation is not None:
-            measured = evaluate(run.built, run.validation, run.process)
+            measured = evaluate(run.built, run.validation)
             run.metrics.write({"step": state.step} | measured)
             loss = measured["val_loss"]
             if loss < state.best_loss:
                 state.best_loss, state.best_step, state.worse_validations = loss, state.step, 0
-                if run.config.checkpoint.keep_best and state.step > 0:
+                if config.checkpoint.keep_best and state.step > 0:
                     self.save()
             else:
                 state.worse_validations += 1
             if settings.patience is not None and state.worse_validations >= settings.patience:
                 logger.info("stopping early: no better validation loss for %d validations", settings.patience)
                 self.stopping = self.out_of_patience = True
-        sampling = (settings.max_new_tokens, settings.temperature, run.config.training.seed)
+        chat, seed = config.job.task == "sft", config.training.seed
         for prompt in settings.prompts:
-            text = generate_text(run.built.model, run.tokenizer, prompt, *sampling)
+            text = generate_text(
+                run.built.model, run.tokenizer, prompt, settings.max_new_tokens, settings.temperature, seed, chat
+            )
             run.metrics.write_sample(state.step, prompt, text)
-        self.interval.started += time.perf_counter() - started
 
     def save(self, wait: bool = False, weights_only: bool = False) -> None:
         """Writes a checkpoint of the present step, unless there is one."""
-        run, settings = self.run, self.run.config.checkpoint
-        started = time.perf_counter()
+        run, state, settings = self.run, self.state, self.run.config.checkpoint
         self._catch_up()
         self.save_wanted = False
-        if self.saved_step == self.state.step or not settings.enable_checkpoint:
+        if self.saved_step == state.step or not settings.enable_checkpoint:
             return
         tensors = model_tensors(run.built.model)
+        saved = {"step": state.step, "counters": vars(state).copy(), "global_batch": run.plan.global_batch}
         if weights_only:
             dtype = getattr(torch, settings.export_dtype)
             tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
         else:
             tensors |= optimizer_tensors(run.built.model, run.optimizer)
-        saved = saved_state(run.config, run.plan.global_batch, self.state, run.loader, run.process)
-        run.saver.save(self.state.step, tensors, saved, wait)
-        self.saved_step = self.state.step
-        self.interval.started += time.perf_counter() - started
+            saved["data"] = merge_states(gather_objects(run.process, run.loader.state_dict()))
+        run.saver.save(state.step, tensors, saved, wait)
+        self.saved_step = state.step
 
     def finish(self) -> bool:
         """The last validation and the last checkpoint. Returns whether the run came to its end."""

@@ -1,0 +1,20 @@
+"""`lacuna data`: shows what the model will see.
+
+usage: lacuna data [RUN.toml] [--section.key value ...] [--gpus N | --cpus N]
+
+Prints a few examples of the first step, trained tokens green and special tokens visible, then lengths, how full rows
+are, what is longer than a row, and tokens and steps an epoch. Nothing is trained.
+"""
+
+from collections.abc import Sequence
+
+from lacuna.commands.arguments import parse_run
+
+
+def run(words: Sequence[str]) -> int:
+    """Runs the command; returns its exit status."""
+    options, config = parse_run("data", str(__doc__), words)
+    from lacuna.plan.examples import show_data  # torch takes seconds to import: not before it is needed
+
+    show_data(config, options.gpus or options.cpus or 1)
+    return 0

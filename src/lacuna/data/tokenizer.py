@@ -1,0 +1,64 @@
+"""The tokenizer: loaded, told apart from others, and applied to one text."""
+
+import os
+
+import numpy as np
+from datasets.fingerprint import Hasher
+from tokenizers import Tokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from lacuna.config import UserError
+from lacuna.config.sections import ModelConfig
+from lacuna.data import corpus
+
+
+def tokenizer_source(model: ModelConfig) -> str:
+    """Where the tokenizer comes from: as set, else where the model or its configuration comes from."""
+    source = str(model.tokenizer_path or model.name_or_path or model.config)
+    return os.path.dirname(source) or "." if source.endswith(".json") else source
+
+
+def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hub id or folder, or the built-in one named python-stdlib.
+
+    Raises UserError when there is none of that name.
+    """
+    if name_or_path == corpus.NAME:
+        return corpus.stdlib_tokenizer()
+    try:
+        return AutoTokenizer.from_pretrained(name_or_path)
+    except (OSError, ValueError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"no tokenizer can be loaded from {name_or_path} ({reason}); set model.tokenizer_path to a Hub id, "
+            f"to a folder that holds a tokenizer, or to {corpus.NAME}"
+        ) from error
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of all that decides which tokens a text becomes."""
+    if tokenizer.is_fast:
+        content = _backend(tokenizer).to_str()
+    else:
+        content = repr([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs])
+    return Hasher.hash([content, tokenizer.split_special_tokens, tokenizer.eos_token_id])
+
+
+def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
+    """The tokens of a text, int32: as its tokenizer's post-processor has them, with one end of text at the end."""
+    if tokenizer.is_fast:  # around transformers' own call, which also tracks offsets: a third faster
+        tokens = _backend(tokenizer).encode_batch_fast([text])[0].ids
+    else:
+        tokens = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+    if tokenizer.eos_token_id not in (None, *tokens[-1:]):
+        tokens.append(tokenizer.eos_token_id)
+    return np.array(tokens, dtype=np.int32)
+
+
+def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """What a fast tokenizer wraps, as it is before a call of transformers sets it to cut or to pad."""
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = bool(tokenizer.split_special_tokens)
+    return backend

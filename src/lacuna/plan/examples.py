@@ -1,0 +1,79 @@
+"""`lacuna data`: examples as the model will see them, and what a pass over all of them takes."""
+
+from itertools import chain, groupby
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedTokenizerBase
+
+from lacuna.config import Config
+from lacuna.data import run_tokenizer
+from lacuna.data.packing import Span
+from lacuna.data.plan import Plan, make_plan
+from lacuna.data.rows import open_rows
+from lacuna.data.tokenize import add_broken
+from lacuna.parallel.mesh import resolve_layout
+from lacuna.train.batch import plan_batch
+
+SHOWN = 3
+_BAR = 40
+
+
+def show_data(config: Config, processes: int) -> None:
+    """Prints examples of the first step, and counts of a pass, for a run of `processes` ranks.
+
+    Raises `UserError` for what the run would refuse of the data.
+    """
+    size = plan_batch(config, resolve_layout(config, processes)).global_batch
+    tokenizer = run_tokenizer(config)
+    plan = make_plan(config, tokenizer, config.data.resolved_sources(), size)
+    broken: list[str] = []
+    row = open_rows(plan, dict.fromkeys(range(plan.mixture.lanes)), broken)
+    rows = [row(number) for number in range(size)]
+    add_broken({}, broken, config.data.max_broken_records)
+    console = Console(no_color=config.metrics.disable_color_printing, highlight=False)
+    for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
+        console.print(f"[bold]example {number}[/bold]: {len(span.tokens)} tokens, [green]trained[/green] and not")
+        console.print(coloured(span.tokens, tokenizer, marked=console.color_system is None), "")
+    console.print(_counts(plan, rows))
+
+
+def coloured(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, marked: bool) -> Text:
+    """The tokens of a `Span` as text, trained ones green, special ones reversed.
+
+    `marked` sets trained ones in ⟦⟧ besides, for where there are no colours.
+    """
+    ids = np.where(tokens < 0, ~tokens, tokens)
+    trained = np.append(False, tokens[1:] >= 0)  # none predicts the first
+    special = np.isin(ids, tokenizer.all_special_ids)
+    text = Text()
+    for (is_trained, is_special), run in groupby(zip(trained, special, ids, strict=True), key=lambda of: of[:2]):
+        words = tokenizer.decode([token for *_, token in run], clean_up_tokenization_spaces=False)
+        words = f"⟦{words}⟧" if is_trained and marked else words
+        text.append(words, f"{'green' if is_trained else 'dim'}{' reverse' if is_special else ''}")
+    return text
+
+
+def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
+    """Lengths, fill and sizes: of a pass over the data where it is known, else of the first step's `rows`."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    batch, length = plan.batch(rows), plan.config.training.seq_len
+    whole = plan.table is not None
+    lengths = plan.table.lengths if whole else np.array([len(span.tokens) for span in chain(*rows)])
+    lengths = lengths[lengths > 0]
+    sizes, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
+    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
+        bar = "█" * -(-_BAR * count // counts.max())
+        table.add_row(f"below {1 << size:,} tokens", f"{count:,} examples", bar)
+    if whole:
+        table.add_row("longer than a row", f"{(lengths > length).sum():,} of {len(lengths):,} examples")
+    name, tokens, count, room = "first step", batch.tokens, len(rows), batch.input_ids.numel()
+    if plan.rows_per_pass is not None:
+        name, count, room = "epoch", plan.rows_per_pass, plan.rows_per_pass * length
+        tokens = sum((stops - starts).sum() for _, starts, stops in plan.bins) if plan.fits else lengths.sum()
+        table.add_row("steps", f"{-(-count // len(rows)):,} an epoch", f"{len(rows)} rows each")
+    trained = f"{batch.trained_tokens / max(batch.tokens, 1):.1%} of the first step's tokens are trained"
+    table.add_row(name, f"{tokens:,} tokens in {count:,} rows", f"fill {tokens / room:.2%}; {trained}")
+    return table
