@@ -393,3 +393,11 @@ def test_an_answer_that_the_template_leaves_out_is_refused() -> None:
     silent = MARKED.replace(mark, f"{{%- if message.content != 'Yes' %}}{mark}{{% endif %}}")
     with pytest.raises(UserError, match="talks, row 7, column messages: no token would be trained; leave the row out"):
         answers(prepared(silent), [HI, YES])
+
+
+def test_a_template_that_nobody_trains_on_only_leaves_its_end_unknown() -> None:
+    assert end_of_turn(tokenizer_with(None)) == [END]
+    assert end_of_turn(tokenizer_with("{{ raise_exception('not like this') }}")) == [END]
+    several = tokenizer_with(None)
+    several.chat_template = {"rag": PLAIN, "tool_use": PLAIN}
+    assert end_of_turn(several) == [END]

@@ -270,6 +270,16 @@ def test_a_position_in_other_data_is_refused(folders: tuple[Path, Path], tokeniz
         other.load_state_dict(merge_states([state]))
 
 
+def test_a_position_that_says_less_of_the_data_is_refused(
+    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    loader = loader_of(mixed(folders, WAYS["cache"]), tokenizer, rank=0, world=1)
+    state = loader.state_dict()
+    del state["signature"]["packing.mode"]
+    with pytest.raises(UserError, match=r"packing.mode \(was None, is concatenate\)"):
+        loader.load_state_dict(merge_states([state]))
+
+
 OTHERS = {"data.text_column": "text", "chat.train_on": "last", "packing.long_examples": "drop", "training.seed": 8}
 
 

@@ -1,14 +1,11 @@
 """Which examples share a row: long ones are treated as the configuration says, the others are never cut."""
 
-import logging
 from collections.abc import Callable
 
 import numpy as np
 
 from lacuna.config import Config, UserError
 from lacuna.data.packing import Document
-
-_LOG = logging.getLogger(__name__)
 
 
 def packing_mode(config: Config) -> str:
@@ -44,9 +41,6 @@ def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Confi
         whole = document(number)
         parts = [(number, start, min(start + most, stop)) for start in range(0, stop, most)]
         pieces.append(np.array([part for part in parts if whole.trains(*part[1:])], dtype=np.int64).reshape(-1, 3))
-    if len(long):
-        done = {"truncate": "truncated", "drop": "dropped", "split": "split"}[long_examples]
-        _LOG.info("%d of %d examples are longer than %d tokens: %s", len(long), len(lengths), most, done)
     return np.concatenate(pieces)
 
 

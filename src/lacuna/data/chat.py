@@ -75,7 +75,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens at which an answer ends: the end of text, and what the chat template puts after an answer."""
     ends = [tokenizer.eos_token_id]
-    if tokenizer.chat_template:
+    with suppress(UserError, ValueError):  # a template that nobody trains on may refuse the trial, or be one of several
         ends.append(_end_token(tokenizer, tokenizer.get_chat_template()))
     return [end for end in dict.fromkeys(ends) if end is not None]
 

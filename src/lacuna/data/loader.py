@@ -121,7 +121,7 @@ class Loader:
         """
         source = self._source
         own, saved = source.plan.signature(source.global_batch), state["signature"]
-        changed = [f"{name} (was {saved[name]}, is {own[name]})" for name in own if saved[name] != own[name]]
+        changed = [f"{name} (was {saved.get(name)}, is {own[name]})" for name in own if saved.get(name) != own[name]]
         if changed:
             raise UserError(
                 f"the checkpoint's position in the data does not fit this run: {', '.join(changed)} changed; "

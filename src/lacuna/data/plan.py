@@ -71,6 +71,10 @@ class Plan:
     @cached_property
     def bins(self) -> list[np.ndarray]:
         """The pieces of documents in each row of a pass over all of them."""
+        most, lengths = self.config.training.seq_len, self.table.lengths
+        if long := int((lengths > most).sum()):
+            way = self.config.packing.long_examples
+            _LOG.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
         return self.bins_of(np.arange(len(self.table.lengths)))
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed._functional_collectives  # makes the collectives differentiable
 import torch.nn.functional as F
 from torch import Tensor
+from torch.backends.cuda import SDPAParams
 from torch.distributed import ProcessGroup
 
 _collectives = torch.ops._c10d_functional
@@ -271,9 +272,10 @@ def _attend_backward(
 
 def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
     """Whether cuDNN's kernel, the fastest on the newest GPUs, can do a part; it knows no pieces of rows."""
+    if not part.whole:
+        return False
     tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    parameters = torch.backends.cuda.SDPAParams(*tensors, None, 0.0, part.causal, True)
-    return part.whole and torch.backends.cuda.can_use_cudnn_attention(parameters)
+    return torch.backends.cuda.can_use_cudnn_attention(SDPAParams(*tensors, None, 0.0, part.causal, True))
 
 
 def _takes_flash(tensor: Tensor) -> bool:

@@ -38,7 +38,7 @@ def generate_text(
                 ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
                 do_sample=temperature > 0, temperature=temperature if temperature > 0 else None,
                 top_k=None, top_p=None, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-                eos_token_id=end_of_turn(tokenizer),
+                eos_token_id=end_of_turn(tokenizer) or None,
             )  # fmt: skip
     finally:
         model.set_attn_implementation(attention)
