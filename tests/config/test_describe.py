@@ -1,5 +1,6 @@
 """The help tells of every setting, and a configuration survives being written as TOML."""
 
+import re
 import tomllib
 
 import pytest
@@ -15,10 +16,18 @@ SETTINGS = [
 
 
 def test_every_setting_and_section_has_its_help():
-    text = " ".join(help_text().split())
-    for section, name, field in SETTINGS:
-        assert f"--{section}.{name} " in text
-        assert field.description and " ".join(field.description.split()) in text, f"{section}.{name}"
+    for section, info in Config.model_fields.items():
+        table = help_text(999).split(f"\n[{section}]  ")[1].partition("\n[")[0]
+        heading, *settings = table.split("\n  --")
+        told = {f"--{words.split()[0]}": words.partition("\n")[2].strip() for words in settings}
+        assert told.keys() == {f"--{section}.{name}" for name in info.annotation.model_fields}
+        assert heading.endswith(".") and all(len(text) > 15 and text[0].isupper() for text in told.values()), told
+
+
+def test_the_docstring_of_a_section_tells_of_its_settings_and_no_others():
+    for info in Config.model_fields.values():
+        told = re.findall(r"^    (\w+): ", info.annotation.__doc__, re.MULTILINE)
+        assert told == list(info.annotation.model_fields)
 
 
 def test_help_is_plain_lines_that_fit(capsys):

@@ -11,15 +11,17 @@ from lacuna.commands.arguments import CommandParser
 
 LIMIT = 5000
 _NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(source: str) -> int:
-    """Lines that hold code: not blank, not comment, not docstring (any string that is a statement of its own)."""
+    """Lines that hold code: not blank, not comment, not the docstring of a module, class or function."""
     tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _NOT_CODE]
     code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
-    expressions = [node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Expr)]
-    texts = [value for value in expressions if isinstance(value, ast.Constant) and isinstance(value.value, str)]
-    return len(code - {line for text in texts for line in range(text.lineno, text.end_lineno + 1)})
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
+            code -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
+    return len(code)
 
 
 def run(words: Sequence[str]) -> int:

@@ -5,6 +5,7 @@ from fnmatch import fnmatchcase
 from lacuna.config.documents import DataConfig
 from lacuna.config.machine import ParallelismConfig
 
+# Name that another trainer uses -> canonical name.
 RENAMED: dict[str, str] = {
     **{f"training.{field}": f"data.{field}" for field in DataConfig.model_fields},
     **{f"training.{field}": f"parallelism.{field}" for field in ParallelismConfig.model_fields},
@@ -27,14 +28,15 @@ RENAMED: dict[str, str] = {
     "debug.seed": "training.seed",
     "debug.deterministic": "training.deterministic",
 }
-"""Name that another trainer uses -> canonical name."""
 
+# Those of them that are true where ours is false.
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
-"""Those of them that are true where ours is false."""
 
 _ALWAYS_EXPORTED = "the final model is always exported to hf/; `lacuna convert` exports any other checkpoint"
 _HUGGING_FACE = "the Hugging Face configuration decides; set model.config or model.name_or_path"
 
+# Pattern of a name that nothing here answers to, or of a setting and a value other than its default -> why it cannot
+# be had; the first that fits counts, and leaving it out is the mending.
 REFUSED: dict[str, str] = {
     "model.norm_type": _HUGGING_FACE,
     "model.name": _HUGGING_FACE,
@@ -62,8 +64,6 @@ REFUSED: dict[str, str] = {
     "validation.steps = 0": "must be a number of batches, or -1 for all",
     "memory_estimation.disable_fake_mode = *": "the estimate is computed from shapes, nothing runs that could be faked",
 }
-"""Pattern of a name that nothing here answers to, or of a setting and a value other than its default -> why it cannot
-be had; the first that fits counts, and leaving it out is the mending."""
 
 
 def refusal(text: str) -> str | None:

@@ -10,11 +10,13 @@ from lacuna.config.documents import Source
 from lacuna.config.errors import UserError, nearby
 from lacuna.config.sections import Config
 
+# Datasets that are readers of local files; the files are data_files.
 READERS = ("json", "text", "parquet", "csv", "arrow")
-"""Datasets that are readers of local files; the files are data_files."""
 
 _ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2")
 
+# Conditions that do not go together -> why, and what to do. A condition is a setting that is on (not false, 0, empty
+# or left out), or whose value fits a pattern; `no` negates it.
 CONTRADICTIONS: dict[str, str] = {
     "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
     "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
@@ -44,8 +46,6 @@ CONTRADICTIONS: dict[str, str] = {
     "parallelism.zero_stage = [12] & parallelism.fsdp_reshard_after_forward = always": "they are opposites; keep one",
     "parallelism.zero_stage = 3 & parallelism.fsdp_reshard_after_forward = never": "they are opposites; keep one",
 }
-"""Conditions that do not go together -> why, and what to do. A condition is a setting that is on (not false, 0, empty
-or left out), or whose value fits a pattern; `no` negates it."""
 
 
 def problems_of(config: Config) -> list[str]:

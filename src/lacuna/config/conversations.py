@@ -17,15 +17,17 @@ def _known_once(pairs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ChatConfig(Section):
-    """How conversations become tokens, and which of them are trained."""
+    """How conversations become tokens, and which of them are trained.
+
+    template: Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own.
+    train_on: Train all answers of the assistant, or only the last of each conversation.
+    columns: Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are messages,
+        prompt, completion, text and tools. Unset: these, or ShareGPT's conversations.
+    """
 
     template: Path | None = None
-    """Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own."""
     train_on: Literal["all", "last"] = "all"
-    """Train all answers of the assistant, or only the last of each conversation."""
     columns: Annotated[Names, AfterValidator(_known_once)] = ()
-    """Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are messages,
-    prompt, completion, text and tools. Unset: these, or ShareGPT's conversations."""
 
     @property
     def renamed(self) -> dict[str, str]:

@@ -1,5 +1,6 @@
 """Settings for the eye: the help of every flag, and a configuration as TOML."""
 
+import re
 import textwrap
 from typing import Any
 
@@ -14,11 +15,13 @@ def help_text(width: int = 100) -> str:
     lines = ["Settings, in the TOML file or as flags; the word none gives a setting its default."]
     for section, info in Config.model_fields.items():
         schema = info.annotation.model_json_schema()
-        lines += ["", f"[{section}]  {schema['description']}"]
+        heading, *texts = re.split(r"\n+(\w+): ", schema["description"])
+        about = dict(zip(texts[::2], texts[1::2], strict=True))
+        lines += ["", f"[{section}]  {heading}"]
         for name, field in schema["properties"].items():
             default = "" if field.get("default") in (None, []) else f" (default: {shown(field['default'])})"
             lines.append(f"  --{section}.{name} {_type_name(field)}")
-            lines.append(textwrap.indent(textwrap.fill(f"{field['description']}{default}", width - 6), " " * 6))
+            lines.append(textwrap.indent(textwrap.fill(re.sub(r"\s+", " ", about[name] + default), width - 6), " " * 6))
     lines += ["", "The names that flame and torchtitan use (training.dataset, experimental.*, ...) work too."]
     return "\n".join(lines)
 

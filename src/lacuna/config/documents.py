@@ -9,64 +9,68 @@ from lacuna.config.fields import Names, Numbers, Path, Paths, Section, Texts
 
 
 class Source(Section):
-    """One source of documents; the fields are those of `datasets.load_dataset`."""
+    """One source of documents; the fields are those of `datasets.load_dataset`.
+
+    dataset: Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow).
+    name: Configuration of the dataset.
+    split: Split of the dataset.
+    dir: Folder inside the dataset.
+    files: Files of the dataset.
+    weight: Share of the samples, relative to the other sources' weights.
+    """
 
     dataset: Path
-    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
     name: str | None = None
-    """Configuration of the dataset."""
     split: str = "train"
-    """Split of the dataset."""
     dir: Path | None = None
-    """Folder inside the dataset."""
     files: Paths = ()
-    """Files of the dataset."""
     weight: PositiveFloat | None = None
-    """Share of the samples, relative to the other sources' weights."""
 
 
+# Field of a source -> setting; of the training data with one value per dataset, where one serves all and none means
+# the default.
 _LISTS = {"name": "dataset_name", "split": "dataset_split", "dir": "data_dir", "files": "data_files"}
-"""Field of a source -> setting; of the training data with one value per dataset, where one serves all and none means
-the default."""
 
 
 class DataConfig(Section):
-    """Which documents are trained on, and how they become batches."""
+    """Which documents are trained on, and how they become batches.
+
+    dataset: Datasets: Hub ids, local folders, or readers of local files (json, parquet, csv, text, arrow).
+    dataset_name: Configuration of each dataset; one value serves all.
+    dataset_split: Split of each dataset; one value serves all.
+    data_dir: Folder inside each dataset; one value serves all.
+    data_files: Files of the dataset; with several datasets one per dataset (or several with commas), or one for all.
+    data_probs: Share of the samples from each dataset, relative to the others; needed with several datasets.
+    sources: The same as [[data.sources]] tables with dataset, name, split, dir, files, weight; TOML only.
+    streaming: Read the data while training instead of downloading it first.
+    num_workers: Processes that prepare batches; 0 means the training process. Unset: what fits the machine.
+    prefetch_factor: Batches that each worker prepares ahead.
+    document_mask: Keep the documents of one sequence from attending to each other.
+    predict_across_documents: Train the last token of a document to predict the first of the next.
+    shuffle: Shuffle the documents, anew in each epoch.
+    text_column: Column that holds the text. Unset: the first of text and content that exists.
+    tokenization: Tokenise once into a cache on disk, or while training; auto decides by the data.
+    max_broken_records: Unreadable records that are skipped and counted before the run stops.
+    retries: Times that a failed download or read is tried again, with growing pauses.
+    """
 
     dataset: Paths = ()
-    """Datasets: Hub ids, local folders, or readers of local files (json, parquet, csv, text, arrow)."""
     dataset_name: Names = ()
-    """Configuration of each dataset; one value serves all."""
     dataset_split: Names = ("train",)
-    """Split of each dataset; one value serves all."""
     data_dir: Paths = ()
-    """Folder inside each dataset; one value serves all."""
     data_files: Paths = ()
-    """Files of the dataset; with several datasets one per dataset (or several with commas), or one for all."""
     data_probs: Numbers = ()
-    """Share of the samples from each dataset, relative to the others; needed with several datasets."""
     sources: tuple[Source, ...] = Field((), strict=False)
-    """The same as [[data.sources]] tables with dataset, name, split, dir, files, weight; TOML only."""
     streaming: bool = False
-    """Read the data while training instead of downloading it first."""
     num_workers: NonNegativeInt | None = None
-    """Processes that prepare batches; 0 means the training process. Unset: what fits the machine."""
     prefetch_factor: PositiveInt = 2
-    """Batches that each worker prepares ahead."""
     document_mask: bool = True
-    """Keep the documents of one sequence from attending to each other."""
     predict_across_documents: bool = False
-    """Train the last token of a document to predict the first of the next."""
     shuffle: bool = True
-    """Shuffle the documents, anew in each epoch."""
     text_column: str | None = None
-    """Column that holds the text. Unset: the first of text and content that exists."""
     tokenization: Literal["auto", "cache", "online"] = "auto"
-    """Tokenise once into a cache on disk, or while training; auto decides by the data."""
     max_broken_records: NonNegativeInt = 100
-    """Unreadable records that are skipped and counted before the run stops."""
     retries: NonNegativeInt = 5
-    """Times that a failed download or read is tried again, with growing pauses."""
 
     def resolved_sources(self) -> tuple[Source, ...]:
         """Both spellings as one list of sources, those whose share is 0 left out.
@@ -105,45 +109,49 @@ class DataConfig(Section):
 
 
 class PackingConfig(Section):
-    """How examples share the rows of a batch."""
+    """How examples share the rows of a batch.
+
+    mode: Lay texts end to end and cut rows out, fit whole examples into rows, or give each a row of its own; auto is
+        concatenate for pretrain and best_fit for sft.
+    long_examples: What happens to examples longer than a row, unless texts are concatenated.
+    buffer: Rows whose examples are fitted together where data is tokenised while training; more waste less, but the
+        first step waits for as many of each of its rows.
+    """
 
     mode: Literal["auto", "concatenate", "best_fit", "none"] = "auto"
-    """Lay texts end to end and cut rows out, fit whole examples into rows, or give each a row of its own; auto is
-    concatenate for pretrain and best_fit for sft."""
     long_examples: Literal["truncate", "drop", "split"] = "truncate"
-    """What happens to examples longer than a row, unless texts are concatenated."""
     buffer: PositiveInt = 16
-    """Rows whose examples are fitted together where data is tokenised while training; more waste less, but the first
-    step waits for as many of each of its rows."""
 
 
 class ValidationConfig(Section):
-    """What the model is tried on while it trains; one source, and prompts to continue."""
+    """What the model is tried on while it trains; one source, and prompts to continue.
+
+    enable: Measure the validation loss. Unset: yes when validation.dataset is given.
+    dataset: Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow).
+    dataset_name: Configuration of the dataset.
+    dataset_split: Split of the dataset.
+    data_dir: Folder inside the dataset.
+    data_files: Files of the dataset.
+    freq: Training steps between two validations.
+    steps: Batches of one validation; -1 means all there are.
+    patience: Stop after that many validations without a better loss. Unset: never.
+    prompts: Texts continued before training, at each validation and at the end; commas do not split them.
+    max_new_tokens: Longest continuation of a prompt, in tokens.
+    temperature: Temperature of the continuations; 0 takes the likeliest token.
+    """
 
     enable: bool | None = None
-    """Measure the validation loss. Unset: yes when validation.dataset is given."""
     dataset: Path | None = None
-    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
     dataset_name: str | None = None
-    """Configuration of the dataset."""
     dataset_split: str = "validation"
-    """Split of the dataset."""
     data_dir: Path | None = None
-    """Folder inside the dataset."""
     data_files: Paths = ()
-    """Files of the dataset."""
     freq: PositiveInt = 500
-    """Training steps between two validations."""
     steps: int = Field(-1, ge=-1)
-    """Batches of one validation; -1 means all there are."""
     patience: PositiveInt | None = None
-    """Stop after that many validations without a better loss. Unset: never."""
     prompts: Texts = ()
-    """Texts continued before training, at each validation and at the end; commas do not split them."""
     max_new_tokens: PositiveInt = 64
-    """Longest continuation of a prompt, in tokens."""
     temperature: NonNegativeFloat = 0.8
-    """Temperature of the continuations; 0 takes the likeliest token."""
 
     def resolved_source(self) -> Source | None:
         """The source of the validation documents, None when no validation loss is measured."""

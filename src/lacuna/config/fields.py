@@ -9,8 +9,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Strict, TypeAda
 from pydantic.fields import FieldInfo
 
 
-class Section(BaseModel, frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False):
-    """One table of the TOML file; the text below a field is its help."""
+class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
+    """One table of the TOML file; its docstring holds the help, of the table and of each `setting:`."""
 
 
 class Words(tuple[str, ...]):

@@ -16,15 +16,15 @@ from lacuna.config.fields import Words, read_value, shown
 from lacuna.config.packaged import RECIPES, packaged
 from lacuna.config.sections import Config
 
+# Canonical dotted name of every setting -> its type, bounds and default.
 FIELDS = {
     f"{section}.{name}": field
     for section, table in Config.model_fields.items()
     for name, field in table.annotation.model_fields.items()
 }
-"""Canonical dotted name of every setting -> its type, bounds and default."""
 
+# Every name that a setting may be given under -> its canonical name.
 SPELLINGS = RENAMED | {setting: setting for setting in FIELDS}
-"""Every name that a setting may be given under -> its canonical name."""
 
 
 def load_config(path: str | None, flags: Sequence[str]) -> Config:

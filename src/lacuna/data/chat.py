@@ -21,8 +21,8 @@ from lacuna.config.errors import nearby, refuse
 from lacuna.config.packaged import RECIPES
 from lacuna.data.tokenizer import tokenize_text
 
+# Our names of the columns that each needs.
 _FORMATS = (("messages",), ("prompt", "completion"), ("text",))
-"""Our names of the columns that each needs."""
 
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
 _SHAREGPT = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -30,8 +30,8 @@ _SHAREGPT |= {"human": "user", "gpt": "assistant", "function_call": "assistant",
 _TRIAL = [{"role": "user", "content": "Is it raining?"}, {"role": "assistant", "content": "No, it is sunny."}]
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+# A template that joins the arguments of a call to a text wants them as JSON, others want them as tables.
 _JOINS_ARGUMENTS = re.compile(r"arguments['\"]?\]?\s*[+~]")
-"""A template that joins the arguments of a call to a text wants them as JSON, others want them as tables."""
 
 
 @dataclass(frozen=True)

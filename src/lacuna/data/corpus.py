@@ -12,8 +12,8 @@ from filelock import FileLock
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+# The dataset and the tokenizer of this name are the ones of this module.
 NAME = "python-stdlib"
-"""The dataset and the tokenizer of this name are the ones of this module."""
 
 _LOG = logging.getLogger(__name__)
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}

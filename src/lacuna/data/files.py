@@ -14,10 +14,10 @@ from fsspec.utils import infer_compression
 
 from lacuna.config import UserError
 
+# Column in which the reader gives whole records, as JSON.
 RECORD = "record"
-"""Column in which the reader gives whole records, as JSON."""
+# Column in which the reader says why and where a record is unreadable; null where it is not.
 BROKEN = "broken"
-"""Column in which the reader says why and where a record is unreadable; null where it is not."""
 
 
 def columns_of(files: list[str], kind: str) -> list[str]:

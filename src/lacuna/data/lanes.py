@@ -18,9 +18,9 @@ _DRAWN_AHEAD = 64
 _MOST_EMPTY = 100_000
 _FILL = 0.98  # of the buffer: examples that filled it whole would take a row more, nearly empty
 
+# Documents passed of each source, where to read each stream from, and before these what was used since then: tokens
+# of the current document, or rows of the examples that were fitted together.
 LaneState = tuple[int, list[int], list[Snapshot]]
-"""Documents passed of each source, where to read each stream from, and before these what was used since then: tokens
-of the current document, or rows of the examples that were fitted together."""
 
 
 class LaneRows:

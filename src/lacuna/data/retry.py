@@ -9,8 +9,8 @@ _LOG = logging.getLogger(__name__)
 _LONGEST_PAUSE = 60.0
 _HTTP_LIBRARIES = {"http", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "aiohttp", "huggingface_hub"}
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+# How `datasets` and the Hub's client begin when they are offline, or have tried again themselves.
 _GAVE_UP = ("Couldn't reach", "Cannot reach", "Offline mode")
-"""How `datasets` and the Hub's client begin when they are offline, or have tried again themselves."""
 _PASSING_STATUS = {408, 425, 429}
 
 

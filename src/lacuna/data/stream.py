@@ -14,18 +14,18 @@ from lacuna.data.retry import with_retries
 from lacuna.data.sources import Documents
 
 _LOG = logging.getLogger(__name__)
+# Documents shuffled among each other; they are in memory together.
 BLOCK = 1024
-"""Documents shuffled among each other; they are in memory together."""
 _MOST_PARTS = 64
 
 
+# Where a part stood at the start of a block, enough to read on from there: documents passed over all epochs, those of
+# them before this one, and the dataset's own state (None at the start of an epoch).
 Snapshot = tuple[int, int, dict[str, Any] | None]
-"""Where a part stood at the start of a block, enough to read on from there: documents passed over all epochs, those of
-them before this one, and the dataset's own state (None at the start of an epoch)."""
 BEGINNING: Snapshot = (0, 0, None)
 
+# A record and its place in the source.
 PlacedRecord = tuple[dict[str, Any], str]
-"""A record and its place in the source."""
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.data import Batch
-from lacuna.model.architecture import (
-    decoder_layers,
-    load_model_config,
-    non_embedding_parameters,
-)
+from lacuna.model.architecture import decoder_layers, load_model_config, non_embedding_parameters
 from lacuna.model.attention import choose_attention
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.initialize import compute_buffers, initialize_weights

@@ -21,8 +21,8 @@ from lacuna.parallel.schedule import held_stages, pipeline_order
 from lacuna.plan.dry_run import shapes
 from lacuna.plan.timeline import Slot, bubble_share, makespan, simulate
 
+# The mesh's axes, outermost first.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-"""The mesh's axes, outermost first."""
 
 STYLES = {"F": "#14171a on #9ecbff", "B": "#14171a on #a6e3a1", "I": "#14171a on #8be0d8", "W": "#14171a on #f5c26b"}
 LISTED_RANKS = 32

@@ -4,8 +4,8 @@ from typing import NamedTuple
 
 from lacuna.parallel.schedule import Action
 
+# How long an action takes, in forward passes of one stage: a backward pass is two matrix products for one.
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
-"""How long an action takes, in forward passes of one stage: a backward pass is two matrix products for one."""
 
 
 class Slot(NamedTuple):
