@@ -31,15 +31,18 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
     """Shards `model` in place: each layer is a unit, and a head of its own; the rest is one with the root.
 
     A tied head is not: a weight must be seen by one unit only. Also used on one process, where nothing is
-    exchanged, since it keeps float32 master weights under bfloat16 compute. Gradients come out summed over ranks
-    (the caller divides the loss by the tokens of the whole step) and are accumulated in float32.
+    exchanged, since it keeps float32 master weights under bfloat16 compute; there all is one unit, which takes the CPU
+    less time, unless memory is to be freed layer by layer. Gradients come out summed over ranks (the caller divides
+    the loss by the tokens of the whole step) and are accumulated in float32.
     """
     reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
     precision = MixedPrecisionPolicy(compute_dtype(config, mesh.device_type), reduce_dtype)
     offload = CPUOffloadPolicy(mesh.device_type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
     reshard = reshard_after_forward(config, mesh.layout)
     always = reshard and config.parallelism.fsdp_reshard_after_forward == "always"
-    units = [(layer, mesh.layers, reshard) for layer in layers]
+    frugal = config.training.enable_cpu_offload or config.optimizer.early_step_in_backward
+    frugal |= config.parallelism.fsdp_reshard_after_forward == "always"
+    units = [(layer, mesh.layers, reshard) for layer in layers if frugal or mesh.root.size() > 1]
     head = model.get_output_embeddings()
     embedding, output = (getattr(end, "weight", None) for end in (model.get_input_embeddings(), head))
     if output is not None and output is not embedding:
