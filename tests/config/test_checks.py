@@ -168,9 +168,9 @@ def test_one_of_several_datasets_takes_several_files():
     assert [source.files for source in data.resolved_sources()] == [("a.jsonl", "b.jsonl"), ("c.csv",)]
 
 
-def test_one_dataset_takes_all_files_and_the_whole_weight():
+def test_one_dataset_takes_all_files_and_needs_no_weight():
     data = DataConfig(dataset="json", data_files=["a.jsonl", "b.jsonl"])
-    assert data.resolved_sources() == (Source(dataset="json", files=("a.jsonl", "b.jsonl"), weight=1.0),)
+    assert data.resolved_sources() == (Source(dataset="json", files=("a.jsonl", "b.jsonl")),)
 
 
 def test_a_dataset_without_a_share_is_left_out():

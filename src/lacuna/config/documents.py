@@ -1,8 +1,8 @@
-"""The settings of where documents come from: the training data and the validation data."""
+"""The settings of the data: where documents come from, what of conversations is trained, and how rows are filled."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lacuna.config.errors import UserError
 from lacuna.config.fields import Names, Numbers, Path, Paths, Section, Texts
@@ -75,16 +75,12 @@ class DataConfig(Section):
     def resolved_sources(self) -> tuple[Source, ...]:
         """Both spellings as one list of sources, those whose share is 0 left out.
 
-        A single source has weight 1 unless it was given one. Several sources have either all a weight,
-        relative to one another, or none (`weight` is None): then each document is seen once per epoch.
-        Raises UserError when the lists do not fit each other.
+        They have either all a weight, relative to one another, or none (`weight` is None): then each document is seen
+        once per epoch. Raises UserError when the lists do not fit each other.
         """
         sources = self.sources or self._sources_of_lists()
-        weighted = [source for source in sources if source.weight is not None]
-        if weighted and len(weighted) < len(sources):
+        if len({source.weight is None for source in sources}) > 1:
             raise UserError("data.sources: only some have a weight; give every source its weight")
-        if len(sources) == 1 and not weighted:
-            return (sources[0].model_copy(update={"weight": 1.0}),)
         return sources
 
     def _sources_of_lists(self) -> tuple[Source, ...]:
@@ -106,6 +102,36 @@ class DataConfig(Section):
             for row in range(count)
             if not shares or shares[row]
         )
+
+
+# Our names of the columns of conversations.
+COLUMNS = ("messages", "prompt", "completion", "text", "tools")
+
+
+def _known_once(pairs: tuple[str, ...]) -> tuple[str, ...]:
+    renamed = dict(pair.partition("=")[::2] for pair in pairs)
+    if not all(renamed.values()) or not renamed.keys() <= set(COLUMNS) or len(renamed) < len(pairs):
+        raise ValueError(f"should be such as messages=dialog, each of {', '.join(COLUMNS)} once at most")
+    return pairs
+
+
+class ChatConfig(Section):
+    """How conversations become tokens, and which of them are trained.
+
+    template: Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own.
+    train_on: Train all answers of the assistant, or only the last of each conversation.
+    columns: Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are messages,
+        prompt, completion, text and tools. Unset: these, or ShareGPT's conversations.
+    """
+
+    template: Path | None = None
+    train_on: Literal["all", "last"] = "all"
+    columns: Annotated[Names, AfterValidator(_known_once)] = ()
+
+    @property
+    def renamed(self) -> dict[str, str]:
+        """Our name -> the data's, of the columns that are named."""
+        return dict(pair.split("=", 1) for pair in self.columns)
 
 
 class PackingConfig(Section):

@@ -5,8 +5,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lacuna.config import machine
-from lacuna.config.conversations import ChatConfig
-from lacuna.config.documents import DataConfig, PackingConfig, ValidationConfig
+from lacuna.config.documents import ChatConfig, DataConfig, PackingConfig, ValidationConfig
 from lacuna.config.fields import Path, Section, also
 from lacuna.config.packaged import packaged
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from lacuna.config import UserError
-from lacuna.config.conversations import COLUMNS, ChatConfig
+from lacuna.config.documents import COLUMNS, ChatConfig
 from lacuna.config.errors import nearby, refuse
 from lacuna.config.packaged import RECIPES
 from lacuna.data.tokenizer import tokenize_text
@@ -126,7 +126,8 @@ def encode(record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBas
         tokens = _encode_pair(values["prompt"], _read(values["completion"], str, where), tokenizer)
     else:
         parts = [_messages(value, where) for value in values.values()]
-        tools = _tools(record.get(found.get("tools")), f"{place}, column {found.get('tools')}")
+        tools = _read(record.get(found.get("tools")) or [], list, f"{place}, column {found.get('tools')}")
+        tools = [_without_none(_read(tool, dict, f"{place}, column {found['tools']}")) for tool in tools] or None
         chat = _Chat(where, tokenizer, tokenizer.get_chat_template(tools=tools), sum(parts, []), tools)
         tokens = _encode_chat(chat, len(chat.messages) - len(parts[-1]), settings)
     if not (tokens[1:] >= 0).any():
@@ -136,14 +137,9 @@ def encode(record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBas
 
 def _encode_pair(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """A prompt as a model is given it, and what it is to answer, which ends the text; no token is of both."""
-    end = tokenizer.eos_token_id
-    asked = tokenizer(prompt, verbose=False)["input_ids"]
-    if asked[-1:] == [end] and not prompt.endswith(tokenizer.eos_token):
-        asked.pop()
-    answer = tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
-    if end not in (None, *answer[-1:]):
-        answer.append(end)
-    return np.concatenate([~np.array(asked, dtype=np.int32), np.array(answer, dtype=np.int32)])
+    asked, answer = tokenize_text(tokenizer, prompt), tokenize_text(tokenizer, completion, begins=False)
+    ends = tokenizer.eos_token_id is not None and not prompt.endswith(tokenizer.eos_token)
+    return np.concatenate([~(asked[:-1] if ends else asked), answer])
 
 
 def _encode_chat(chat: _Chat, first: int, settings: ChatConfig) -> np.ndarray:
@@ -231,20 +227,13 @@ def _parting(chat: _Chat, stop: int, asks: bool) -> str:
     return f"{whole} in the whole conversation, but {part} {'where it is asked for' if asks else 'where it is last'}"
 
 
-def _tools(value: Any, where: str) -> list[dict[str, Any]] | None:
-    """The schemas of the tools, None where there are none."""
-    return [_without_none(_read(tool, dict, where)) for tool in _read(value or [], list, where)] or None
-
-
 def _messages(value: Any, where: str) -> list[dict[str, Any]]:
     """A list of messages with transformers' keys."""
-    return [
-        _message(_without_none(_read(message, dict, f"{where}, message {number}")), f"{where}, message {number}")
-        for number, message in enumerate(_read(value, list, where), 1)
-    ]
+    return [_message(one, f"{where}, message {number}") for number, one in enumerate(_read(value, list, where), 1)]
 
 
-def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+def _message(value: Any, where: str) -> dict[str, Any]:
+    message = _without_none(_read(value, dict, where))
     if "from" in message and "role" not in message:
         speaker, content = message.pop("from"), message.pop("value", None)
         if speaker not in _SHAREGPT:

@@ -5,7 +5,6 @@ import json
 import lzma
 from collections.abc import Iterator
 from contextlib import contextmanager
-from itertools import chain
 from typing import IO, Any
 
 import fsspec
@@ -22,7 +21,7 @@ BROKEN = "broken"
 
 def columns_of(files: list[str], kind: str) -> list[str]:
     """The columns of the records, as the first readable one has them. Raises UserError when there is none."""
-    for record, _ in chain.from_iterable(_records(path, kind) for path in files):
+    for record, _ in _records(files, kind):
         if isinstance(record, dict):
             return list(record)
     raise UserError(f"{files[0]}: holds no JSON objects; give one object with a text per line")
@@ -34,28 +33,28 @@ def read_records(files: list[str], kind: str, column: str, version: int) -> Iter
     RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or text (each file is
     a record); `version` that of this reader: a part of what caches are keyed by.
     """
-    for path in files:
-        for record, place in _records(path, kind):
-            value = None
-            if isinstance(record, dict):
-                value = json.dumps(record) if column == RECORD else record.get(column)
-            readable = isinstance(value, list if column == "input_ids" else str)
-            yield {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
+    for record, place in _records(files, kind):
+        value = None
+        if isinstance(record, dict):
+            value = json.dumps(record) if column == RECORD else record.get(column)
+        readable = isinstance(value, list if column == "input_ids" else str)
+        yield {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
 
 
-def _records(path: str, kind: str) -> Iterator[tuple[Any, str]]:
+def _records(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
     """Each record, None where it cannot be parsed, with its place."""
-    with _opened(path) as stream:
-        if kind == "text":
-            yield _parsed(stream.read(), lambda content: {"text": content.decode()}), path
-            return
-        for number, line in enumerate(stream, start=1):
-            if number == 1 and line.lstrip().startswith(b"[") and ".jsonl" not in path:
-                records = _parsed(line + stream.read(), json.loads)
-                for element, record in enumerate(records if isinstance(records, list) else [None], start=1):
-                    yield record, f"{path}, element {element}"
-            elif line.strip():
-                yield _parsed(line, json.loads), f"{path}:{number}"
+    for path in files:
+        with _opened(path) as stream:
+            if kind == "text":
+                yield _parsed(stream.read(), lambda content: {"text": content.decode()}), path
+                continue
+            for number, line in enumerate(stream, start=1):
+                if number == 1 and line.lstrip().startswith(b"[") and ".jsonl" not in path:
+                    records = _parsed(line + stream.read(), json.loads)
+                    for element, record in enumerate(records if isinstance(records, list) else [None], start=1):
+                        yield record, f"{path}, element {element}"
+                elif line.strip():
+                    yield _parsed(line, json.loads), f"{path}:{number}"
 
 
 def _parsed(content: bytes, parse: Any) -> Any:

@@ -11,10 +11,9 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.config.documents import Source
-from lacuna.data.bins import fill_rows, packing_mode
 from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
-from lacuna.data.packing import Batch, Span, pack
+from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode
 from lacuna.data.sources import Documents, open_source
 from lacuna.data.stream import Stream, number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
@@ -110,16 +109,14 @@ def make_plan(
     chat = config.chat if config.job.task == "sft" else None
     sources = tuple(open_source(setting, data, chat) for setting in settings)
     keys = [random_key(seed, 0, number) if data.shuffle and endless else None for number in range(len(sources))]
-    pools: list[Pool]
-    if data.streaming:
-        pools = [
-            Stream(number_of_parts(source.shard_sizes, lanes), key, source, data.retries, endless)
-            for source, key in zip(sources, keys, strict=True)
-        ]
-    else:
-        pools = [Pool(len(source.dataset), key) for source, key in zip(sources, keys, strict=True)]
-        if settings[0].weight is None:
-            pools = [Pool(sum(pool.size for pool in pools), keys[0])]
+    pools = [
+        Stream(number_of_parts(source.shard_sizes, lanes), key, source, data.retries, endless)
+        if data.streaming
+        else Pool(len(source.dataset), key)
+        for source, key in zip(sources, keys, strict=True)
+    ]
+    if settings[0].weight is None and not data.streaming:
+        pools = [Pool(sum(pool.size for pool in pools), keys[0])]
     if _is_cached(config, sources, endless):
         lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
     shares = tuple(setting.weight or 1.0 for setting in settings[: len(pools)])

@@ -12,8 +12,7 @@ from fsspec.core import url_to_fs
 
 from lacuna.config import UserError
 from lacuna.config.checks import READERS
-from lacuna.config.conversations import ChatConfig
-from lacuna.config.documents import DataConfig, Source
+from lacuna.config.documents import ChatConfig, DataConfig, Source
 from lacuna.data import corpus, files
 from lacuna.data.chat import conversation_columns
 from lacuna.data.retry import with_retries
@@ -46,7 +45,7 @@ def open_source(source: Source, data: DataConfig, chat: ChatConfig | None = None
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        [opened] = with_retries(lambda: [_open(source, data, chat)], data.retries, name)
+        [documents] = with_retries(lambda: [_open(name, source, data, chat)], data.retries, name)
     except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
@@ -56,16 +55,12 @@ def open_source(source: Source, data: DataConfig, chat: ChatConfig | None = None
             f"{name}: cannot be opened: {reason}; check data.dataset (or validation.dataset), its name, split, "
             "folder and files, and whether the Hub can be reached"
         ) from error
-    documents = Documents(name, *opened, chat)
     if not data.streaming and not len(documents.dataset):
         raise UserError(f"{name}: holds no documents; check data.dataset_split, data.data_dir and data.data_files")
     return documents
 
 
-def _open(
-    source: Source, data: DataConfig, chat: ChatConfig | None
-) -> tuple[Dataset | IterableDataset, str, tuple[int, ...]]:
-    """A source's dataset, its column and the sizes of its shards."""
+def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None) -> Documents:
     split, bracket, _ = source.split.partition("[")
     if bracket and data.streaming:
         raise UserError("a stream has no length to take a part of; give a whole split, or set data.streaming=false")
@@ -78,12 +73,13 @@ def _open(
     else:
         builder = _builder(source, split)
         if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(builder, source.split, data, chat)
+            return _from_files(name, builder, source.split, data, chat)
         if not data.streaming:
             builder.download_and_prepare()
         dataset = (builder.as_streaming_dataset if data.streaming else builder.as_dataset)(source.split)
     columns = _choose_columns(dataset.column_names or list(next(iter(dataset), {})), data.text_column, chat)
-    return dataset.select_columns(columns), columns[0], (1,) * dataset.num_shards if data.streaming else ()
+    shard_sizes = (1,) * dataset.num_shards if data.streaming else ()
+    return Documents(name, dataset.select_columns(columns), columns[0], shard_sizes, chat)
 
 
 def _builder(source: Source, split: str) -> DatasetBuilder:
@@ -99,9 +95,7 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
 
-def _from_files(
-    builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None
-) -> tuple[Dataset | IterableDataset, str, tuple[int, ...]]:
+def _from_files(name: str, builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None) -> Documents:
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
     whole, kind = split.partition("[")[0], builder.name
     found = builder.config.data_files.get(whole)
@@ -115,8 +109,8 @@ def _from_files(
     opener = IterableDataset if data.streaming else Dataset
     dataset = opener.from_generator(files.read_records, features=features, gen_kwargs=arguments)
     if data.streaming:
-        return dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found)
-    return _part({whole: dataset}, split), column, ()
+        return Documents(name, dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found), chat)
+    return Documents(name, _part({whole: dataset}, split), column, chat=chat)
 
 
 def _part(splits: dict[str, Dataset], split: str) -> Dataset:

@@ -44,12 +44,15 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return Hasher.hash([content, tokenizer.split_special_tokens, tokenizer.eos_token_id])
 
 
-def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str) -> np.ndarray:
-    """The tokens of a text, int32: as its tokenizer's post-processor has them, with one end of text at the end."""
+def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = True) -> np.ndarray:
+    """The tokens of a text, int32, with one end of text at the end.
+
+    Where it `begins` a document, it has the special tokens that its tokenizer's post-processor gives it.
+    """
     if tokenizer.is_fast:  # around transformers' own call, which also tracks offsets: a third faster
-        tokens = _backend(tokenizer).encode_batch_fast([text])[0].ids
+        tokens = _backend(tokenizer).encode_batch_fast([text], add_special_tokens=begins)[0].ids
     else:
-        tokens = tokenizer(text, return_attention_mask=False, verbose=False)["input_ids"]
+        tokens = tokenizer(text, add_special_tokens=begins, return_attention_mask=False, verbose=False)["input_ids"]
     if tokenizer.eos_token_id not in (None, *tokens[-1:]):
         tokens.append(tokenizer.eos_token_id)
     return np.array(tokens, dtype=np.int32)

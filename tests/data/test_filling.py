@@ -8,8 +8,7 @@ import pytest
 from lacuna.config import Config, UserError
 from lacuna.config.documents import PackingConfig
 from lacuna.config.sections import JobConfig, TrainingConfig
-from lacuna.data.bins import best_fit, fill_rows, packing_mode
-from lacuna.data.packing import Document
+from lacuna.data.packing import Document, best_fit, fill_rows, packing_mode
 
 SPACE = 8
 
