@@ -2,6 +2,7 @@
 
 import re
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 from lacuna.config.fields import shown
@@ -33,15 +34,16 @@ def _type_name(schema: dict[str, Any]) -> str:
 
 def to_toml(config: Config) -> str:
     """Every setting as TOML that `load_config` reads back to an equal configuration."""
-    lines = []
-    for section, table in config.model_dump().items():
-        sources = table.pop("sources") if table.get("sources") else ()
-        lines += [f"[{section}]", *_assignments(table)]
-        for source in sources:
-            lines += ["", f"[[{section}.sources]]", *_assignments(source)]
-        lines.append("")
-    return "\n".join(lines)
+    sections = config.model_dump().items()
+    return "\n".join(line for name, table in sections for line in (f"[{name}]", *_lines(name, table), ""))
 
 
-def _assignments(table: dict[str, Any]) -> list[str]:
-    return [f"# {key} is not set" if value is None else f"{key} = {shown(value)}" for key, value in table.items()]
+def _lines(name: str, table: dict[str, Any]) -> Iterator[str]:
+    """The settings of a table, and behind them its lists of tables."""
+    lists = {key: value for key, value in table.items() if isinstance(value, tuple) and {*map(type, value)} == {dict}}
+    for key, value in table.items():
+        if key not in lists:
+            yield f"# {key} is not set" if value is None else f"{key} = {shown(value)}"
+    for key, tables in lists.items():
+        for each in tables:
+            yield from ("", f"[[{name}.{key}]]", *_lines(f"{name}.{key}", each))

@@ -8,7 +8,7 @@ is the one that needs no download); `mixture` decides the order of documents fro
 - Laid end to end: the sources are tokenised once into a cache; rows are cut every seq_len tokens out of all documents
   in their order, so that any process can make any row and the position is the step alone.
 - Fitted: from the same cache, row R holds the whole examples that `packing` fits together.
-- `LaneRows` (`lanes`): documents are dealt to 8 lanes per sequence of the global batch, each of which packs its own;
+- In lanes: documents are dealt to 8 lanes per sequence of the global batch, each of which packs its own;
   row R is the next row of lane R mod lanes. Documents are tokenised by the worker that owns the lane, and local
   sources stay where they are; streams are read through `stream`. The position is a few integers per lane and, for
   each stream, the place to read it on from.

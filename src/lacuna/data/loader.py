@@ -17,10 +17,9 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
-from lacuna.data.lanes import LaneState
 from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
-from lacuna.data.rows import open_rows
+from lacuna.data.rows import LaneState, open_rows
 from lacuna.data.tokenize import add_broken, usable_cores
 
 _STEPS_BEFORE_A_LANE_RETURNS = 8

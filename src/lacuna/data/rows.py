@@ -3,16 +3,27 @@
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 import numpy as np
 
-from lacuna.data.lanes import LaneRows, LaneState
+from lacuna.config import UserError
 from lacuna.data.mixture import shuffled
-from lacuna.data.packing import Span
+from lacuna.data.packing import Document, Span, fill_rows
 from lacuna.data.plan import Plan
+from lacuna.data.stream import BEGINNING, Snapshot, Stream
+from lacuna.data.tokenize import add_broken, document_of
 
 _WINDOW = 8192
 _DRAWN_AT_ONCE = 16384
+_DRAWN_AHEAD = 64
+_MOST_EMPTY = 100_000
+_FILL = 0.98  # of the buffer: examples that filled it whole would take a row more, nearly empty
+
+# Of each source how many documents have been passed, and where to read it from if it is a stream.
+Place = list[tuple[int, Snapshot]]
+# What was used from a place on: tokens of a document, or rows of examples that were fitted together; and the place.
+LaneState = tuple[int, Place]
 
 
 def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> Callable[[int], list[Span]]:
@@ -25,7 +36,7 @@ def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]
         broken: gains the places of unreadable records that were met.
     """
     if plan.table is None:
-        return LaneRows(plan, states, broken).row
+        return _LaneRows(plan, states, broken).row
     made = _fitted(plan) if plan.fits else _laid_end_to_end(plan)
     rows = enumerate(itertools.chain(made, itertools.repeat(())))  # after the last document there are empty rows
 
@@ -91,3 +102,82 @@ def _draws(plan: Plan) -> Iterator[np.ndarray]:
         choices, index = plan.mixture.draw(0, cursors, _DRAWN_AT_ONCE)
         yield pool_starts[choices] + index
         cursors += np.bincount(choices, minlength=len(cursors))
+
+
+class _LaneRows:
+    """Rows of documents that are tokenised as they come; row R is the next of lane R mod lanes."""
+
+    def __init__(self, plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> None:
+        self._plan, self._states, self._broken = plan, states, broken
+        pools = plan.mixture.pools
+        starts = {lane: state or (0, [(0, BEGINNING)] * len(pools)) for lane, state in states.items()}
+        self._readers = {
+            source: stream.reader(plan.mixture.lanes, {lane: place[source] for lane, (_, place) in starts.items()})
+            for source, stream in enumerate(pools)
+            if isinstance(stream, Stream)
+        }
+        rows = self._fitted if plan.fits else self._laid_end_to_end
+        self._rows = {lane: rows(lane, *start) for lane, start in starts.items()}
+
+    def row(self, number: int) -> list[Span]:
+        """The spans of a row, none after the last document; those of a lane are asked for in order."""
+        lane = number % self._plan.mixture.lanes
+        spans, self._states[lane] = next(self._rows[lane], ([], None))
+        return spans
+
+    def _laid_end_to_end(self, lane: int, offset: int, place: Place) -> Iterator[tuple[list[Span], LaneState]]:
+        """The rows of a lane from a state on, each with the state after it."""
+        spans, space = [], self._plan.config.training.seq_len
+        for source, document, after in self._documents(lane, place):
+            while offset < len(document.tokens):
+                spans.append(document.span(offset, offset + space, source))
+                offset += len(spans[-1].tokens)
+                space -= len(spans[-1].tokens)
+                if not space:
+                    yield spans, (offset, place)
+                    spans, space = [], self._plan.config.training.seq_len
+            offset, place = 0, after
+        yield spans, (0, place)
+
+    def _fitted(self, lane: int, used: int, place: Place) -> Iterator[tuple[list[Span], LaneState]]:
+        """The same with whole examples, as many of which are fitted together as fill the buffer."""
+        config = self._plan.config
+        drawn = self._documents(lane, place)
+        while True:
+            examples, tokens = [], 0
+            for example in drawn:
+                examples.append(example)
+                tokens += min(len(example[1].tokens), config.training.seq_len)
+                if tokens >= _FILL * config.packing.buffer * config.training.seq_len:
+                    break
+            if not examples:
+                return
+            sources, documents, places = zip(*examples, strict=True)
+            bins = fill_rows(np.array([len(document.tokens) for document in documents]), documents.__getitem__, config)
+            order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, sum(passed for passed, _ in place))
+            for row in range(used, len(bins)):
+                pieces = bins[order[row]].T.tolist()
+                spans = [documents[number].span(*part, sources[number]) for number, *part in pieces]
+                yield spans, (row + 1, place) if row + 1 < len(bins) else (0, places[-1])
+            used, place = 0, places[-1]
+
+    def _documents(self, lane: int, place: Place) -> Iterator[tuple[int, Document, Place]]:
+        """The documents that a lane draws, each with its source and the place after it."""
+        in_vain = 0
+        with suppress(StopIteration):  # where a stream ends
+            while in_vain < _MOST_EMPTY:
+                drawn = self._plan.mixture.draw(lane, [passed for passed, _ in place], _DRAWN_AHEAD)
+                for source, index in np.transpose(drawn).tolist():
+                    documents, (passed, snapshot) = self._plan.sources[source], place[source]
+                    if source in self._readers:
+                        record, number, snapshot = self._readers[source](lane, index)
+                    else:
+                        record, number = documents.dataset[index], index
+                    document = document_of(record, number, documents, self._plan.tokenizer)
+                    if document.broken:
+                        self._broken.append(document.broken)
+                    in_vain = 0 if len(document.tokens) else in_vain + 1
+                    place = [*place[:source], (passed + 1, snapshot), *place[source + 1 :]]
+                    yield source, document, place
+            add_broken({}, self._broken, self._plan.config.data.max_broken_records)
+            raise UserError(f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column")

@@ -90,10 +90,15 @@ class TokenTable:
         """int64 [documents], in tokens."""
         return pc.list_value_length(self.dataset.data.column("tokens")).to_numpy()
 
+    @cached_property
+    def text_bytes(self) -> np.ndarray:
+        """float64 [documents], UTF-8 bytes of each text; nan where only its tokens are known."""
+        return self.dataset.data.column("text_bytes").to_numpy()
+
     def document(self, index: int) -> tuple[Document, int]:
         """A document, its tokens a view of the file, and its source."""
-        tokens, text_bytes = (self.dataset.data.column(name)[index] for name in ("tokens", "text_bytes"))
-        return Document(tokens.values.to_numpy(), text_bytes.as_py()), bisect_right(self.ends, index)
+        tokens = self.dataset.data.column("tokens")[index].values.to_numpy()
+        return Document(tokens, float(self.text_bytes[index])), bisect_right(self.ends, index)
 
 
 def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase, most_broken: int) -> TokenTable:
