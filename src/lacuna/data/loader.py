@@ -93,7 +93,14 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = self._start()
+            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
+            prefetch = self._source.plan.config.data.prefetch_factor if self._workers else None
+            # A generator of its own: else every start of a loader draws from the one that dropout draws from.
+            self._batches = iter(DataLoader(
+                self._source, batch_size=None, collate_fn=tuple, num_workers=self._workers, prefetch_factor=prefetch,
+                worker_init_fn=_start_worker, generator=torch.Generator(),
+            ))  # fmt: skip
+            self._stop = weakref.finalize(self, _stop_workers, self._batches)
         batch, moved, broken = next(self._batches)
         if isinstance(batch, UserError):
             raise batch
@@ -136,17 +143,6 @@ class Loader:
         if self._batches is not None:
             self._stop()
         self._batches = None
-
-    def _start(self) -> Iterator[tuple]:
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
-        prefetch = self._source.plan.config.data.prefetch_factor if self._workers else None
-        # A generator of its own: else every start of a loader draws from the one that dropout draws from.
-        batches = iter(DataLoader(
-            self._source, batch_size=None, collate_fn=tuple, num_workers=self._workers, prefetch_factor=prefetch,
-            worker_init_fn=_start_worker, generator=torch.Generator(),
-        ))  # fmt: skip
-        self._stop = weakref.finalize(self, _stop_workers, batches)
-        return batches
 
 
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
