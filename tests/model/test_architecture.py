@@ -9,15 +9,15 @@ from transformers import PretrainedConfig, Qwen2Config, ViTConfig
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import (
-    attended_pairs,
     attention_widths,
-    check_positions,
     decoder_layers,
     load_model_config,
+    meta_model,
     non_embedding_parameters,
     step_flops,
 )
-from lacuna.model.build import meta_model
+from lacuna.model.limits import check_layout
+from lacuna.parallel.mesh import Layout
 from tiny import VOCABULARY, tiny_config, tokenizer_of_words
 
 # Llama: width 32, 4 query heads of 8, 2 key-value heads, inner width 48, 2 layers, 97 tokens.
@@ -53,9 +53,9 @@ def test_only_the_experts_that_a_token_visits_count() -> None:
 
 
 def test_causal_attention_counts_half_the_square_and_windows_less() -> None:
-    assert attended_pairs(LENGTHS, None) == 16 / 2 + 100 / 2
-    assert attended_pairs(LENGTHS, 4) == 16 / 2 + (4 * 10 - 16 / 2)
-    assert attended_pairs(LENGTHS, 100) == attended_pairs(LENGTHS, None)
+    assert step_flops(0, {None: 1}, 14, LENGTHS) == 12 * (16 / 2 + 100 / 2)
+    assert step_flops(0, {4: 1}, 14, LENGTHS) == 12 * (16 / 2 + (4 * 10 - 16 / 2))
+    assert step_flops(0, {100: 1}, 14, LENGTHS) == step_flops(0, {None: 1}, 14, LENGTHS)
 
 
 def test_a_step_costs_six_per_parameter_and_token_and_twelve_per_attended_pair() -> None:
@@ -92,18 +92,17 @@ def test_the_decoder_layers_are_found(architecture: str) -> None:
 
 def test_documents_longer_than_the_model_has_positions_are_refused() -> None:
     model_config = tiny_config("llama")
-    check_positions(Config(training=TrainingConfig(seq_len=64)), model_config)
+    check_layout(Config(training=TrainingConfig(seq_len=64)), model_config, Layout())
     with pytest.raises(UserError, match=r"training\.seq_len: 65 is more than the 64 positions"):
-        check_positions(Config(training=TrainingConfig(seq_len=65)), model_config)
+        check_layout(Config(training=TrainingConfig(seq_len=65)), model_config, Layout())
     with pytest.raises(UserError, match=r"training\.context_len: 128 is more than the 64 positions"):
-        check_positions(
-            Config(training=TrainingConfig(seq_len=256, context_len=128, varlen=True, batch_size=1)), model_config
-        )
+        training = TrainingConfig(seq_len=256, context_len=128, varlen=True, batch_size=1)
+        check_layout(Config(training=training), model_config, Layout())
 
 
 def test_a_long_row_of_short_documents_fits_a_model_with_few_positions() -> None:
     training = TrainingConfig(seq_len=4096, context_len=64, varlen=True, batch_size=1)
-    check_positions(Config(training=training), tiny_config("llama"))
+    check_layout(Config(training=training), tiny_config("llama"), Layout())
 
 
 def read(folder: Path, key: str = "config") -> PretrainedConfig:

@@ -8,8 +8,7 @@ from transformers import PretrainedConfig
 
 from lacuna.config import Config, UserError
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
-from lacuna.model.architecture import decoder_layers
-from lacuna.model.build import meta_model
+from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.pipeline import balanced_stages, check_pipeline, cut, stage_ranges
 from layouts import pipeline

@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 
 from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
-from lacuna.model.build import meta_model
+from lacuna.model.architecture import meta_model
 from lacuna.parallel.mesh import Layout
 from lacuna.plan.memory import estimate_memory
 from lacuna.train.batch import plan_batch

@@ -22,8 +22,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from lacuna.config.errors import RunError
 from lacuna.data.chat import end_of_turn
-from lacuna.model.architecture import stored_tensors
-from lacuna.model.build import meta_model
+from lacuna.model.architecture import meta_model, stored_tensors
 
 FILE_BYTES = 5 * 10**9
 

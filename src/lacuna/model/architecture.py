@@ -13,7 +13,7 @@ from lacuna.config import Config, UserError
 def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
     """The Hugging Face configuration of the run's model, with a vocabulary that holds every token.
 
-    Raises `UserError` when it cannot be read, is no causal LM, or has fewer positions than a document may need.
+    Raises `UserError` when it cannot be read, or is no causal LM.
     """
     source = config.model.name_or_path or config.model.config
     setting = "model.name_or_path" if config.model.name_or_path else "model.config"
@@ -30,19 +30,15 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
         both = f"the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}"
         raise UserError(f"model.tokenizer_path: {both}: use the tokenizer that belongs to the model.")
     text_config.vocab_size = max(tokens, known)
-    check_positions(config, model_config)
     model_config.use_cache = False
     return model_config
 
 
-def check_positions(config: Config, model_config: PretrainedConfig) -> None:
-    """Raises `UserError` when a document may be longer than the model has positions."""
-    length = config.training.context_len
-    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None)
-    if positions and length > positions:
-        setting = "training.context_len" if config.training.varlen else "training.seq_len"
-        mend = "lower it, or raise max_position_embeddings in the model's configuration"
-        raise UserError(f"{setting}: {length} is more than the {positions} positions of the model: {mend}.")
+def meta_model(model_config: PretrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
+    """The model without memory: shapes only. Attention and dtype are noted in the configuration."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
+    return model.train()
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -89,18 +85,14 @@ def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
     return {window: count * heads * head_dim for window, count in layers.items()}
 
 
-def attended_pairs(lengths: torch.Tensor, window: int | None) -> float:
-    """How many (query, key) pairs causal attention computes over documents of these `lengths`: half the square."""
-    lengths = lengths.double()
-    seen = lengths.clamp(0, window)
-    return float((lengths * seen - seen * seen / 2).sum())
-
-
 def step_flops(parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor) -> float:
     """Model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths` (PaLM, appendix B).
 
-    6 per parameter and token; for attention 12 · heads · head_dim per attended pair and layer, of `attention_widths`.
-    Nothing is added for recomputation.
+    6 per parameter and token; for attention 12 · heads · head_dim, of `attention_widths`, per layer and pair of query
+    and key, of which causal attention computes half the square. Nothing is added for recomputation.
     """
-    attention = sum(width * attended_pairs(lengths, window) for window, width in widths.items())
-    return 6.0 * parameters * tokens + 12.0 * attention
+    flops, lengths = 6.0 * parameters * tokens, lengths.double()
+    for window, width in widths.items():
+        seen = lengths.clamp(0, window)
+        flops += 12.0 * width * float((lengths * seen - seen * seen / 2).sum())
+    return flops

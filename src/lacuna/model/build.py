@@ -7,12 +7,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.data import Batch
-from lacuna.model.architecture import decoder_layers, load_model_config, non_embedding_parameters
+from lacuna.model.architecture import decoder_layers, load_model_config, meta_model, non_embedding_parameters
 from lacuna.model.attention import choose_attention
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.initialize import compute_buffers, initialize_weights
@@ -20,7 +19,7 @@ from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.limits import check_layout
 from lacuna.model.weights import load_weights
 from lacuna.parallel.fsdp import compute_dtype
-from lacuna.parallel.mesh import Mesh
+from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
 from lacuna.parallel.pipeline import Pipeline, Stage
 
@@ -44,21 +43,24 @@ class BuiltModel:
     mesh: Mesh
     device: torch.device
     head: Head
-    attention: str
-    gather: DeviceMesh | None
     parameters: int
     matrix_parameters: int
 
     def inputs(self, batch: Batch) -> Inputs:
         """This rank's share of `batch`, on the device."""
-        return prepare_inputs(batch, self.attention, self.device, self.mesh, self.gather is not None)
+        attention, gather = self.model.config._attn_implementation, self.config.parallelism.disable_loss_parallel
+        return prepare_inputs(batch, attention, self.device, self.mesh, gather)
 
 
-def meta_model(model_config: PretrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model without memory: shapes only."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
-    return model.train()
+def shapes(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, device_type: str) -> PreTrainedModel:
+    """The run's model without memory, with the attention that it will have.
+
+    Raises `UserError` for a model that cannot be had like that.
+    """
+    model_config = load_model_config(config, tokenizer)
+    check_layout(config, model_config, layout)
+    attention = choose_attention(config, model_config, device_type, compute_dtype(config, device_type), layout)
+    return meta_model(model_config, attention, getattr(torch, config.training.dtype))
 
 
 def build_model(
@@ -74,36 +76,30 @@ def build_model(
     `microbatches` is the number of them in a step, which a pipeline must know. Raises `UserError` for whatever the
     configuration gets wrong.
     """
-    model_config = load_model_config(config, tokenizer)
-    check_layout(config, model_config, mesh.layout)
-    compute = compute_dtype(config, device.type)
-    attention = choose_attention(config, model_config, device.type, compute, mesh.layout)
-    probed = specimen(model_config, attention, compute, device)
+    model = shapes(config, tokenizer, mesh.layout, device.type)
+    probed = specimen(model, compute_dtype(config, device.type), device)
     head = probe_head(probed, compile_enabled(config, device.type))
     if config.data.document_mask:
         probe_packing(probed)
     del probed
-    model = meta_model(model_config, attention, getattr(torch, config.training.dtype))
     parameters = sum(parameter.numel() for parameter in model.parameters())
     matrix_parameters = non_embedding_parameters(model)
     stages = parallelize(model, decoder_layers(model), mesh, config)
     fill_model(model, config, device, restore)
-    gather = mesh.tensor if mesh.layout.tp > 1 and config.parallelism.disable_loss_parallel else None
     for stage in stages:
         attach_loss(stage.module)
-    run = partial(_run_stage, head, gather)
+    run = partial(_run_stage, head)
     pipeline = Pipeline(config, mesh, device, stages, microbatches, run) if mesh.layout.pp > 1 else None
-    logger.info("attention: %s; loss: %s", attention, "chunked" if head.chunked else "full logits")
-    return BuiltModel(
-        config, model, stages, pipeline, mesh, device, head, attention, gather, parameters, matrix_parameters
-    )  # fmt: skip
+    how = "chunked" if head.chunked else "full logits"
+    logger.info("attention: %s; loss: %s", model.config._attn_implementation, how)
+    return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, matrix_parameters)
 
 
-def _run_stage(head: Head, gather: DeviceMesh | None, stage: Stage, inputs: Inputs, received: Tensor | None) -> Tensor:
+def _run_stage(head: Head, stage: Stage, inputs: Inputs) -> Tensor:
     """What a pipeline hands on: hidden states, and from the last stage the summed loss."""
     if stage.is_last:
-        return summed_loss(stage.module, head, inputs, received, gather)
-    hidden = hidden_states(stage.module, inputs, received)
+        return summed_loss(stage.module, head, inputs)
+    hidden = hidden_states(stage.module, inputs)
     return hidden.clone() if hidden._is_view() else hidden  # zero-bubble schedules detach it in place
 
 

@@ -3,17 +3,15 @@
 import copy
 import logging
 from types import MethodType
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError
-from lacuna.model.architecture import decoder_layers
+from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.inputs import Inputs, packing_arguments
 from lacuna.model.loss import Head, chunked_linear_cross_entropy
 from lacuna.parallel.pipeline import PassThrough
@@ -22,32 +20,19 @@ from lacuna.parallel.tensor import gather_sequence_slices
 logger = logging.getLogger(__name__)
 
 
-def hidden_states(model: PreTrainedModel, inputs: Inputs, received: Tensor | None = None) -> Tensor:
-    """What the head is given [B, T, width]. No mask and no cache: either would let documents see each other.
-
-    `received` stands for the embeddings where an earlier pipeline stage has computed them.
-    """
-    return model.base_model(**_arguments(inputs, received)).last_hidden_state
+def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:
+    """What the head is given [B, T, width]."""
+    return model.base_model(**inputs.arguments).last_hidden_state
 
 
-def _arguments(inputs: Inputs, received: Tensor | None) -> dict[str, Any]:
-    source = {"input_ids": inputs.input_ids} if received is None else {"inputs_embeds": received}
-    return {**source, "position_ids": inputs.position_ids, "use_cache": False, **inputs.attention}
-
-
-def summed_loss(
-    model: PreTrainedModel, head: Head, inputs: Inputs, received: Tensor | None = None, gather: DeviceMesh | None = None
-) -> Tensor:
+def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
     """The summed cross-entropy (nats, float32) of the labels of `inputs`.
 
-    With `gather`, a tensor-parallel mesh, hidden states of the whole sequence are gathered first, labels are those of
-    the whole sequence, and every rank takes its share of the same loss. Without gradients the result has two elements:
-    the loss, and of how many labels the likeliest token is right.
+    Where hidden states of the whole sequence are gathered first, every rank takes its share of the same loss. Without
+    gradients the result has two elements: the loss, and of how many labels the likeliest token is right.
     """
-    if head.chunked:
-        states = hidden_states(model, inputs, received)
-    else:
-        states = type(model).forward(model, **_arguments(inputs, received)).logits
+    states = hidden_states(model, inputs) if head.chunked else type(model).forward(model, **inputs.arguments).logits
+    gather = inputs.gather
     if gather is not None:
         states = gather_sequence_slices(states, gather)
     states, labels = states.flatten(0, 1), inputs.labels.flatten()
@@ -63,7 +48,7 @@ def _loss_of_head(linear: nn.Linear, head: Head, states: Tensor, labels: Tensor)
 
 
 def attach_loss(model: PreTrainedModel) -> None:
-    """Gives `model` the method `summed_loss(head, inputs, received, gather)`, in place.
+    """Gives `model` the method `summed_loss(head, inputs)`, in place.
 
     Methods of the model and of its head and not functions around them, so that sharding gathers what they need.
     """
@@ -85,15 +70,12 @@ def _relative_difference(left: Tensor, right: Tensor) -> float:
     return ((left.float() - right.float()).norm() / right.float().norm().clamp(min=1e-12)).item()
 
 
-def specimen(
-    model_config: PretrainedConfig, attention: str, dtype: torch.dtype, device: torch.device
-) -> PreTrainedModel:
-    """The model in small for the probes: one layer of each kind, few tokens, transformers' own initial weights."""
-    small = copy.deepcopy(model_config)
+def specimen(whole: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """A model in small for the probes: one layer of each kind, few tokens, transformers' own initial weights."""
+    small = copy.deepcopy(whole.config)
     text_config = small.get_text_config()
     text_config.vocab_size, text_config.pad_token_id = min(text_config.vocab_size, 64), None
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(small, dtype=dtype, attn_implementation=attention).eval()
+    model = meta_model(small, whole.config._attn_implementation, dtype).eval()
     layers = decoder_layers(model)
     kinds = getattr(text_config, "layer_types", None) or [None] * len(layers)
     kinds = [*zip(map(type, layers), kinds, strict=True)]
@@ -124,7 +106,7 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     inputs, known = _probe_inputs(model, torch.arange(8), [8]), isinstance(linear, nn.Linear)
     for factor in (1, 1024) if known else ():
         linear.weight.mul_(factor)
-        logits, hidden = model(**_arguments(inputs, None)).logits, hidden_states(model, inputs)
+        logits, hidden = model(**inputs.arguments).logits, hidden_states(model, inputs)
         # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
         product = F.linear(hidden, linear.weight, linear.bias)
         linear.weight.div_(factor)

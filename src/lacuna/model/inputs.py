@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from lacuna.data import Batch
 from lacuna.model.attention import PACKED
@@ -24,12 +25,21 @@ class Inputs:
         labels: int64 [B, T], the same share.
         position_ids: int64 [B, T·tp]: layers see the share of all tensor-parallel ranks.
         attention: what attention must be told beside the position ids.
+        gather: the mesh over which hidden states are gathered before the head, whose labels then are those of the whole
+            sequence.
     """
 
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
     attention: dict[str, Any]
+    gather: DeviceMesh | None = None
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of the model. No mask and no cache: either would let documents see each other."""
+        ids = {"input_ids": self.input_ids, "position_ids": self.position_ids}
+        return {**ids, "use_cache": False, **self.attention}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -58,8 +68,8 @@ def packing_arguments(
     return {}  # transformers builds the mask from position ids that start again
 
 
-def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mesh, whole_labels: bool) -> Inputs:
-    """This rank's share of `batch`, on the device; with `whole_labels` those of all its tensor-parallel ranks."""
+def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mesh, gather: bool) -> Inputs:
+    """This rank's share of `batch`, on the device; with `gather` all its tensor-parallel ranks make the same loss."""
     tensors = (batch.input_ids, batch.labels, batch.position_ids)
     if attention.startswith("flash_attention"):  # transformers' own wants one row
         tensors = tuple(tensor.reshape(1, -1) for tensor in tensors)
@@ -69,4 +79,6 @@ def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mes
     input_ids, own_labels = (tensor.chunk(mesh.layout.tp, dim=1)[mesh.rank("tp")] for tensor in (input_ids, labels))
     length = batch.input_ids.shape[1]
     told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, length, device, mesh)
-    return Inputs(input_ids, labels if whole_labels else own_labels, position_ids, told)
+    if gather and mesh.layout.tp > 1:
+        return Inputs(input_ids, labels, position_ids, told, mesh.tensor)
+    return Inputs(input_ids, own_labels, position_ids, told)

@@ -9,14 +9,20 @@ from lacuna.parallel.tensor import check_tensor_parallel
 
 
 def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout) -> None:
-    """Raises `UserError` for a layout that the model or the length of the sequences does not allow."""
-    length, cuts = config.training.seq_len, layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    """Raises `UserError` for sequences too long for the model, and a layout that it or their length does not allow."""
+    training, positions = config.training, getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    too_long = (
+        f"training.{'context_len' if training.varlen else 'seq_len'}: {training.context_len} is more than the "
+        f"{positions} positions of the model: lower it, or raise max_position_embeddings in the model's configuration"
+    )
+    length, cuts = training.seq_len, layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
     uneven = (
         f"training.seq_len: {length} is no multiple of tensor_parallel_degree × 2 × context_parallel_degree = "
         f"{layout.tp} × 2 × {layout.cp}, the pieces of a sequence: the nearest above is {-(-length // cuts) * cuts}"
     )
     prompts = "validation.prompts: sampling needs data parallelism only; use lacuna generate on the run's folder"
     refuse({
+        too_long: bool(positions) and training.context_len > positions,
         uneven: length % cuts > 0,
         prompts: layout.sharing > 1 and bool(config.validation.prompts),
     })  # fmt: skip

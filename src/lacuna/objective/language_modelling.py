@@ -13,5 +13,5 @@ def language_modelling_loss(built: BuiltModel, batch: Batch) -> Tensor:
     """
     inputs = built.inputs(batch)
     if built.pipeline is not None:
-        return built.pipeline.evaluate(inputs, inputs.input_ids.shape)
-    return built.model.summed_loss(built.head, inputs, None, built.gather)
+        return built.pipeline.evaluate(inputs)
+    return built.model.summed_loss(built.head, inputs)

@@ -20,7 +20,10 @@ from lacuna.parallel.schedule import held_stages, pipeline_order, schedule_class
 
 
 class PassThrough(nn.Module):
-    """Stands where another stage's module is, and hands on its input, or what was received if that stage is earlier."""
+    """Stands where another stage's module is, and hands on its input, or what was received if that stage is earlier.
+
+    What is received stands for the embeddings too.
+    """
 
     received: Tensor | None = None
 
@@ -153,12 +156,12 @@ def stage_ranges(points: Sequence[str], stages: int, model: PreTrainedModel, lay
 class Pipeline:
     """The stages of this rank, and torch's schedule of them. Every rank of a pipeline must make the same calls.
 
-    `run(stage, inputs, received)` computes a stage: hidden states [..., width], or of the last stage the summed loss.
+    `run(stage, inputs)` computes a stage: hidden states [..., width], or of the last stage the summed loss.
     """
 
     def __init__(
         self, config: Config, mesh: Mesh, device: torch.device, stages: Sequence[Stage], microbatches: int,
-        run: Callable[[Stage, Any, Tensor | None], Tensor],
+        run: Callable[[Stage, Any], Tensor],
     ) -> None:  # fmt: skip
         self.device, self.mesh, self.run = device, mesh, run
         self.dtype = compute_dtype(config, device.type)
@@ -182,7 +185,7 @@ class Pipeline:
     def _forward(self, stage: Stage, received: Tensor, index: Tensor) -> Tensor:
         """torch hands tensors only from stage to stage; what else a micro-batch has is looked up by its number."""
         stage.entrance.received = received
-        return self.run(stage, self.inputs[int(index)], received.detach() if stage.index else None)
+        return self.run(stage, self.inputs[int(index)])
 
     def step(self, inputs: Sequence[Any], divisor: Tensor) -> Tensor:
         """Forward and backward of all micro-batches of a step; returns the summed loss (0 but for the last stage).
@@ -196,15 +199,15 @@ class Pipeline:
         self.schedule.step(*((numbers,) if 0 in self.stages else ()), index=numbers, return_outputs=False, **target)
         return torch.stack(losses).detach().sum() * divisor if losses else torch.zeros((), device=self.device)
 
-    def evaluate(self, inputs: Any, shape: Sequence[int]) -> Tensor:
-        """What the last stage computes of one micro-batch of `shape`, forward only (zeros [2] on other ranks)."""
+    def evaluate(self, inputs: Any) -> Tensor:
+        """What the last stage computes of one micro-batch, forward only (zeros [2] on other ranks)."""
         self.inputs = [inputs]
         group = self.mesh.pipeline
         owner = {stage: rank for rank, stages in self.held.items() for stage in stages}
         hidden = torch.zeros((), device=self.device)
         for index, stage in self.stages.items():
             if index and index - 1 not in self.stages:
-                hidden = torch.empty((*shape, self.width), dtype=self.dtype, device=self.device)
+                hidden = torch.empty((*inputs.input_ids.shape, self.width), dtype=self.dtype, device=self.device)
                 dist.recv(hidden, group=group, group_src=owner[index - 1])
             hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64))
             if not stage.is_last and index + 1 not in self.stages:

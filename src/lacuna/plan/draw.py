@@ -18,7 +18,7 @@ from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.pipeline import stage_ranges
 from lacuna.parallel.schedule import held_stages, pipeline_order
-from lacuna.plan.dry_run import shapes
+from lacuna.plan.dry_run import resolve
 from lacuna.plan.timeline import Slot, bubble_share, makespan, simulate
 
 # The mesh's axes, outermost first.
@@ -37,7 +37,7 @@ def draw(config: Config, processes: int, device: str) -> None:
 
     Raises `UserError` for a layout, batch or schedule that the run would refuse.
     """
-    layout, plan, _, model = shapes(config, processes, device)
+    layout, plan, _, model = resolve(config, processes, device)
     order = pipeline_order(config.parallelism, plan.accumulation) if layout.pp > 1 else {}
     rows = list(holdings(config, layout, model, plan.micro_batch * plan.accumulation, held_stages(order) or {0: [0]}))
     words = explain(config, layout, decoder_layers(model), plan.accumulation, device)

@@ -1,16 +1,13 @@
 """`--dry-run`: everything is resolved and checked, nothing is started."""
 
-import torch
 from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.data import build_loader, build_validation, run_tokenizer
-from lacuna.model.architecture import load_model_config, non_embedding_parameters
-from lacuna.model.attention import choose_attention
-from lacuna.model.build import meta_model
-from lacuna.model.limits import check_layout
+from lacuna.model.architecture import non_embedding_parameters
+from lacuna.model.build import shapes
 from lacuna.model.weights import weight_files
 from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Layout, resolve_layout
@@ -21,20 +18,15 @@ from lacuna.train.batch import BatchPlan, plan_batch
 from lacuna.train.setup import total_steps
 
 
-def shapes(
+def resolve(
     config: Config, processes: int, device: str
 ) -> tuple[Layout, BatchPlan, PreTrainedTokenizerBase, PreTrainedModel]:
     """How a run on that kind of `device` is laid out and batched, its tokenizer, and its model without memory.
 
     Raises `UserError` where they do not fit each other.
     """
-    layout = resolve_layout(config, processes)
-    plan = plan_batch(config, layout)
-    tokenizer = run_tokenizer(config)
-    model_config = load_model_config(config, tokenizer)
-    check_layout(config, model_config, layout)
-    attention = choose_attention(config, model_config, device, compute_dtype(config, device), layout)
-    return layout, plan, tokenizer, meta_model(model_config, attention, getattr(torch, config.training.dtype))
+    layout, tokenizer = resolve_layout(config, processes), run_tokenizer(config)
+    return layout, plan_batch(config, layout), tokenizer, shapes(config, tokenizer, layout, device)
 
 
 def dry_run(config: Config, processes: int, device: str | None = None) -> None:
@@ -44,7 +36,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     """
     device = device or device_type()
     check_device(config, device)
-    layout, plan, tokenizer, model = shapes(config, processes, device)
+    layout, plan, tokenizer, model = resolve(config, processes, device)
     if config.model.name_or_path:
         weight_files(config.model.name_or_path)
     loader = build_loader(config, tokenizer, dp_rank=0, dp_world=layout.data_parallel, **vars(plan))
