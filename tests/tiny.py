@@ -120,7 +120,7 @@ def sharded_model(model_config: PretrainedConfig, settings: Config, replicate: i
     model = meta_model(model_config, "sdpa", torch.float32)
     mesh = build_mesh(Layout(replicate, dist.get_world_size() // replicate), "cpu")
     parallelize(model, decoder_layers(model), mesh, settings)
-    fill_model(model, settings, CPU, None)
+    fill_model(model, settings, CPU, fill=True)
     attach_loss(model)
     return model
 

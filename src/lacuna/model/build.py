@@ -1,7 +1,7 @@
 """The model of a run, in the order of the lines of `build_model`."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -69,9 +69,9 @@ def build_model(
     mesh: Mesh,
     device: torch.device,
     microbatches: int = 1,
-    restore: Callable[[PreTrainedModel], None] | None = None,
+    fill: bool = True,
 ) -> BuiltModel:
-    """Builds, spreads and fills the model; `restore` fills its weights in place instead, from a checkpoint.
+    """Builds and spreads the model, and unless its weights will come from a checkpoint, fills it.
 
     `microbatches` is the number of them in a step, which a pipeline must know. Raises `UserError` for whatever the
     configuration gets wrong.
@@ -85,7 +85,7 @@ def build_model(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     matrix_parameters = non_embedding_parameters(model)
     stages = parallelize(model, decoder_layers(model), mesh, config)
-    fill_model(model, config, device, restore)
+    fill_model(model, config, device, fill)
     for stage in stages:
         attach_loss(stage.module)
     run = partial(_run_stage, head)
@@ -103,20 +103,16 @@ def _run_stage(head: Head, stage: Stage, inputs: Inputs) -> Tensor:
     return hidden.clone() if hidden._is_view() else hidden  # zero-bubble schedules detach it in place
 
 
-def fill_model(
-    model: PreTrainedModel, config: Config, device: torch.device, restore: Callable[[PreTrainedModel], None] | None
-) -> None:
-    """Gives a sharded meta model its memory, weights and buffers, in place; offloaded weights stay on the CPU."""
+def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fill: bool) -> None:
+    """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
     dtype = getattr(torch, config.training.dtype)
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
     shadow = meta_model(model.config, model.config._attn_implementation, dtype)
     loaded: set[str] = set()
-    if config.model.name_or_path and restore is None:
+    if fill and config.model.name_or_path:
         loaded = load_weights(model, shadow, config.model.name_or_path, home, dtype)
     else:
         model.to_empty(device=home)
     compute_buffers(model, shadow, device, loaded)
-    if restore is not None:
-        restore(model)
-    elif not config.model.name_or_path:
+    if fill and not config.model.name_or_path:
         initialize_weights(model, shadow, device, config.training.seed)

@@ -87,13 +87,12 @@ def specimen(whole: PreTrainedModel, dtype: torch.dtype, device: torch.device) -
     return model
 
 
-def _probe_inputs(model: PreTrainedModel, input_ids: Tensor, lengths: list[int]) -> Inputs:
-    """One row of documents of these `lengths`."""
-    ids = (input_ids % model.config.get_text_config().vocab_size)[None]
-    positions = torch.cat([torch.arange(length) for length in lengths])[None]
-    bounds = torch.tensor([0, *lengths]).cumsum(0).int()
-    attention = packing_arguments(model.config._attn_implementation, bounds, max(lengths), ids.shape[1], model.device)
-    return Inputs(ids.to(model.device), ids, positions.to(model.device), attention)
+def _probe_inputs(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
+    """One row of two documents of 8 tokens."""
+    ids = (input_ids % model.config.get_text_config().vocab_size)[None].to(model.device)
+    bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
+    attention = packing_arguments(model.config._attn_implementation, bounds, 8, 16, model.device)
+    return Inputs(ids, ids, torch.arange(16, device=model.device)[None] % 8, attention)
 
 
 @torch.no_grad()
@@ -103,7 +102,7 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     They are compared as they are, and with the head's weight enlarged: near zero a soft cap would not show.
     """
     head, linear = known_head(model.config, compiled), model.get_output_embeddings()
-    inputs, known = _probe_inputs(model, torch.arange(8), [8]), isinstance(linear, nn.Linear)
+    inputs, known = _probe_inputs(model, torch.arange(16)), isinstance(linear, nn.Linear)
     for factor in (1, 1024) if known else ():
         linear.weight.mul_(factor)
         logits, hidden = model(**inputs.arguments).logits, hidden_states(model, inputs)
@@ -126,7 +125,7 @@ def probe_packing(model: PreTrainedModel) -> None:
     """
     first = torch.arange(16) + 3
     second = torch.cat([first[:8] + 7, first[8:]])
-    states = [hidden_states(model, _probe_inputs(model, ids, [8, 8]))[:, 8:] for ids in (first, second)]
+    states = [hidden_states(model, _probe_inputs(model, ids))[:, 8:] for ids in (first, second)]
     if _relative_difference(states[0], states[1]) > 1e-3:
         raise UserError(
             f"data.document_mask: {type(model).__name__} with attention {model.config._attn_implementation!r} lets "

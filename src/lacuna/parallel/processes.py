@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lacuna.config import Config, UserError, refuse
+from lacuna.config import Config, refuse
 
 Result = TypeVar("Result")
 
@@ -63,11 +63,9 @@ def start_process(config: Config) -> Process:
     check_device(config, kind)
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     if kind == "cuda":
-        if local_rank >= torch.cuda.device_count():
-            raise UserError(
-                f"{os.environ.get('LOCAL_WORLD_SIZE', world_size)} processes were started on a host with "
-                f"{torch.cuda.device_count()} GPU(s): start at most one per GPU (--gpus N)."
-            )
+        gpus, started = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", world_size)
+        wrong = f"{started} processes were started on a host with {gpus} GPU(s): start at most one per GPU (--gpus N)"
+        refuse({wrong: local_rank >= gpus})
         torch.cuda.set_device(local_rank)
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(config.comm.trace_buf_size))
@@ -78,10 +76,9 @@ def start_process(config: Config) -> Process:
             os.makedirs(os.path.dirname(dump_prefix), exist_ok=True)
     device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device if kind == "cuda" else None)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    store = None if "RANK" in os.environ else dist.HashStore()
+    place = {"store": store, "rank": rank, "world_size": world_size, "device_id": device if kind == "cuda" else None}
+    dist.init_process_group(backend, timeout=timeout, **place)
     # A save of a large model may outlast any step: these groups wait as long as the longest of them.
     control, background = (dist.new_group(backend="gloo", timeout=timedelta(hours=2)) for _ in range(2))
     return Process(rank, world_size, device, control, background)
@@ -116,13 +113,10 @@ def require_same_config(config: Config, process: Process) -> None:
     own = {f"{section}.{name}": repr(value) for section, table in config for name, value in table}
     first, *others = gather_objects(process, own)
     for rank, other in enumerate(others, start=1):
-        changed = [f"{name} is {first[name]} on rank 0, {other[name]} on rank {rank}" for name in first
-                   if other[name] != first[name]]  # fmt: skip
-        if changed:
-            raise UserError(
-                f"the processes were started with different configurations: {'; '.join(changed[:3])}. Start all of "
-                f"them with the same file and the same flags."
-            )
+        changed = sorted(other.items() - first.items())
+        shown = "; ".join(f"{name} is {first[name]} on rank 0, {value} on rank {rank}" for name, value in changed[:3])
+        wrong = f"the processes were started with different configurations: {shown}"
+        refuse({f"{wrong}. Start all of them with the same file and the same flags": bool(changed)})
 
 
 def on_first(process: Process, action: Callable[[], Result]) -> Result:

@@ -81,8 +81,9 @@ class Run:
             self.state = TrainState(**saved["counters"])
         on_first(process, lambda: _write_config(config, plan))
         self.total_steps = total_steps(config, self.loader)
-        fill = None if start is None else lambda model: read_tensors(start, model_tensors(model), process)
-        built = self.built = build_model(config, tokenizer, mesh, process.device, plan.accumulation, fill)
+        built = self.built = build_model(config, tokenizer, mesh, process.device, plan.accumulation, start is None)
+        if start is not None:
+            read_tensors(start, model_tensors(built.model), process)
         self.optimizer = build_optimizer(built.model, config)
         if saved is not None:
             read_tensors(str(start), optimizer_tensors(built.model, self.optimizer), process)
