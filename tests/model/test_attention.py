@@ -60,7 +60,7 @@ def packed_results(model: PreTrainedModel) -> tuple[Tensor, float, dict[str, Ten
     """Hidden states, summed loss and gradients of the packed batch, as training makes them."""
     ids, positions, labels, bounds = packed_batch()
     told = packing_arguments(model.config._attn_implementation, bounds, 9, LENGTH, CPU)
-    inputs = Inputs(ids, labels, positions, told)
+    inputs = Inputs({"input_ids": ids, "position_ids": positions, **told}, labels)
     with torch.no_grad():
         states = hidden_states(model, inputs)
     attach_loss(model)

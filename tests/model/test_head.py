@@ -16,7 +16,7 @@ from tiny import VOCABULARY, own_loss, random_model, tiny_config
 IDS = torch.arange(36).view(2, 18) * 5 % VOCABULARY
 POSITIONS = torch.arange(18).expand(2, 18)
 LABELS = IDS.roll(-1, dims=1).masked_fill(IDS % 4 == 0, -100)
-INPUTS = Inputs(IDS, LABELS, POSITIONS, {})
+INPUTS = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, LABELS)
 
 
 def prepared(architecture: str, change: Callable[[PreTrainedModel], None] = lambda model: None) -> PreTrainedModel:

@@ -48,8 +48,9 @@ def check_loaded(folder: Path, model: PreTrainedModel) -> None:
     assert differing(dict(model.named_buffers()), dict(reference.named_buffers())) == [], folder
     labels = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
     head = known_head(model.config, compiled=False)
+    inputs = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, labels)
     with inference(model):
-        loss = model.summed_loss(head, Inputs(IDS, labels, POSITIONS, {}))[0] / (labels != -100).sum()
+        loss = model.summed_loss(head, inputs)[0] / (labels != -100).sum()
         expected = reference(input_ids=IDS, labels=IDS).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6), folder
 

@@ -108,11 +108,11 @@ def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fil
     dtype = getattr(torch, config.training.dtype)
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
     shadow = meta_model(model.config, model.config._attn_implementation, dtype)
-    loaded: set[str] = set()
-    if fill and config.model.name_or_path:
-        loaded = load_weights(model, shadow, config.model.name_or_path, home, dtype)
+    source = config.model.name_or_path if fill else None
+    if source:
+        load_weights(model, shadow, source, home, dtype)
     else:
         model.to_empty(device=home)
-    compute_buffers(model, shadow, device, loaded)
-    if fill and not config.model.name_or_path:
+    compute_buffers(model, shadow, device, loaded=bool(source))
+    if fill and not source:
         initialize_weights(model, shadow, device, config.training.seed)

@@ -90,9 +90,10 @@ def specimen(whole: PreTrainedModel, dtype: torch.dtype, device: torch.device) -
 def _probe_inputs(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
     """One row of two documents of 8 tokens."""
     ids = (input_ids % model.config.get_text_config().vocab_size)[None].to(model.device)
+    positions = torch.arange(16, device=model.device)[None] % 8
     bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
-    attention = packing_arguments(model.config._attn_implementation, bounds, 8, 16, model.device)
-    return Inputs(ids, ids, torch.arange(16, device=model.device)[None] % 8, attention)
+    told = packing_arguments(model.config._attn_implementation, bounds, 8, 16, model.device)
+    return Inputs({"input_ids": ids, "position_ids": positions, "use_cache": False, **told}, ids)
 
 
 @torch.no_grad()

@@ -1,10 +1,8 @@
 """Initial weights of a sharded model, bit-equal to transformers' own on one process, and its buffers."""
 
-from collections.abc import Collection
-
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
@@ -43,10 +41,9 @@ def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: 
             # What is tied follows its source; what another pipeline stage holds is drawn all the same.
             if prefix + name not in model.all_tied_weights_keys and prefix + name in parameters:
                 target = parameters[prefix + name]
-                if isinstance(target, DTensor):  # no source rank: every rank has the whole, nothing is sent
-                    parameter = distribute_tensor(parameter, target.device_mesh, target.placements, src_data_rank=None)
-                    target, parameter = target.to_local(), parameter.to_local()  # which may be on other devices
-                target.copy_(parameter)
+                # No source rank: every rank has the whole, nothing is sent.
+                shard = distribute_tensor(parameter, target.device_mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(shard.to_local())  # which may be on other devices
         module.to_empty(device="meta", recurse=is_layer)
 
     with guard_torch_init_functions():
@@ -55,13 +52,11 @@ def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: 
 
 
 @torch.no_grad()
-def compute_buffers(
-    model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, loaded: Collection[str] = ()
-) -> None:
+def compute_buffers(model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, loaded: bool) -> None:
     """Computes the buffers of `model` that no file holds (rotary frequencies, masks), by the model's own code.
 
-    `loaded` names those that already have their value. `shadow` is the same model on the meta device: working there
-    cannot touch weights that were just loaded. Raises `RuntimeError` when the model leaves a buffer unset.
+    Unless its weights are `loaded`, those that files hold as well. `shadow` is the same model on the meta device:
+    working there cannot touch weights that were just loaded. Raises `RuntimeError` when the model leaves one unset.
     """
     modules = dict(model.named_modules())
     for prefix, module in shadow.named_modules():
@@ -73,8 +68,8 @@ def compute_buffers(
                 buffer.fill_(float("nan"))
         shadow._init_weights(module)
         target = modules[prefix]._buffers
-        for name, buffer in module.named_buffers(prefix, recurse=False):
-            key = name.rpartition(".")[2]
-            if name not in loaded and buffer.isnan().any():
-                raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
-            target[key] = target[key].to(device) if name in loaded else buffer
+        for name, buffer in module.named_buffers(recurse=False):
+            kept = loaded and name not in module._non_persistent_buffers_set
+            if not kept and buffer.isnan().any():
+                raise RuntimeError(f"{type(model).__name__} does not compute its buffer {prefix}.{name}")
+            target[name] = target[name].to(device) if kept else buffer

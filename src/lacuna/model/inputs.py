@@ -21,25 +21,16 @@ class Inputs:
     """What the forward pass of one micro-batch needs.
 
     Attributes:
-        input_ids: int64 [B, T], this rank's share of the sequences.
-        labels: int64 [B, T], the same share.
-        position_ids: int64 [B, T·tp]: layers see the share of all tensor-parallel ranks.
-        attention: what attention must be told beside the position ids.
-        gather: the mesh over which hidden states are gathered before the head, whose labels then are those of the whole
-            sequence.
+        arguments: those of the model. Among them are `input_ids`, int64 [B, T], this rank's share of the sequences, and
+            `position_ids`, int64 [B, T·tp]: layers see the share of all tensor-parallel ranks. There is no mask and no
+            cache: either would let documents see each other.
+        labels: int64 [B, T], the same share as `input_ids`.
+        gather: the mesh over which hidden states are gathered before the head; labels are then as `position_ids`.
     """
 
-    input_ids: Tensor
+    arguments: dict[str, Any]
     labels: Tensor
-    position_ids: Tensor
-    attention: dict[str, Any]
     gather: DeviceMesh | None = None
-
-    @property
-    def arguments(self) -> dict[str, Any]:
-        """Those of the model. No mask and no cache: either would let documents see each other."""
-        ids = {"input_ids": self.input_ids, "position_ids": self.position_ids}
-        return {**ids, "use_cache": False, **self.attention}
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -79,6 +70,7 @@ def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mes
     input_ids, own_labels = (tensor.chunk(mesh.layout.tp, dim=1)[mesh.rank("tp")] for tensor in (input_ids, labels))
     length = batch.input_ids.shape[1]
     told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, length, device, mesh)
+    arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
     if gather and mesh.layout.tp > 1:
-        return Inputs(input_ids, labels, position_ids, told, mesh.tensor)
-    return Inputs(input_ids, own_labels, position_ids, told)
+        return Inputs(arguments, labels, mesh.tensor)
+    return Inputs(arguments, own_labels)

@@ -40,16 +40,15 @@ def weight_files(source: str) -> list[Path]:
 
 def load_weights(
     model: PreTrainedModel, shadow: PreTrainedModel, source: str, device: torch.device, dtype: torch.dtype
-) -> set[str]:
+) -> None:
     """Loads the weights of `source` into the sharded meta `model`; each rank reads only the slices it holds.
 
     transformers' own loader renames and fuses what its model classes store otherwise than the Hub does; it finds its
-    rules by class, which sharding changes, hence `shadow`, the same model unsharded. Returns the names it filled.
-    Raises `UserError` when the files do not fit the model.
+    rules by class, which sharding changes, hence `shadow`, the same model unsharded. Raises `UserError` when the files
+    do not fit the model.
     """
     files = [safe_open(path, framework="pt") for path in weight_files(source)]
     slices: dict[str, Any] = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
-    expected = set(model.state_dict())
     mapping = get_model_conversion_mapping(shadow)
     settings = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype, device_map={"": device})
     info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
@@ -58,4 +57,3 @@ def load_weights(
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
         raise UserError(f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}")
     tie_weights(model)
-    return expected - info.missing_keys

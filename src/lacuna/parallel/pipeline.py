@@ -201,13 +201,13 @@ class Pipeline:
 
     def evaluate(self, inputs: Any) -> Tensor:
         """What the last stage computes of one micro-batch, forward only (zeros [2] on other ranks)."""
-        self.inputs = [inputs]
-        group = self.mesh.pipeline
+        self.inputs, group = [inputs], self.mesh.pipeline
+        shape = (*inputs.arguments["input_ids"].shape, self.width)
         owner = {stage: rank for rank, stages in self.held.items() for stage in stages}
         hidden = torch.zeros((), device=self.device)
         for index, stage in self.stages.items():
             if index and index - 1 not in self.stages:
-                hidden = torch.empty((*inputs.input_ids.shape, self.width), dtype=self.dtype, device=self.device)
+                hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
                 dist.recv(hidden, group=group, group_src=owner[index - 1])
             hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64))
             if not stage.is_last and index + 1 not in self.stages:
