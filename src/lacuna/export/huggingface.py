@@ -53,10 +53,8 @@ def hub_tensors(
     for names in groups.values():
         gathered = {}
         for name in names:
-            if name in tensors:
-                tensor = _full(tensors[name], dtype).to(home)
-            else:  # another stage has it
-                tensor = torch.empty_like(everything[name], device=home)
+            here = name in tensors  # or another stage has it
+            tensor = _full(tensors[name], dtype).to(home) if here else torch.empty_like(everything[name], device=home)
             if pipeline is not None:
                 owner = next(stage for stage, own in enumerate(owners) if name in own)
                 dist.broadcast(tensor, group=pipeline, group_src=owner)

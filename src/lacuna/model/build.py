@@ -82,17 +82,15 @@ def build_model(
     if config.data.document_mask:
         probe_packing(probed)
     del probed
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    matrix_parameters = non_embedding_parameters(model)
+    sizes = {"parameters": model.num_parameters(), "matrix_parameters": non_embedding_parameters(model)}
     stages = parallelize(model, decoder_layers(model), mesh, config)
     fill_model(model, config, device, fill)
     for stage in stages:
         attach_loss(stage.module)
     run = partial(_run_stage, head)
     pipeline = Pipeline(config, mesh, device, stages, microbatches, run) if mesh.layout.pp > 1 else None
-    how = "chunked" if head.chunked else "full logits"
-    logger.info("attention: %s; loss: %s", model.config._attn_implementation, how)
-    return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, matrix_parameters)
+    logger.info("attention: %s", model.config._attn_implementation)
+    return BuiltModel(config, model, stages, pipeline, mesh, device, head, **sizes)
 
 
 def _run_stage(head: Head, stage: Stage, inputs: Inputs) -> Tensor:

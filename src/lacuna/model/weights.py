@@ -14,7 +14,7 @@ from transformers.core_model_loading import convert_and_load_state_dict_in_model
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from lacuna.config import UserError
+from lacuna.config import UserError, refuse
 from lacuna.model.initialize import tie_weights
 
 _BLOCK = 4096  # rows read at once for their mean
@@ -32,9 +32,8 @@ def weight_files(source: str) -> list[Path]:
         raise UserError(f"model.name_or_path: no folder {source!r}, and the Hub did not give it: {error}") from error
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SAFE_WEIGHTS_NAME}
-    for name in sorted(names):
-        if not (folder / name).exists():
-            raise UserError(f"model.name_or_path: {source!r} lacks the weight file {name}.")
+    lacks = f"model.name_or_path: {source!r} lacks the weight file"
+    refuse({f"{lacks} {name}": not (folder / name).exists() for name in sorted(names)})
     return [folder / name for name in sorted(names)]
 
 

@@ -86,8 +86,7 @@ def start_process(config: Config) -> Process:
 
 def stop_process() -> None:
     """Leaves the process group, once every rank has come to its end."""
-    if dist.get_world_size() > 1:
-        dist.barrier()
+    dist.barrier()
     dist.destroy_process_group()
 
 

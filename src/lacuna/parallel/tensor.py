@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lacuna.config import UserError, refuse
+from lacuna.config import refuse
 
 SETTING = "parallelism.tensor_parallel_degree"
 _PLANS = {  # of one layer, for architectures that transformers has none for
@@ -86,9 +86,8 @@ def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, me
             module = layer.get_submodule(name)
             split = _split_transposed if isinstance(module, Conv1D) else parallel.parallelize_module
             split(module, mesh, _STYLES[style])
-        whole = [name for name, parameter in layer.named_parameters() if not isinstance(parameter, DTensor)]
-        if whole:
-            raise UserError(f"{SETTING}: the plan of {model_config.model_type!r} models leaves out {whole[0]}.")
+        leaves_out = f"{SETTING}: the plan of {model_config.model_type!r} models leaves out"
+        refuse({f"{leaves_out} {name}": not isinstance(whole, DTensor) for name, whole in layer.named_parameters()})
 
 
 def _split_transposed(module: Conv1D, mesh: DeviceMesh, style: parallel.ParallelStyle) -> None:
