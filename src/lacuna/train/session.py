@@ -127,13 +127,13 @@ def _introduce(run: Run, console: Console) -> None:
 
 def _show_ways_on(run: Run, console: Console) -> None:
     """What can be done with the model now."""
-    folder, epochs = str(run.config.job.dump_folder), run.config.training.epochs
-    longer = f"--training.epochs {epochs * 2}" if epochs else f"--training.steps {run.total_steps * 2}"
+    folder, training = str(run.config.job.dump_folder), run.config.training
+    longer = f"epochs {training.epochs * 2}" if training.epochs else f"steps {training.steps * 2}"
     console.print(
         f"  model      {folder}/hf, which transformers' AutoModelForCausalLM.from_pretrained opens\n"
         f"  curves     {folder}/metrics.jsonl; tensorboard --logdir {folder}\n"
         f"  try it     lacuna generate {folder} --prompt 'def main():' --temperature 0.8\n"
-        f"  train on   lacuna train {folder}/config.toml {longer}\n"
+        f"  train on   lacuna train {folder}/config.toml --training.{longer}\n"
         "  larger     lacuna train pretrain_124m.toml (lacuna train --help lists the recipes)\n"
         "  your data  lacuna train --data.dataset my.jsonl --job.name mine (rows with a text column)",
         soft_wrap=True,

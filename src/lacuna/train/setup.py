@@ -1,22 +1,25 @@
 """Everything a run needs, made in the right order from its configuration."""
 
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 from rich.console import Console
+from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.describe import to_toml
 from lacuna.data import Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
+from lacuna.model.architecture import attention_widths
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
 from lacuna.train.batch import BatchPlan, plan_batch
 from lacuna.train.checkpoint import model_tensors, prepare_folder, read_tensors
-from lacuna.train.metrics import MetricWriter
+from lacuna.train.metrics import MetricWriter, peak_flops
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from lacuna.train.saver import CheckpointSaver, find_start
 
@@ -40,6 +43,16 @@ class TrainState:
         return shares if len(shares) > 1 else {}
 
 
+@dataclass
+class Interval:
+    """What is measured from one log to the next; `started` is put off by the time that is not training."""
+
+    started: float = field(default_factory=time.perf_counter)
+    waited: float = 0.0
+    tokens: float = 0.0
+    flops: float = 0.0
+
+
 def total_steps(config: Config, loader: Loader) -> int:
     """The length of the run in steps, from `training.steps` or `training.epochs`."""
     return config.training.steps or config.training.epochs * loader.steps_per_epoch
@@ -56,10 +69,15 @@ def _write_config(config: Config, plan: BatchPlan) -> None:
 
 
 class Run:
-    """The parts of a run, for the loop, put where the newest checkpoint left them.
+    """The parts of a run, put where the newest checkpoint left them, and the moving parts of the loop over them.
 
     Raises `UserError` for whatever the configuration or the data get wrong.
     """
+
+    interval: Interval
+    pending: tuple[Tensor, torch.cuda.Event] | None = None
+    stopping = save_wanted = False
+    skipped_in_a_row = 0
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.config, self.process = config, process
@@ -92,3 +110,6 @@ class Run:
         describe = partial(save_model_description, built.model.config, tokenizer, config.model.name_or_path)
         self.saver = CheckpointSaver(config, folder, describe, process)
         self.metrics = MetricWriter(config, process.rank, console, self.state.step, self.total_steps)
+        self.first_step, self.saved_step = self.state.step + 1, self.state.step
+        self.peak_flops = peak_flops(process.device)
+        self.attention_widths = attention_widths(built.model.config)
