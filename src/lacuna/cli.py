@@ -6,19 +6,13 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
+from types import ModuleType
 
 from lacuna import __version__
 from lacuna.config.errors import RunError, UserError, did_you_mean
 from lacuna.launch import LAUNCHED, RUN_FAILED, die_with_launcher
 
-COMMANDS = {
-    "train": "train a model: lacuna train [RUN.toml] [--section.key value ...]",
-    "plan": "what a run will take, and drawings of its layout: lacuna plan RUN.toml [--draw]",
-    "data": "what the model will see: lacuna data RUN.toml",
-    "generate": "text from a model: lacuna generate MODEL --prompt TEXT",
-    "convert": "between checkpoint forms: lacuna convert SOURCE TARGET --to hf|dcp",
-    "bloat": "count the package's lines of code",
-}
+COMMANDS = ("train", "plan", "data", "generate", "convert", "bloat")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -30,8 +24,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _quiet_libraries()
     if not words or words[0] in ("-h", "--help", "help"):
         print(f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n")
-        for name, what in COMMANDS.items():
-            print(f"  {name:<10} {what}")
+        for name in COMMANDS:
+            print(" ", str(_command(name).__doc__).splitlines()[0].replace("`", ""))
         print("\nlacuna train alone runs the quickstart. lacuna COMMAND --help tells more.")
         return 0
     if words[0] == "--version":
@@ -42,9 +36,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command not in COMMANDS:
             guess = did_you_mean(command, COMMANDS) or "."
             raise UserError(f"{command!r} is no command{guess} Known: {', '.join(COMMANDS)}.")
-        status = importlib.import_module(f"lacuna.commands.{command}").run(rest)
+        status = _command(command).run(rest)
         sys.stdout.flush()
-        return status
+        return status or 0
     except UserError as error:
         return _complain(error, 2)
     except RunError as error:
@@ -58,6 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in DISK_FULL:
             raise
         return _complain(f"the disk is full: {error}. Checkpoints are intact; make room and start it again.", 1)
+
+
+def _command(name: str) -> ModuleType:
+    return importlib.import_module(f"lacuna.commands.{name}")
 
 
 def _complain(error: Exception | str, status: int) -> int:

@@ -1,1 +1,1 @@
-"""One file per command; each has `run(arguments) -> exit status`."""
+"""One file per command, whose docstring begins with usage and purpose; `run(words)` may return an exit status."""

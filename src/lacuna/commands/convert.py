@@ -1,4 +1,4 @@
-"""`lacuna convert`: between lacuna's checkpoints and Hugging Face folders.
+"""`lacuna convert SOURCE TARGET --to hf|dcp`: between lacuna's checkpoints and Hugging Face folders.
 
 flame's modules and their equivalents:
   python -m flame.utils.convert_dcp_to_hf --path RUN --step N ...   lacuna convert RUN/checkpoint/step-N TARGET --to hf
@@ -15,8 +15,8 @@ from lacuna.commands.arguments import CommandParser
 from lacuna.config import UserError
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs the command; returns its exit status."""
+def run(words: Sequence[str]) -> None:
+    """Runs the command."""
     parser = CommandParser(prog="lacuna convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint step, or HF folder or Hub id")
     parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
@@ -32,4 +32,3 @@ def run(words: Sequence[str]) -> int:
 
     convert(given.source, given.target, given.to, given.dtype)
     print(f"Wrote {given.target}.")
-    return 0

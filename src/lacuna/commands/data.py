@@ -1,4 +1,4 @@
-"""`lacuna data`: shows what the model will see.
+"""`lacuna data RUN.toml`: shows what the model will see.
 
 usage: lacuna data [RUN.toml] [--section.key value ...] [--gpus N | --cpus N]
 
@@ -11,10 +11,9 @@ from collections.abc import Sequence
 from lacuna.commands.arguments import parse_run
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs the command; returns its exit status."""
+def run(words: Sequence[str]) -> None:
+    """Runs the command."""
     options, config = parse_run("data", str(__doc__), words)
     from lacuna.plan.examples import show_data  # torch takes seconds to import: not before it is needed
 
     show_data(config, options.gpus or options.cpus or 1)
-    return 0

@@ -1,4 +1,4 @@
-"""`lacuna generate`: text from a Hugging Face model, a checkpoint step or a run folder."""
+"""`lacuna generate MODEL --prompt TEXT`: text from a Hugging Face model, a checkpoint step or a run folder."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from lacuna.commands.arguments import CommandParser
 from lacuna.config import UserError
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs the command; returns its exit status."""
+def run(words: Sequence[str]) -> None:
+    """Runs the command."""
     parser = CommandParser(prog="lacuna generate", description="Prints the completion of a prompt, and nothing else.")
     parser.add_argument("model", metavar="MODEL", help="HF folder or Hub id, checkpoint step, or run folder")
     parser.add_argument("--prompt", required=True, help="the text to go on from")
@@ -31,4 +31,3 @@ def run(words: Sequence[str]) -> int:
         )
     sampling = (given.max_new_tokens, given.temperature, given.seed, given.chat)
     print(generate_text(model, tokenizer, given.prompt, *sampling))
-    return 0

@@ -1,4 +1,4 @@
-"""`lacuna plan`: says before the run what it takes; with --draw, which rank holds what and when it works.
+"""`lacuna plan RUN.toml [--draw]`: says before the run what it takes, or draws which rank holds what and works when.
 
 usage: lacuna plan [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--draw]
 
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from lacuna.commands.arguments import parse_run
 
 
-def run(words: Sequence[str]) -> int:
-    """Runs the command; returns its exit status."""
+def run(words: Sequence[str]) -> None:
+    """Runs the command."""
     options, config = parse_run("plan", str(__doc__), words, "--draw")
     # Experts are folded over the other degrees.
     degrees = [max(size, 1) for name, size in config.parallelism if "_degree" in name and "expert" not in name]
@@ -26,4 +26,3 @@ def run(words: Sequence[str]) -> int:
     show = draw if options.draw else dry_run
     processes = options.gpus or options.cpus or math.prod(degrees)
     show(config, processes, "cuda" if options.gpus else "cpu" if options.cpus else device_type())
-    return 0

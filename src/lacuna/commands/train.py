@@ -1,4 +1,4 @@
-"""`lacuna train`: trains, or with --dry-run says what would be trained.
+"""`lacuna train [RUN.toml] [--section.key value ...]`: trains, or with --dry-run says what would be trained.
 
 usage: lacuna train [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--dry-run]
 

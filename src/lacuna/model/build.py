@@ -52,7 +52,7 @@ class BuiltModel:
         return prepare_inputs(batch, attention, self.device, self.mesh, gather)
 
 
-def shapes(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, device_type: str) -> PreTrainedModel:
+def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, device_type: str) -> PreTrainedModel:
     """The run's model without memory, with the attention that it will have.
 
     Raises `UserError` for a model that cannot be had like that.
@@ -76,7 +76,7 @@ def build_model(
     `microbatches` is the number of them in a step, which a pipeline must know. Raises `UserError` for whatever the
     configuration gets wrong.
     """
-    model = shapes(config, tokenizer, mesh.layout, device.type)
+    model = plan_model(config, tokenizer, mesh.layout, device.type)
     probed = specimen(model, compute_dtype(config, device.type), device)
     head = probe_head(probed, compile_enabled(config, device.type))
     if config.data.document_mask:

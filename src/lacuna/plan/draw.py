@@ -13,13 +13,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lacuna.config import Config, UserError
+from lacuna.data import run_tokenizer
 from lacuna.model.architecture import decoder_layers
+from lacuna.model.build import plan_model
 from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
-from lacuna.parallel.mesh import Layout
+from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.pipeline import stage_ranges
 from lacuna.parallel.schedule import held_stages, pipeline_order
-from lacuna.plan.dry_run import resolve
 from lacuna.plan.timeline import Slot, bubble_share, makespan, simulate
+from lacuna.train.batch import plan_batch
 
 # The mesh's axes, outermost first.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
@@ -37,7 +39,9 @@ def draw(config: Config, processes: int, device: str) -> None:
 
     Raises `UserError` for a layout, batch or schedule that the run would refuse.
     """
-    layout, plan, _, model = resolve(config, processes, device)
+    layout = resolve_layout(config, processes)
+    plan = plan_batch(config, layout)
+    model = plan_model(config, run_tokenizer(config), layout, device)
     order = pipeline_order(config.parallelism, plan.accumulation) if layout.pp > 1 else {}
     rows = list(holdings(config, layout, model, plan.micro_batch * plan.accumulation, held_stages(order) or {0: [0]}))
     words = explain(config, layout, decoder_layers(model), plan.accumulation, device)

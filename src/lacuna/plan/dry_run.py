@@ -2,31 +2,19 @@
 
 from rich.console import Console
 from rich.table import Table
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.data import build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import non_embedding_parameters
-from lacuna.model.build import shapes
+from lacuna.model.build import plan_model
 from lacuna.model.weights import weight_files
 from lacuna.parallel.fsdp import compute_dtype
-from lacuna.parallel.mesh import Layout, resolve_layout
+from lacuna.parallel.mesh import resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import check_device, device_type
 from lacuna.plan.memory import estimate_memory
-from lacuna.train.batch import BatchPlan, plan_batch
+from lacuna.train.batch import plan_batch
 from lacuna.train.setup import total_steps
-
-
-def resolve(
-    config: Config, processes: int, device: str
-) -> tuple[Layout, BatchPlan, PreTrainedTokenizerBase, PreTrainedModel]:
-    """How a run on that kind of `device` is laid out and batched, its tokenizer, and its model without memory.
-
-    Raises `UserError` where they do not fit each other.
-    """
-    layout, tokenizer = resolve_layout(config, processes), run_tokenizer(config)
-    return layout, plan_batch(config, layout), tokenizer, shapes(config, tokenizer, layout, device)
 
 
 def dry_run(config: Config, processes: int, device: str | None = None) -> None:
@@ -36,7 +24,10 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     """
     device = device or device_type()
     check_device(config, device)
-    layout, plan, tokenizer, model = resolve(config, processes, device)
+    layout = resolve_layout(config, processes)
+    plan = plan_batch(config, layout)
+    tokenizer = run_tokenizer(config)
+    model = plan_model(config, tokenizer, layout, device)
     if config.model.name_or_path:
         weight_files(config.model.name_or_path)
     loader = build_loader(config, tokenizer, dp_rank=0, dp_world=layout.data_parallel, **vars(plan))

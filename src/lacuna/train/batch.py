@@ -19,39 +19,22 @@ class BatchPlan:
     global_batch: int
 
 
-def plan_batch(config: Config, layout: Layout, saved_global_batch: int | None = None) -> BatchPlan:
-    """The batch of this run; a resumed one keeps its global batch, whatever the ranks.
+def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> BatchPlan:
+    """The batch of this run; a resumed one keeps its global batch, `saved`, whatever the ranks.
 
     A pipeline takes all micro-batches of a step at once, and cuts the rows of a rank anew into as many as it wants.
     Raises `UserError` when the global batch does not divide.
     """
-    plan = _plan(config, layout.data_parallel, saved_global_batch)
-    pieces, rows = plan.accumulation, plan.micro_batch * plan.accumulation
-    if layout.pp > 1:
-        stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
-        pieces = config.parallelism.pipeline_parallel_microbatches or max(pieces, stages)
-        pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
-    reasons = {
-        "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
-        "no gradient that is complete before its end: use one micro-batch, or drop the setting": (
-            config.optimizer.early_step_in_backward and (plan.accumulation > 1 or layout.pp > 1)
-        ),
-        f"parallelism.pipeline_parallel_microbatches: the {plan.micro_batch} × {plan.accumulation} = {rows} sequences "
-        f"of a rank's step (training.batch_size × accumulation) cannot be cut into {pieces} equal micro-batches: "
-        f"choose a number that divides {rows}, or another batch": rows % pieces > 0,
-    }
-    refuse(reasons)
-    return BatchPlan(rows // pieces, pieces, plan.global_batch)
-
-
-def _plan(config: Config, ranks: int, saved: int | None) -> BatchPlan:
-    training, micro = config.training, config.training.batch_size
+    training, micro, ranks = config.training, config.training.batch_size, layout.data_parallel
     asked, given = training.global_batch_size, training.gradient_accumulation_steps
     total = saved or asked or micro * (given or 1) * ranks
-    share = total // ranks
+    rows = total // ranks
     if saved:
-        micro = max((size for size in range(1, min(micro, share) + 1) if share % size == 0), default=1)
-    accumulation = share // micro
+        micro = max((size for size in range(1, min(micro, rows) + 1) if rows % size == 0), default=1)
+    accumulation = pieces = max(rows // micro, 1)  # 1 where it does not divide, which is refused below
+    if layout.pp > 1:
+        stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
+        pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
     reasons = {
         f"training.global_batch_size: {asked} is asked for, but the run in job.dump_folder = "
         f"{config.job.dump_folder!r} was started with {saved}: remove the setting, or start in another "
@@ -64,9 +47,18 @@ def _plan(config: Config, ranks: int, saved: int | None) -> BatchPlan:
         f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two": (
             saved is None and given not in (None, accumulation)
         ),
+        "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
+        "no gradient that is complete before its end: use one micro-batch, or drop the setting": (
+            config.optimizer.early_step_in_backward and (accumulation > 1 or layout.pp > 1)
+        ),
+        f"parallelism.pipeline_parallel_microbatches: the {rows} sequences of a rank's step (training.batch_size × "
+        f"accumulation = {micro} × {accumulation}) cannot be cut into {pieces} equal micro-batches: choose a number "
+        f"that divides {rows}, or another batch": rows % pieces > 0,
     }
     refuse(reasons)
+    if layout.pp > 1:
+        pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
     if micro != training.batch_size:
         message = "micro-batches of %d instead of %d keep the run's global batch of %d"
         logger.info(message, micro, training.batch_size, total)
-    return BatchPlan(micro, accumulation, total)
+    return BatchPlan(rows // pieces, pieces, total)
