@@ -90,7 +90,7 @@ import os  # why
 VALUE = (
     1,
 )
-"""Its doc."""
+"""No docstring: nothing shows it."""
 '''
 
 

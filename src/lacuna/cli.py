@@ -5,8 +5,6 @@ import importlib
 import os
 import sys
 import warnings
-from collections.abc import Sequence
-from types import ModuleType
 
 from lacuna import __version__
 from lacuna.config.errors import RunError, UserError, did_you_mean
@@ -17,15 +15,16 @@ COMMANDS = ("train", "plan", "data", "generate", "convert", "bloat")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Exit status: 0 done, 2 the configuration or the input is wrong, 1 anything else."""
-    words = list(sys.argv[1:] if arguments is None else arguments)
+    words = sys.argv[1:] if arguments is None else arguments
     die_with_launcher()
     _quiet_libraries()
     if not words or words[0] in ("-h", "--help", "help"):
         print(f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n")
         for name in COMMANDS:
-            print(" ", str(_command(name).__doc__).splitlines()[0].replace("`", ""))
+            about, *_ = str(importlib.import_module(f"lacuna.commands.{name}").__doc__).splitlines()
+            print(" ", about.replace("`", ""))
         print("\nlacuna train alone runs the quickstart. lacuna COMMAND --help tells more.")
         return 0
     if words[0] == "--version":
@@ -36,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command not in COMMANDS:
             guess = did_you_mean(command, COMMANDS) or "."
             raise UserError(f"{command!r} is no command{guess} Known: {', '.join(COMMANDS)}.")
-        status = _command(command).run(rest)
+        status = importlib.import_module(f"lacuna.commands.{command}").run(rest)
         sys.stdout.flush()
         return status or 0
     except UserError as error:
@@ -52,10 +51,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if error.errno not in DISK_FULL:
             raise
         return _complain(f"the disk is full: {error}. Checkpoints are intact; make room and start it again.", 1)
-
-
-def _command(name: str) -> ModuleType:
-    return importlib.import_module(f"lacuna.commands.{name}")
 
 
 def _complain(error: Exception | str, status: int) -> int:

@@ -8,7 +8,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
 
 from lacuna.config import UserError
 
@@ -57,7 +58,7 @@ def adopt_slurm() -> None:
     environment["LOCAL_WORLD_SIZE"] = environment.get("SLURM_NTASKS_PER_NODE", "1")
 
 
-def launch(words: Sequence[str], processes: int, folder: str) -> int:
+def launch(words: list[str], processes: int, folder: str) -> int:
     """Runs `lacuna <words>` in `processes` processes and returns the run's exit status.
 
     Signals are passed on, and nobody is killed while saving (torch's elastic agent gives a signalled worker 30
@@ -67,6 +68,9 @@ def launch(words: Sequence[str], processes: int, folder: str) -> int:
     logs = [os.path.join(folder, "logs", f"rank-{rank}.log") for rank in range(processes)]
     os.makedirs(os.path.dirname(logs[0]), exist_ok=True)
     threads = max(1, (os.cpu_count() or 1) // processes)
+    # Standard input is never written to: it ends with us, as `die_with_launcher` notices. Ctrl-C comes once, from us.
+    command = [sys.executable, "-m", "lacuna", *words]
+    start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, start_new_session=True)
     workers = []
     with socket.socket() as reserved:  # bound but not listening: the first rank may listen on it, and nobody gets it
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -76,20 +80,12 @@ def launch(words: Sequence[str], processes: int, folder: str) -> int:
         common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), LAUNCHED: "1"}
         for rank, log in enumerate(logs):
             output = None if rank == 0 else open(log, "w")  # noqa: SIM115 (the child's from here)
-            workers.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "lacuna", *words],
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdin=subprocess.PIPE,  # never written to: it ends with us, as `die_with_launcher` notices
-                    stdout=output,
-                    stderr=output,
-                    start_new_session=True,  # Ctrl-C comes once, from us
-                )
-            )
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            workers.append(start(env=common | own, stdout=output, stderr=output))
         return _look_after(workers, logs)
 
 
-def _look_after(workers: Sequence[subprocess.Popen], logs: Sequence[str]) -> int:
+def _look_after(workers: list[subprocess.Popen], logs: list[str]) -> int:
     """Waits for all ranks; once one failed, stops the others, says which is to blame. Returns the run's exit status."""
 
     def forward(number: int, _: object) -> None:
@@ -119,11 +115,8 @@ def _look_after(workers: Sequence[subprocess.Popen], logs: Sequence[str]) -> int
     if failed or code < 0:  # else the first rank has said itself what went wrong
         how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else "failed"
         print(f"lacuna: rank {failed} {how}; all ranks are stopped.", file=sys.stderr)
-    if failed:
-        with open(logs[failed]) as file:
-            end = "".join(file.readlines()[-20:])
-        if end:
-            print(f"The end of {logs[failed]}:\n{end}", file=sys.stderr)
+    if failed and (lines := Path(logs[failed]).read_text().splitlines()):
+        print(f"The end of {logs[failed]}:", *lines[-20:], sep="\n", file=sys.stderr)
     return 2 if code == INPUT_WRONG else 1
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import os
-from collections.abc import Sequence
 
 from lacuna.config import Config, UserError, load_config
 from lacuna.config.describe import help_text
@@ -16,7 +15,7 @@ class CommandParser(argparse.ArgumentParser):
         raise UserError(f"{self.prog}: {message}. See {self.prog} --help.")
 
 
-def parse_run(command: str, doc: str, words: Sequence[str], *flag: str) -> tuple[argparse.Namespace, Config]:
+def parse_run(command: str, doc: str, words: list[str], *flag: str) -> tuple[argparse.Namespace, Config]:
     """The options of `words`, which are `flag` (under all its names), `gpus` and `cpus`, and the run of the rest.
 
     The file comes first or, as with flame, after `--job.config_file`, if there is one. With `--cpus` this process and
@@ -33,7 +32,7 @@ def parse_run(command: str, doc: str, words: Sequence[str], *flag: str) -> tuple
     parser.add_argument("--gpus", type=_count)
     parser.add_argument("--cpus", type=_count)
     parser.add_argument("--job.config_file", "--job.config-file", dest="files", action="append", default=[])
-    options, rest = parser.parse_known_args(list(words))
+    options, rest = parser.parse_known_args(words)
     if options.gpus and options.cpus:
         raise UserError("--gpus and --cpus exclude each other: give one.")
     files = options.files + ([rest.pop(0)] if rest and not rest[0].startswith("-") else [])

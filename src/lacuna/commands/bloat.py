@@ -4,7 +4,6 @@ import ast
 import io
 import tokenize
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 
 from lacuna.commands.arguments import CommandParser
@@ -24,9 +23,9 @@ def code_lines(source: str) -> int:
     return len(code)
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: list[str]) -> int:
     """Prints lines of code by folder and their sum; status 1 when the limit is passed."""
-    CommandParser(prog="lacuna bloat", description=__doc__).parse_args(list(words))
+    CommandParser(prog="lacuna bloat", description=__doc__).parse_args(words)
     package = Path(__file__).parent.parent
     counts: Counter[str] = Counter()
     for path in sorted(package.rglob("*.py")):

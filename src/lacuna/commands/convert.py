@@ -9,13 +9,12 @@ A run whose checkpoint folder holds a step-0 starts from its weights.
 
 import os
 from argparse import RawDescriptionHelpFormatter
-from collections.abc import Sequence
 
 from lacuna.commands.arguments import CommandParser
 from lacuna.config import UserError
 
 
-def run(words: Sequence[str]) -> None:
+def run(words: list[str]) -> None:
     """Runs the command."""
     parser = CommandParser(prog="lacuna convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
     parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint step, or HF folder or Hub id")
@@ -23,7 +22,7 @@ def run(words: Sequence[str]) -> None:
     parser.add_argument("--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted")
     dtypes = ("float32", "bfloat16", "float16")
     parser.add_argument("--dtype", choices=dtypes, help="of the weights; default: as they are")
-    given = parser.parse_args(list(words))
+    given = parser.parse_args(words)
     if given.to == "gguf":
         raise UserError("convert: --to gguf is not available yet.")
     if os.path.exists(given.target):

@@ -6,12 +6,10 @@ Prints a few examples of the first step, trained tokens green and special tokens
 are, what is longer than a row, and tokens and steps an epoch. Nothing is trained.
 """
 
-from collections.abc import Sequence
-
 from lacuna.commands.arguments import parse_run
 
 
-def run(words: Sequence[str]) -> None:
+def run(words: list[str]) -> None:
     """Runs the command."""
     options, config = parse_run("data", str(__doc__), words)
     from lacuna.plan.examples import show_data  # torch takes seconds to import: not before it is needed

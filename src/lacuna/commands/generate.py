@@ -1,12 +1,10 @@
 """`lacuna generate MODEL --prompt TEXT`: text from a Hugging Face model, a checkpoint step or a run folder."""
 
-from collections.abc import Sequence
-
 from lacuna.commands.arguments import CommandParser
 from lacuna.config import UserError
 
 
-def run(words: Sequence[str]) -> None:
+def run(words: list[str]) -> None:
     """Runs the command."""
     parser = CommandParser(prog="lacuna generate", description="Prints the completion of a prompt, and nothing else.")
     parser.add_argument("model", metavar="MODEL", help="HF folder or Hub id, checkpoint step, or run folder")
@@ -15,7 +13,7 @@ def run(words: Sequence[str]) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
     parser.add_argument("--seed", type=int, default=0, help="for temperatures above 0; default: 0")
     parser.add_argument("--chat", action="store_true", help="answer the prompt, by the tokenizer's chat template")
-    given = parser.parse_args(list(words))
+    given = parser.parse_args(words)
     if given.max_new_tokens < 1 or given.temperature < 0:
         raise UserError("generate: --max-new-tokens must be at least 1 and --temperature not negative.")
     import torch  # takes seconds: not before the words are known to be right
@@ -26,8 +24,6 @@ def run(words: Sequence[str]) -> None:
 
     model, tokenizer, _ = load_any_model(given.model, torch.device(device_type()))
     if given.chat and not tokenizer.chat_template:
-        raise UserError(
-            "generate: --chat: the tokenizer has no chat template; leave it out, or train with job.task = sft."
-        )
+        raise UserError("generate: --chat: the tokenizer has no chat template: drop it, or train with job.task = sft.")
     sampling = (given.max_new_tokens, given.temperature, given.seed, given.chat)
     print(generate_text(model, tokenizer, given.prompt, *sampling))

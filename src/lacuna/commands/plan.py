@@ -9,12 +9,11 @@ Checks the run of RUN.toml and shows its sizes, steps and memory, as lacuna trai
 """
 
 import math
-from collections.abc import Sequence
 
 from lacuna.commands.arguments import parse_run
 
 
-def run(words: Sequence[str]) -> None:
+def run(words: list[str]) -> None:
     """Runs the command."""
     options, config = parse_run("plan", str(__doc__), words, "--draw")
     # Experts are folded over the other degrees.

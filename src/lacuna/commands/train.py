@@ -13,13 +13,12 @@ where its last checkpoint left it when it is started again.
 """
 
 import os
-from collections.abc import Sequence
 
 from lacuna.commands.arguments import parse_run
 from lacuna.launch import launch, runs_here
 
 
-def run(words: Sequence[str]) -> int:
+def run(words: list[str]) -> int:
     """Runs the command; returns its exit status."""
     options, config = parse_run("train", str(__doc__), words, "--dry-run", "--dry_run")
     processes = runs_here(options.gpus, options.cpus)

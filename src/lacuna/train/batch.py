@@ -36,9 +36,9 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
         stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
         pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
     reasons = {
-        f"training.global_batch_size: {asked} is asked for, but the run in job.dump_folder = "
-        f"{config.job.dump_folder!r} was started with {saved}: remove the setting, or start in another "
-        f"job.dump_folder": saved is not None and asked not in (None, saved),
+        f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
+        f"{saved}: remove the setting, or choose another job.dump_folder": saved is not None
+        and asked not in (None, saved),
         f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
         f"share evenly: resume with a number of ranks that divides {saved}": saved is not None and saved % ranks > 0,
         f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
@@ -51,9 +51,8 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
         "no gradient that is complete before its end: use one micro-batch, or drop the setting": (
             config.optimizer.early_step_in_backward and (accumulation > 1 or layout.pp > 1)
         ),
-        f"parallelism.pipeline_parallel_microbatches: the {rows} sequences of a rank's step (training.batch_size × "
-        f"accumulation = {micro} × {accumulation}) cannot be cut into {pieces} equal micro-batches: choose a number "
-        f"that divides {rows}, or another batch": rows % pieces > 0,
+        f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = {rows} sequences of a step "
+        f"do not cut into {pieces} equal micro-batches: choose one that divides {rows}": rows % pieces > 0,
     }
     refuse(reasons)
     if layout.pp > 1:

@@ -3,10 +3,12 @@
 import json
 import logging
 import os
-import re
 import shutil
+import time
 import zlib
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lacuna.config import UserError
+from lacuna.config import Config, UserError
 from lacuna.config.errors import RunError
 from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.processes import Process, gather_objects, on_first
@@ -34,8 +36,7 @@ def checkpoint_path(folder: str, step: int) -> str:
 
 def listed_steps(folder: str) -> list[int]:
     """The steps of the checkpoints in `folder`, oldest first, without looking into them."""
-    names = os.listdir(folder) if os.path.isdir(folder) else []
-    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step-(\d+)", name)))
+    return sorted(int(step) for path in Path(folder).glob("step-*") if (step := path.name[5:]).isdecimal())
 
 
 def prepare_folder(folder: str) -> None:
@@ -102,9 +103,10 @@ def require_complete(path: str, setting: str, process: Process) -> str:
     return path
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Weights and persistent buffers by name, `model.<name>`, tied ones once, not copied."""
-    return {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
+def model_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Weights and persistent buffers by name, `model.<name>`, tied ones once; copied only where a `dtype` asks it."""
+    tensors = {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
+    return {name: tensor.to(dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()}
 
 
 def write_checkpoint(
@@ -172,6 +174,65 @@ def remove_checkpoint(path: str) -> None:
     shutil.rmtree(hidden, ignore_errors=True)
     os.replace(path, hidden)
     shutil.rmtree(hidden)
+
+
+class CheckpointSaver:
+    """Writes the checkpoints of one run. At most one is being written at a time; errors surface at the next call."""
+
+    def __init__(self, config: Config, folder: str, describe: Callable[[str], None], process: Process) -> None:
+        self.settings = config.checkpoint
+        self.folder = folder
+        self.describe = describe
+        # Saves may run behind the training, whose own talk must not mix with theirs.
+        self.process = replace(process, control=process.background)
+        self.last_time = time.monotonic()
+        self._thread = ThreadPoolExecutor(1)
+        self._written: Future[None] | None = None
+
+    def due_by_steps(self, step: int) -> bool:
+        """Whether a checkpoint falls due after `step` steps."""
+        return self.settings.interval_type == "steps" and step % self.settings.interval == 0
+
+    def due_by_time(self) -> bool:
+        """Whether, by this rank's clock, a checkpoint falls due now."""
+        settings = self.settings
+        return settings.interval_type == "seconds" and time.monotonic() - self.last_time >= settings.interval
+
+    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], wait: bool = False) -> None:
+        """Writes `tensors` and `state` as the checkpoint of `step`; all ranks must call it.
+
+        With an async mode it returns once the tensors are copied, unless `wait`.
+        """
+        self.wait()
+        self.last_time = time.monotonic()
+        if self.settings.async_mode == "disabled" or wait:
+            self._write(step, tensors, state)
+            return
+        # Copied without waiting, tensors go to page-locked memory, which torch keeps for the next time.
+        pinned = self.settings.async_mode == "async_with_pinned_mem"
+        copies = {name: tensor.to("cpu", non_blocking=pinned, copy=True) for name, tensor in tensors.items()}
+        if pinned:
+            torch.cuda.synchronize()
+        self._written = self._thread.submit(self._write, step, copies, state)
+
+    def wait(self) -> None:
+        """Waits for the checkpoint being written, if any, and raises what went wrong with it."""
+        if self._written is not None:
+            self._written.result()
+
+    def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
+        started = time.monotonic()
+        path = checkpoint_path(self.folder, step)
+        write_checkpoint(path, tensors, state, self.describe, self.process)
+        on_first(self.process, lambda: self._remove_old(step, state))
+        logger.info("saved step-%d in %.1f s", step, time.monotonic() - started)
+
+    def _remove_old(self, newest: int, state: dict[str, Any]) -> None:
+        best = state["counters"]["best_step"] if self.settings.keep_best else None
+        # step-0 is a start that somebody made on purpose.
+        steps = [step for step in listed_steps(self.folder) if step not in (0, best) and step <= newest]
+        for step in steps[: -self.settings.keep_latest_k or 0]:
+            remove_checkpoint(checkpoint_path(self.folder, step))
 
 
 def read_state(path: str) -> dict[str, Any]:

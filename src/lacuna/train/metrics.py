@@ -9,6 +9,7 @@ import resource
 import sys
 from contextlib import ExitStack
 from functools import partial
+from itertools import takewhile
 from typing import Any, TextIO
 
 import torch
@@ -71,13 +72,11 @@ def set_up_logging(config: Config, visible: bool) -> Console:
 
 def _open_rows(path: str, step: int) -> TextIO:
     """Opens a file of rows to add to, without those beyond `step`: a resume from there will write them anew."""
-    if os.path.exists(path):
-        with open(path) as file:
-            kept = [line for line in file if line.endswith("\n") and json.loads(line)["step"] <= step]
-        with open(path + ".new", "w") as file:
-            file.writelines(kept)
-        os.replace(path + ".new", path)
-    return open(path, "a", buffering=1)
+    file = open(path, "a+", buffering=1)  # noqa: SIM115 (the caller's)
+    file.seek(0)
+    kept = takewhile(lambda line: line.endswith("\n") and json.loads(line)["step"] <= step, file)
+    file.truncate(sum(map(len, kept)))  # JSON here is ASCII: a byte a letter
+    return file
 
 
 class MetricWriter(ExitStack):
@@ -118,9 +117,9 @@ class MetricWriter(ExitStack):
         """Writes one row; numbers that are not finite become null in the JSON file."""
         step = row["step"]
         numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
-        infinite = [key for key, value in numbers.items() if not math.isfinite(value)]
         if self._rows is not None:
-            self._rows.write(json.dumps(row | dict.fromkeys(infinite)) + "\n")
+            finite = {key: value if math.isfinite(value or 0) else None for key, value in row.items()}
+            self._rows.write(json.dumps(finite) + "\n")
         if self._board is not None:
             for key, value in numbers.items():
                 self._board.add_scalar(key, value, step)
@@ -143,10 +142,8 @@ def _wandb_run(config: Config) -> Any:
     try:
         import wandb
     except ImportError as error:
-        raise UserError(
-            "metrics.enable_wandb: the wandb package is not installed: pip install 'lacuna-train[wandb]', "
-            "or set metrics.enable_wandb = false."
-        ) from error
+        mend = "pip install 'lacuna-train[wandb]', or leave the setting out"
+        raise UserError(f"metrics.enable_wandb: the wandb package is not installed: {mend}.") from error
     defaults = {"project": "lacuna", "name": config.job.name, "resume": "allow"}
     chosen = {key: os.environ.get(f"WANDB_{key.upper()}", default) for key, default in defaults.items()}
     return wandb.init(**chosen, config=config.model_dump(), dir=config.job.dump_folder)

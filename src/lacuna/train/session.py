@@ -4,7 +4,6 @@ import json
 import os
 import signal
 import time
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from pathlib import Path
 
@@ -24,7 +23,7 @@ FINISHED = "finished.json"
 LOCK_PATIENCE_SECONDS = 10.0
 
 
-def stop_on_signals() -> Sequence[int]:
+def stop_on_signals() -> list[int]:
     """The signals received so far: from now on SIGINT and SIGTERM only ask the loop to save and stop after the step.
 
     A second Ctrl-C stops at once.
@@ -50,9 +49,8 @@ def lock(folder: str) -> AbstractContextManager[object]:
     try:
         return FileLock(os.path.join(folder, ".lock")).acquire(timeout=LOCK_PATIENCE_SECONDS)
     except Timeout as error:
-        raise UserError(
-            f"job.dump_folder: another run is writing to {folder!r}: stop it, or choose another folder."
-        ) from error
+        reason = f"job.dump_folder: another run is writing to {folder!r}"
+        raise UserError(f"{reason}: stop it, or choose another folder.") from error
 
 
 def train_here(config: Config) -> None:
@@ -75,7 +73,7 @@ def train_here(config: Config) -> None:
         stop_process()
 
 
-def _train(config: Config, process: Process, console: Console, stop: Sequence[int]) -> None:
+def _train(config: Config, process: Process, console: Console, stop: list[int]) -> None:
     started = time.monotonic()
     run = Run(config, process, console)
     built, state, settings = run.built, run.state, config.checkpoint

@@ -1,7 +1,5 @@
 """One optimizer step: micro-batches in, gradients summed over ranks, one update, and its news."""
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,7 +13,7 @@ from lacuna.parallel.pipeline import add_tied_gradients
 from lacuna.train.optimizer import clip_gradients, optimizer_step
 
 
-def agree(batches: Sequence[Batch], stop: bool, save: bool, built: BuiltModel) -> Tensor:
+def agree(batches: list[Batch], stop: bool, save: bool, built: BuiltModel) -> Tensor:
     """Float64 [tokens, trained tokens, stop, save, tokens of each source...] on the device.
 
     All are summed over micro-batches and data-parallel ranks.
@@ -28,7 +26,7 @@ def agree(batches: Sequence[Batch], stop: bool, save: bool, built: BuiltModel) -
     return totals / built.mesh.layout.sharing  # ranks that share sequences or layers all count the same
 
 
-def accumulate_gradients(built: BuiltModel, batches: Sequence[Batch], trained: Tensor) -> Tensor:
+def accumulate_gradients(built: BuiltModel, batches: list[Batch], trained: Tensor) -> Tensor:
     """Backward over the micro-batches; returns this rank's summed loss.
 
     Every micro-batch's summed loss is divided by the trained tokens of the whole step over all ranks, and gradients

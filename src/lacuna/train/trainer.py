@@ -4,7 +4,6 @@ import gc
 import logging
 import math
 import time
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -29,7 +28,7 @@ from lacuna.train.validation import evaluate
 logger = logging.getLogger(__name__)
 
 
-def train(run: Run, stop: Sequence[int]) -> bool:
+def train(run: Run, stop: list[int]) -> bool:
     """Trains to the end or until a signal is in `stop`. Returns whether it came to the end.
 
     Raises `RunError` when the loss stops being finite, too many steps in a row are skipped, or a disk is full.
@@ -148,7 +147,10 @@ def _log(run: Run, loss: Tensor, trained: Tensor, norm: Tensor, rate: float) -> 
         "data_wait_fraction": waited / run.process.world_size / seconds,
         "skipped_steps": state.skipped_steps,
     }
-    run.metrics.write(row | state.source_shares(run.config))
+    sources, seen = run.config.data.resolved_sources(), state.source_tokens
+    if len(sources) > 1:
+        row |= {f"share_{index}_{source.dataset}": seen[index] / sum(seen) for index, source in enumerate(sources)}
+    run.metrics.write(row)
     run.interval = Interval()
 
 
@@ -179,12 +181,9 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     run.save_wanted = False
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
-    tensors = model_tensors(run.built.model)
+    tensors = model_tensors(run.built.model, getattr(torch, settings.export_dtype) if weights_only else None)
     saved = {"step": state.step, "counters": vars(state).copy(), "global_batch": run.plan.global_batch}
-    if weights_only:
-        dtype = getattr(torch, settings.export_dtype)
-        tensors = {name: value.to(dtype) if value.is_floating_point() else value for name, value in tensors.items()}
-    else:
+    if not weights_only:
         tensors |= optimizer_tensors(run.built.model, run.optimizer)
         saved["data"] = merge_states(gather_objects(run.process, run.loader.state_dict()))
     run.saver.save(state.step, tensors, saved, wait)
