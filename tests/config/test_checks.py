@@ -57,6 +57,12 @@ def error_of(flags="", **kwargs):
             "training.global_batch_size",
             "8 x 2",
         ),
+        ("--model.train_new_tokens_only", "model.train_new_tokens_only", "model.new_tokens"),
+        (
+            "--model.train_new_tokens_only --model.new_tokens <a> --optimizer.early_step_in_backward",
+            "model.train_new_tokens_only",
+            "optimizer.early_step_in_backward",
+        ),
         ("--optimizer.early_step_in_backward", "optimizer.early_step_in_backward", "training.max_norm"),
         ("--data.dataset a/b,c/d", "data.dataset", "data.data_probs"),
         (

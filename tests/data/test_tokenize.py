@@ -8,10 +8,11 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import UserError
+from lacuna.config.sections import ModelConfig
 from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
 from lacuna.data.tokenize import add_broken, document_of
-from lacuna.data.tokenizer import load_tokenizer, tokenize_text, tokenizer_fingerprint
+from lacuna.data.tokenizer import grown_tokenizer, load_tokenizer, tokenize_text, tokenizer_fingerprint
 from texts import END
 
 
@@ -97,3 +98,33 @@ def test_an_unknown_tokenizer_is_a_user_error(tmp_path: Path) -> None:
     for name in (str(tmp_path), str(tmp_path / "nowhere"), "nobody/has-this-tokenizer"):
         with pytest.raises(UserError, match="model.tokenizer_path"):
             load_tokenizer(name)
+
+
+def with_new(folder: Path, *new: str) -> PreTrainedTokenizerFast:
+    return grown_tokenizer(ModelConfig(tokenizer_path=str(folder), new_tokens=new))
+
+
+def test_new_tokens_are_single_and_special_and_those_that_exist_are_not_added_again(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    once = with_new(tmp_path, "<think>", "<end>", "</think>", "<think>", "a")
+    first = len(tokenizer)
+    assert len(once) == first + 2
+    a, b = tokenizer("ab").input_ids
+    ids = once("a<think>b</think>").input_ids
+    assert ids == [a, first, b, first + 1]
+    assert once.decode(ids, skip_special_tokens=True) == "ab"
+    once.save_pretrained(tmp_path / "saved")
+    again = with_new(tmp_path / "saved", "</think>", "<think>")
+    assert again.get_vocab() == once.get_vocab() and again("a<think>b</think>").input_ids == ids
+    assert tokenizer_fingerprint(once) != tokenizer_fingerprint(tokenizer)
+
+
+def test_a_new_token_that_is_not_one_token_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    tokenizer.save_pretrained(tmp_path)
+    for token in ("", " ", "\n\t"):
+        with pytest.raises(UserError, match=r"model\.new_tokens: .* must be one token, and more than white space"):
+            with_new(tmp_path, "<think>", token)
+    with pytest.raises(UserError, match=r"model\.new_tokens: 'Ġ' becomes \[\d+, \d+\].* must be one token"):
+        with_new(tmp_path, "Ġ")  # how the vocabulary writes a space

@@ -16,7 +16,10 @@ TALKS = [
     [("user", "the bird"), ("assistant", "flew over the house but so did the dog")],
     [("user", "so"), ("assistant", "so")],
 ]
-SFT = ("--job.task", "sft", "--chat.template", "chatml", "--checkpoint.interval", 2)
+SFT = (
+    "--job.task", "sft", "--chat.template", "chatml", "--model.new_tokens", "<|im_start|>,<|im_end|>",
+    "--checkpoint.interval", 2,
+)  # fmt: skip
 
 
 def as_messages(talk: list[tuple[str, str]]) -> list[dict[str, str]]:
@@ -28,12 +31,10 @@ def chats(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[object
     """The flags of a model with weights and of a step on all four conversations."""
     folder = tmp_path_factory.mktemp("chats")
     torch.manual_seed(0)
-    LlamaForCausalLM(
-        LlamaConfig.from_pretrained(world / "model", max_position_embeddings=512, vocab_size=259)
-    ).save_pretrained(folder / "model")
-    tokenizer = AutoTokenizer.from_pretrained(world / "model")
-    tokenizer.add_special_tokens({"extra_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.save_pretrained(folder / "model")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(world / "model", max_position_embeddings=512)).save_pretrained(
+        folder / "model"
+    )
+    AutoTokenizer.from_pretrained(world / "model").save_pretrained(folder / "model")
     lines = [json.dumps({"messages": as_messages(talk)}) + "\n" for talk in TALKS]
     (folder / "chats.jsonl").write_text("".join(lines))
     return (

@@ -39,6 +39,8 @@ CONTRADICTIONS: dict[str, str] = {
     "validation.data_files & no validation.dataset": "the second is not given; set it, or drop both",
     "checkpoint.keep_best & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
     "checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
+    "model.train_new_tokens_only & no model.new_tokens": "the second names the rows that the first trains; set it",
+    "model.train_new_tokens_only & optimizer.early_step_in_backward": "early steps train all rows; drop one",
     "optimizer.early_step_in_backward & training.max_norm": "early steps leave nothing to clip; set max_norm = 0",
     "optimizer.early_step_in_backward & training.skip_nan_inf": "an early step cannot be skipped; drop one",
     "activation_checkpoint.mode = memory_budget & no compile.enable": "needs torch.compile; set compile.enable = true",

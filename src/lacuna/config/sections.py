@@ -6,7 +6,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, DataConfig, PackingConfig, ValidationConfig
-from lacuna.config.fields import Path, Section, also
+from lacuna.config.fields import Names, Path, Section, also
 from lacuna.config.packaged import packaged
 
 
@@ -34,12 +34,20 @@ class ModelConfig(Section):
     config: Hub id, folder or .json file (also one that ships with lacuna) of a configuration; the weights are
         initialised from scratch.
     tokenizer_path: Hub id or folder of the tokenizer. Unset: where the model or its configuration comes from.
+    new_tokens: Special tokens (of roles, reasoning, tools) that the tokenizer gets unless it has them. Each gets a row
+        of the embedding and the head: the mean of the rows that were there.
+    vocabulary_multiple: The rows of embedding and head are padded to a multiple of this.
+    train_new_tokens_only: Of the embedding and the head, train only the rows of model.new_tokens, and without weight
+        decay (peft's trainable_token_indices); the rest of the model is trained as ever.
     attention: How attention is computed; auto takes the fastest that is exact on this machine.
     """
 
     name_or_path: Path | None = None
     config: Annotated[Path, AfterValidator(packaged)] | None = None
     tokenizer_path: Path | None = None
+    new_tokens: Names = ()
+    vocabulary_multiple: PositiveInt = 1
+    train_new_tokens_only: bool = False
     attention: Literal[
         "auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"
     ] = "auto"

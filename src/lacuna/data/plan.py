@@ -17,24 +17,25 @@ from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode
 from lacuna.data.sources import Documents, open_source
 from lacuna.data.stream import Stream, number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
-from lacuna.data.tokenizer import load_tokenizer, tokenizer_source
+from lacuna.data.tokenizer import grown_tokenizer
 
 _LOG = logging.getLogger(__name__)
 _CACHED_BELOW = 256 * 2**20
-# What decides which samples a step trains on, and must stay in a run that goes on.
+# What decides which samples a step trains on, and must stay in a run that goes on (train_new_tokens_only because AdamW
+# goes on moving what it has moved).
 _DECIDING = {
-    "job": {"task"}, "data": True, "chat": True, "packing": True,
+    "job": {"task"}, "model": {"new_tokens", "train_new_tokens_only"}, "data": True, "chat": True, "packing": True,
     "training": {"seq_len", "context_len", "varlen", "seed"},
 }  # fmt: skip
 _NOT_DECIDING = {"data": {"num_workers", "prefetch_factor", "max_broken_records", "retries"}}
 
 
 def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with the chat template that it trains on.
+    """The tokenizer of a run, with its new tokens and the chat template that it trains on.
 
     Raises UserError for whatever the configuration gets wrong of them.
     """
-    tokenizer = load_tokenizer(tokenizer_source(config.model))
+    tokenizer = grown_tokenizer(config.model)
     if config.job.task == "sft":
         use_template(tokenizer, config.chat)
     return tokenizer

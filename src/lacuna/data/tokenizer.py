@@ -35,6 +35,30 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         ) from error
 
 
+def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, which knows `model.new_tokens`.
+
+    Raises UserError when there is none, or a new token is not one token.
+    """
+    tokenizer = load_tokenizer(tokenizer_source(model))
+    known = tokenizer.get_vocab()
+    tokenizer.add_tokens([token for token in model.new_tokens if token not in known], special_tokens=True)
+    for token in model.new_tokens:
+        ids = tokenizer.encode(token, add_special_tokens=False)
+        if not token.strip() or ids != [tokenizer.convert_tokens_to_ids(token)]:
+            raise UserError(
+                f"model.new_tokens: {token!r} becomes {ids} with the tokenizer of {tokenizer_source(model)}, but must "
+                "be one token, and more than white space; choose another text, such as <think>"
+            )
+    return tokenizer
+
+
+def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
+    """How many ids a model's tokenizer has without `model.new_tokens`, and the ids of those that it lacked."""
+    before = set(load_tokenizer(tokenizer_source(model)).get_vocab().values())
+    return max(before) + 1, {*grown_tokenizer(model).get_vocab().values()} - before
+
+
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which tokens a text becomes."""
     if tokenizer.is_fast:

@@ -25,11 +25,12 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM.")
     text_config = model_config.get_text_config()
-    tokens, known = len(tokenizer), text_config.vocab_size
-    if config.model.name_or_path and tokens > known:
+    tokens, known, multiple = len(tokenizer), text_config.vocab_size, config.model.vocabulary_multiple
+    if config.model.name_or_path and tokens > known and not config.model.new_tokens:
         both = f"the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}"
         raise UserError(f"model.tokenizer_path: {both}: use the tokenizer that belongs to the model.")
-    text_config.vocab_size = max(tokens, known)
+    highest = max(tokenizer.convert_tokens_to_ids([*config.model.new_tokens]), default=0)  # some leave ids out
+    text_config.vocab_size = -(-max(tokens, highest + 1, known) // multiple) * multiple
     model_config.use_cache = False
     return model_config
 
@@ -56,6 +57,14 @@ def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
     persistent = set(model.state_dict(keep_vars=True))
     buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
     return dict(model.named_parameters()) | buffers
+
+
+def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
+    """What has a row for every token, embedding and head with its bias, by each of their names."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    found = {id(weight) for end in ends if end is not None for weight in end.parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: weight for name, weight in named if id(weight) in found}
 
 
 def non_embedding_parameters(model: nn.Module) -> int:

@@ -7,11 +7,13 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.data import Batch
-from lacuna.model.architecture import decoder_layers, load_model_config, meta_model, non_embedding_parameters
+from lacuna.data.tokenizer import added_ids
+from lacuna.model import architecture
 from lacuna.model.attention import choose_attention
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.initialize import compute_buffers, initialize_weights
@@ -57,10 +59,10 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
 
     Raises `UserError` for a model that cannot be had like that.
     """
-    model_config = load_model_config(config, tokenizer)
+    model_config = architecture.load_model_config(config, tokenizer)
     check_layout(config, model_config, layout)
     attention = choose_attention(config, model_config, device_type, compute_dtype(config, device_type), layout)
-    return meta_model(model_config, attention, getattr(torch, config.training.dtype))
+    return architecture.meta_model(model_config, attention, getattr(torch, config.training.dtype))
 
 
 def build_model(
@@ -82,15 +84,30 @@ def build_model(
     if config.data.document_mask:
         probe_packing(probed)
     del probed
-    sizes = {"parameters": model.num_parameters(), "matrix_parameters": non_embedding_parameters(model)}
-    stages = parallelize(model, decoder_layers(model), mesh, config)
+    sizes = {"parameters": model.num_parameters(), "matrix_parameters": architecture.non_embedding_parameters(model)}
+    stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
     fill_model(model, config, device, fill)
     for stage in stages:
         attach_loss(stage.module)
     run = partial(_run_stage, head)
     pipeline = Pipeline(config, mesh, device, stages, microbatches, run) if mesh.layout.pp > 1 else None
+    if config.model.train_new_tokens_only:
+        freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
     logger.info("attention: %s", model.config._attn_implementation)
     return BuiltModel(config, model, stages, pipeline, mesh, device, head, **sizes)
+
+
+def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:
+    """Of the vocabulary of a sharded model, lets only the rows of the ids `trained` keep their gradients."""
+    for weight in architecture.vocabulary_weights(model).values():
+        frozen = torch.ones(len(weight), *[1] * (weight.ndim - 1), dtype=torch.bool)
+        frozen[trained] = False
+        shard = distribute_tensor(frozen, weight.device_mesh, weight.placements, src_data_rank=None)
+        weight.register_post_accumulate_grad_hook(partial(_clear, shard.to_local().to(weight.device)))
+
+
+def _clear(rows: Tensor, weight: Tensor) -> None:
+    weight.grad.to_local().masked_fill_(rows, 0)  # so that AdamW, without decay, leaves them as they are
 
 
 def _run_stage(head: Head, stage: Stage, inputs: Inputs) -> Tensor:
@@ -105,10 +122,11 @@ def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fil
     """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
     dtype = getattr(torch, config.training.dtype)
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
-    shadow = meta_model(model.config, model.config._attn_implementation, dtype)
+    shadow = architecture.meta_model(model.config, model.config._attn_implementation, dtype)
     source = config.model.name_or_path if fill else None
     if source:
-        load_weights(model, shadow, source, home, dtype)
+        grow = added_ids(config.model) if config.model.new_tokens or config.model.vocabulary_multiple > 1 else None
+        load_weights(model, shadow, source, home, dtype, grow)
     else:
         model.to_empty(device=home)
     compute_buffers(model, shadow, device, loaded=bool(source))

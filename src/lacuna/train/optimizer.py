@@ -7,13 +7,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grads_with_norm_
 
 from lacuna.config import Config
+from lacuna.model.architecture import vocabulary_weights
 from lacuna.model.build import BuiltModel
 from lacuna.parallel.pipeline import tied_weights
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only: not on embeddings (tied heads included), norms and biases."""
+    """AdamW with weight decay on matrices only: not on embeddings (tied heads included), norms and biases.
+
+    Nor on the head where only rows of new tokens are trained.
+    """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if config.model.train_new_tokens_only:
+        embeddings |= {id(weight) for weight in vocabulary_weights(model).values()}
     decayed, free = [], []
     for parameter in model.parameters():
         if parameter.requires_grad:
