@@ -10,7 +10,8 @@ from itertools import islice
 from lacuna.config import Config
 from lacuna.config.documents import DataConfig, Source
 from lacuna.config.sections import TrainingConfig
-from lacuna.data import Loader, build_loader, load_tokenizer
+from lacuna.data import BatchPlan, Loader, build_loader
+from lacuna.data.tokenizer import load_tokenizer
 
 _WARM_UP = 4
 
@@ -46,10 +47,7 @@ def loader_of(given: argparse.Namespace, way: str, workers: int) -> Loader:
         data=DataConfig(sources=(source,), tokenization=way, num_workers=workers),
         training=TrainingConfig(seq_len=given.seq_len),
     )
-    return build_loader(
-        config, load_tokenizer(given.tokenizer), dp_rank=0, dp_world=1,
-        micro_batch=given.batch_size, accumulation=1, global_batch=given.batch_size,
-    )  # fmt: skip
+    return build_loader(config, load_tokenizer(given.tokenizer), BatchPlan(given.batch_size, 1, given.batch_size), 0)
 
 
 def consume(loader: Loader, seconds: float, consumer: float | None) -> tuple[float, float]:

@@ -15,10 +15,9 @@ from lacuna.export.huggingface import export_model
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
-from lacuna.train.batch import plan_batch
 from lacuna.train.checkpoint import model_tensors, newest_complete, read_state, read_tensors, write_checkpoint
-from lacuna.train.optimizer import build_optimizer, optimizer_tensors, set_learning_rate
-from lacuna.train.schedule import learning_rate
+from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors, set_learning_rate
+from lacuna.train.setup import plan_batch
 from lacuna.train.step import accumulate_gradients, agree, update
 
 path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".toml") else None
@@ -28,7 +27,7 @@ layout = resolve_layout(config, process.world_size)
 tokenizer = run_tokenizer(config)
 plan = plan_batch(config, layout)
 mesh = build_mesh(layout, process.device.type)
-loader = build_loader(config, tokenizer, dp_rank=mesh.data_rank, dp_world=layout.data_parallel, **vars(plan))
+loader = build_loader(config, tokenizer, plan, mesh.data_rank)
 built = build_model(config, tokenizer, mesh, process.device, plan.accumulation)
 optimizer = build_optimizer(built.model, config)
 tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)  # not copies: filled in place below

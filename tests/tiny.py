@@ -38,8 +38,8 @@ from transformers import (
 
 from lacuna.config import Config
 from lacuna.model.architecture import decoder_layers, meta_model
-from lacuna.model.build import fill_model
 from lacuna.model.head import attach_loss
+from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.parallelize import parallelize
 

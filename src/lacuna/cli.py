@@ -38,10 +38,8 @@ def main(arguments: list[str] | None = None) -> int:
         status = importlib.import_module(f"lacuna.commands.{command}").run(rest)
         sys.stdout.flush()
         return status or 0
-    except UserError as error:
-        return _complain(error, 2)
-    except RunError as error:
-        return _complain(error, 1)
+    except (UserError, RunError) as error:
+        return _complain(error, 2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
         return _complain("interrupted at once, without saving.", 1)
     except BrokenPipeError:  # who reads has seen enough, as in `| head`

@@ -58,6 +58,17 @@ def error_of(flags="", **kwargs):
             "8 x 2",
         ),
         ("--model.train_new_tokens_only", "model.train_new_tokens_only", "model.new_tokens"),
+        ("--curriculum.rank_every 5 --data.streaming", "curriculum.rank_every", "data.streaming"),
+        (
+            "--curriculum.difficulty_column level --data.tokenization online",
+            "curriculum.difficulty_column",
+            "data.tokenization",
+        ),
+        (
+            "--curriculum.difficulty_column level --curriculum.rank_every 5",
+            "curriculum.difficulty_column",
+            "curriculum.rank_every",
+        ),
         (
             "--model.train_new_tokens_only --model.new_tokens <a> --optimizer.early_step_in_backward",
             "model.train_new_tokens_only",
@@ -179,9 +190,36 @@ def test_one_dataset_takes_all_files_and_needs_no_weight():
     assert data.resolved_sources() == (Source(dataset="json", files=("a.jsonl", "b.jsonl")),)
 
 
-def test_a_dataset_without_a_share_is_left_out():
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("seq_len = 9", "table 1: does not say when it begins; give from_step or from_loss"),
+        ("from_step = 3", "table 1: changes nothing; give data_probs, seq_len, batch_size or global_batch_size"),
+        (
+            "from_step = 3\nseq_len = 9\n[[curriculum.stages]]\nfrom_step = 3\nseq_len = 8",
+            "table 2: from_step = 3 is not after the 3 of the stage before",
+        ),
+        ("from_loss = 2.5\nseq_len = 9", "table 1: from_loss needs the validation loss; set validation.dataset"),
+        ("from_step = 3\ndata_probs = [1, 2]", "table 1: data_probs needs a share for each of the 1 sources"),
+        ("from_step = 3\ndata_probs = [0]", "none below 0 and not all 0"),
+        ("from_steps = 3\nseq_len = 9", "did you mean from_step?"),
+    ],
+)
+def test_a_stage_that_cannot_be_meant_is_refused(table, message):
+    assert message in error_of(text=f'[data]\ndataset = "org/data"\n[[curriculum.stages]]\n{table}\n')
+
+
+def test_stages_change_what_they_name_and_keep_the_rest():
+    tables = "[[curriculum.stages]]\nfrom_step = 2\nseq_len = 64\n[[curriculum.stages]]\nfrom_step = 4\nbatch_size = 2"
+    first, second, third = load(text='[data]\ndataset = "org/data"\n' + tables).stages()
+    lengths = [(config.training.seq_len, config.training.context_len) for config in (first, second, third)]
+    assert lengths == [(2048, 2048), (64, 64), (64, 64)]
+    assert [config.training.batch_size for config in (first, second, third)] == [8, 8, 2]
+
+
+def test_a_dataset_may_have_no_share_for_now():
     data = DataConfig(dataset="a,b", data_probs=(0.0, 1.0))
-    assert [source.dataset for source in data.resolved_sources()] == ["b"]
+    assert [(source.dataset, source.weight) for source in data.resolved_sources()] == [("a", 0.0), ("b", 1.0)]
 
 
 def test_validation_runs_when_a_source_is_given():

@@ -36,7 +36,7 @@ def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreT
     for index in (0, 1, 999, 1000, 2499):
         expected = [*tokenizer(TEXTS[index])["input_ids"], END] if TEXTS[index] else []
         assert tokens_of(table, index) == expected
-        assert (table.lengths[index], table.text_bytes[index]) == (len(expected), len(TEXTS[index]))
+        assert (table.lengths[index], table.document(index)[0].text_bytes) == (len(expected), len(TEXTS[index]))
     span = table.document(1)[0].span(2, 5, source=0)
     assert [*span.tokens, span.following] == tokens_of(table, 1)[2:6] and span.text_bytes == len(TEXTS[1]) * 3 / 7
 
@@ -68,7 +68,7 @@ def test_ready_made_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: PreT
     Dataset.from_dict({"input_ids": documents}).to_parquet(tmp_path / "tokens.parquet")
     table = table_of(tmp_path / "tokens.parquet", tokenizer, limit=1)
     assert table.lengths.tolist() == [3, 0, 0, 1, 2] and tokens_of(table, 4) == [5, 6]
-    assert np.isnan(table.text_bytes[0])
+    assert np.isnan(table.document(0)[0].text_bytes)
     with pytest.raises(UserError, match="row 3"):
         table_of(tmp_path / "tokens.parquet", tokenizer, limit=0)
 

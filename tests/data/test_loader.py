@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
-from lacuna.data import Batch, Loader, build_loader, merge_states
+from lacuna.data import Batch, BatchPlan, Loader, build_loader, merge_states
 from texts import write_lines
 
 GLOBAL_BATCH = 8
@@ -56,10 +56,7 @@ def mixed(
 
 
 def loader_of(config: Config, tokenizer: PreTrainedTokenizerFast, rank: int, world: int, micro: int = 1) -> Loader:
-    return build_loader(
-        config, tokenizer, dp_rank=rank, dp_world=world, micro_batch=micro,
-        accumulation=GLOBAL_BATCH // world // micro, global_batch=GLOBAL_BATCH,
-    )  # fmt: skip
+    return build_loader(config, tokenizer, BatchPlan(micro, GLOBAL_BATCH // world // micro, GLOBAL_BATCH), rank)
 
 
 def rows_of(batch: Batch) -> list[Tensor]:
@@ -75,7 +72,7 @@ def take_steps(loaders: list[Loader], steps: int) -> list[Tensor]:
     rows = []
     for _ in range(steps):
         for loader in loaders:
-            for batch in islice(loader, loader._source.accumulation):
+            for batch in islice(loader, loader._source.batch.accumulation):
                 rows += rows_of(batch)
     return rows
 

@@ -16,7 +16,7 @@ from lacuna.model.architecture import (
     non_embedding_parameters,
     step_flops,
 )
-from lacuna.model.limits import check_layout
+from lacuna.model.build import check_layout
 from lacuna.parallel.mesh import Layout
 from tiny import VOCABULARY, tiny_config, tokenizer_of_words
 

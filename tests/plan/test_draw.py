@@ -1,4 +1,7 @@
-"""The drawing shows what each rank holds and when it works, on a screen of any width and whole in the picture."""
+"""The drawing shows what each rank holds and when it works, on a screen of any width and whole in the picture.
+
+Its timeline keeps to the schedule's order and waits for inputs; its bubble is the textbook's.
+"""
 
 import re
 from collections.abc import Callable
@@ -12,7 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from lacuna.config import Config, UserError
 from lacuna.config.machine import ParallelismConfig
-from lacuna.plan.draw import draw
+from lacuna.parallel.schedule import SCHEDULES, Action, held_stages, pipeline_order
+from lacuna.plan.draw import Slot, bubble_share, draw, makespan, simulate
+from layouts import pipeline
 from runs import write_model
 
 Drawing = Callable[..., list[str]]
@@ -158,3 +163,47 @@ def test_a_schedule_of_a_file_is_drawn(drawn: Drawing, tmp_path: Path) -> None:
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
     text = " ".join(drawn(2, pipeline_parallel_degree=2, pipeline_parallel_schedule_csv=str(file)))
     assert "2 micro-batches take 9 units" in text and "33.3% of the time" in text
+
+
+def timeline_of(schedule: str, ranks: int, microbatches: int) -> dict[int, list[Slot]]:
+    return simulate(pipeline_order(pipeline(schedule, ranks), microbatches))
+
+
+@pytest.mark.parametrize(
+    ("schedule", "ranks", "rounds"), product(("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"), (2, 3, 8), (1, 2, 5))
+)
+def test_the_bubble_is_the_textbooks(schedule: str, ranks: int, rounds: int) -> None:
+    """(p - 1) / (v m + p - 1), where B is kept whole (Narayanan et al. 2021, section 2.2)."""
+    microbatches, order = 2 * ranks * rounds, pipeline_order(pipeline(schedule, ranks))
+    share = bubble_share(timeline_of(schedule, ranks, microbatches))
+    assert share == pytest.approx((ranks - 1) / (len(held_stages(order)[0]) * microbatches + ranks - 1))
+
+
+@pytest.mark.parametrize("ranks", (2, 4))
+def test_two_stages_per_rank_wait_less_and_split_backward_passes_less_still(ranks: int) -> None:
+    shares = {schedule: bubble_share(timeline_of(schedule, ranks, 4 * ranks)) for schedule in SCHEDULES}
+    assert shares["Interleaved1F1B"] < 0.6 * shares["1F1B"]
+    for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
+        assert 0 < shares[schedule] < 0.5 * shares["Interleaved1F1B"]
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), product(SCHEDULES, (2, 3, 4)))
+def test_every_action_starts_as_soon_as_its_rank_is_free_and_its_inputs_are_there(schedule: str, ranks: int) -> None:
+    order = pipeline_order(pipeline(schedule, ranks), 4 * ranks)
+    timeline = simulate(order)
+    assert {rank: [slot.action for slot in slots] for rank, slots in timeline.items()} == order
+    ends = {slot.action: slot.end for slots in timeline.values() for slot in slots}
+    for slots in timeline.values():
+        free = 0
+        for (stage, kind, microbatch), start, end in slots:
+            inputs = {
+                "F": [Action(stage - 1, "F", microbatch)],
+                "W": [Action(stage, "I", microbatch)],
+            }.get(kind, [Action(stage, "F", microbatch), *(Action(stage + 1, half, microbatch) for half in "BI")])
+            assert start == max([free, *(ends.get(action, 0) for action in inputs)])
+            assert end - start == (2 if kind == "B" else 1)
+            free = end
+
+
+def test_gpipe_takes_three_units_for_each_microbatch_and_hop() -> None:
+    assert makespan(timeline_of("GPipe", 2, 4)) == (4 + 1) * 3

@@ -5,7 +5,7 @@ import os
 
 from lacuna.config import Config, UserError, load_config
 from lacuna.config.describe import help_text
-from lacuna.config.packaged import recipe_names
+from lacuna.config.fields import RECIPES
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -24,7 +24,8 @@ def parse_run(command: str, doc: str, words: list[str], *flag: str) -> tuple[arg
     """
     if {"-h", "--help"} & {*words}:
         _, _, usage = doc.partition("\n\n")
-        print(usage, f"Recipes: {', '.join(recipe_names())}\n", help_text(), sep="\n", flush=True)
+        recipes = sorted(file.name for file in RECIPES.glob("*.toml"))
+        print(usage, f"Recipes: {', '.join(recipes)}\n", help_text(), sep="\n", flush=True)
         raise SystemExit
     parser = CommandParser(prog=f"lacuna {command}", add_help=False, allow_abbrev=False)
     if flag:

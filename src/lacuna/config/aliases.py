@@ -52,7 +52,7 @@ REFUSED: dict[str, str] = {
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
     **{
         f"{section}*": f"the section {section} is not available yet"
-        for section in ("lora", "quantization", "curriculum", "distillation", "grpo", "ppo")
+        for section in ("lora", "quantization", "distillation", "grpo", "ppo")
     },
     'job.task = "[!s]*': "only pretrain and sft are available yet",
     "float8.scaling_type_* = *": "torchao removed delayed scaling; use dynamic",

@@ -4,9 +4,10 @@ import os
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
 from glob import has_magic
+from itertools import product
 from pathlib import Path
 
-from lacuna.config.documents import Source
+from lacuna.config.documents import Source, Stage
 from lacuna.config.errors import UserError, nearby
 from lacuna.config.sections import Config
 
@@ -16,7 +17,7 @@ READERS = ("json", "text", "parquet", "csv", "arrow")
 _ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2")
 
 # Conditions that do not go together -> why, and what to do. A condition is a setting that is on (not false, 0, empty
-# or left out), or whose value fits a pattern; `no` negates it.
+# or left out), or whose value fits a pattern; `no` negates it. Of several that are parted by `|` each counts.
 CONTRADICTIONS: dict[str, str] = {
     "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
     "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
@@ -29,14 +30,16 @@ CONTRADICTIONS: dict[str, str] = {
     "data.dataset & data.sources": "two spellings of the same; keep one",
     "data.data_files & no data.dataset & no data.sources": f"set the second to the files' reader: {', '.join(READERS)}",
     "data.streaming & data.tokenization = cache": "a stream cannot be cached; keep one of them",
-    "checkpoint.keep_best & no validation.dataset": "needs the validation loss; set validation.dataset",
-    "validation.patience & no validation.dataset": "needs the validation loss; set validation.dataset",
+    "checkpoint.keep_best | validation.patience & no validation.dataset": "needs the validation loss; set the second",
     "checkpoint.keep_best & validation.enable = False": "needs the loss on validation.dataset; drop the second",
     "validation.patience & validation.enable = False": "needs the loss on validation.dataset; drop the second",
-    "validation.enable & no validation.dataset": "the second is not given; set it, or drop both",
-    "validation.dataset_name & no validation.dataset": "the second is not given; set it, or drop both",
-    "validation.data_dir & no validation.dataset": "the second is not given; set it, or drop both",
-    "validation.data_files & no validation.dataset": "the second is not given; set it, or drop both",
+    "validation.enable | validation.dataset_name & no validation.dataset": "set the second, or drop both",
+    "validation.data_dir | validation.data_files & no validation.dataset": "set the second, or drop both",
+    "curriculum.stages & training.epochs": "a pass is not known where data is drawn anew; set training.steps",
+    "curriculum.difficulty_column & curriculum.rank_every": "two orders of the same; keep one",
+    "curriculum.difficulty_column | curriculum.rank_every & data.streaming": "a stream has no order; drop one of them",
+    "curriculum.difficulty_column | curriculum.rank_every & data.tokenization = online": "needs the cache; drop either",
+    "curriculum.rank_every & curriculum.stages": "a ranking is of one pass, stages draw anew; drop one of them",
     "checkpoint.keep_best & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
     "checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
     "model.train_new_tokens_only & no model.new_tokens": "the second names the rows that the first trains; set it",
@@ -52,17 +55,18 @@ CONTRADICTIONS: dict[str, str] = {
 
 def problems_of(config: Config) -> list[str]:
     """Everything about the configuration that is known to be wrong before the machine is looked at."""
-    checks = (_contradictions, _batch, _data, _local_paths)
+    checks = (_contradictions, _batch, _data, _stages, _local_paths)
     return [problem for check in checks for problem in check(config)]
 
 
 def _contradictions(config: Config) -> Iterator[str]:
     values = {f"{section}.{name}": value for section, table in config for name, value in table}
     for rule, reason in CONTRADICTIONS.items():
-        conditions = [condition.removeprefix("no ").partition(" = ") for condition in rule.split(" & ")]
-        holds = [fnmatchcase(str(values[name]), fit) if fit else bool(values[name]) for name, _, fit in conditions]
-        if holds == [not condition.startswith("no ") for condition in rule.split(" & ")]:
-            yield f"{', '.join(name for name, _, _ in conditions)}: {reason}"
+        for conditions in product(*(place.split(" | ") for place in rule.split(" & "))):
+            parts = [condition.removeprefix("no ").partition(" = ") for condition in conditions]
+            holds = [fnmatchcase(str(values[name]), fit) if fit else bool(values[name]) for name, _, fit in parts]
+            if holds == [not condition.startswith("no ") for condition in conditions]:
+                yield f"{', '.join(name for name, _, _ in parts)}: {reason}"
 
 
 def _batch(config: Config) -> Iterator[str]:
@@ -95,6 +99,23 @@ def _data(config: Config) -> Iterator[str]:
         yield f"data.dataset, data.data_probs: several datasets need their shares; set {ways}"
     for source in sources:
         yield from _missing_files("data.sources" if data.sources else "data.data_files", source)
+
+
+def _stages(config: Config) -> Iterator[str]:
+    steps, count = 0, len(config.data.sources or config.data.dataset)
+    for number, stage in enumerate(config.curriculum.stages, start=1):
+        where, shares = f"curriculum.stages, table {number}:", stage.data_probs
+        if stage.from_step is None and stage.from_loss is None:
+            yield f"{where} does not say when it begins; give from_step or from_loss"
+        if stage.model_copy(update={"from_step": None, "from_loss": None}) == Stage():
+            yield f"{where} changes nothing; give data_probs, seq_len, batch_size or global_batch_size, or drop it"
+        if stage.from_step is not None and stage.from_step <= steps:
+            yield f"{where} from_step = {stage.from_step} is not after the {steps} of the stage before; raise it"
+        if stage.from_loss is not None and config.validation.resolved_source() is None:
+            yield f"{where} from_loss needs the validation loss; set validation.dataset"
+        if shares and (len(shares) != count or min(shares) < 0 or not any(shares)):
+            yield f"{where} data_probs needs a share for each of the {count} sources, none below 0 and not all 0"
+        steps = stage.from_step or steps
 
 
 def _local_paths(config: Config) -> Iterator[str]:

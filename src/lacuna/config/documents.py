@@ -1,4 +1,4 @@
-"""The settings of the data: where documents come from, what of conversations is trained, and how rows are filled."""
+"""The settings of the data: where documents come from, what of them is trained, how rows are filled, in which order."""
 
 from typing import Annotated, Any, Literal
 
@@ -24,7 +24,7 @@ class Source(Section):
     split: str = "train"
     dir: Path | None = None
     files: Paths = ()
-    weight: PositiveFloat | None = None
+    weight: NonNegativeFloat | None = None
 
 
 # Field of a source -> setting; of the training data with one value per dataset, where one serves all and none means
@@ -73,7 +73,7 @@ class DataConfig(Section):
     retries: NonNegativeInt = 5
 
     def resolved_sources(self) -> tuple[Source, ...]:
-        """Both spellings as one list of sources, those whose share is 0 left out.
+        """Both spellings as one list of sources.
 
         They have either all a weight, relative to one another, or none (`weight` is None): then each document is seen
         once per epoch. Raises UserError when the lists do not fit each other.
@@ -98,9 +98,8 @@ class DataConfig(Section):
                 raise UserError(f"{wrong}; give one for each, or one for all")
             columns[field] = values * count if len(values) == 1 else values
         return tuple(
-            Source(**{field: values[row] for field, values in columns.items() if values and values[row]})
+            Source(**{field: values[row] for field, values in columns.items() if values and values[row] != ""})
             for row in range(count)
-            if not shares or shares[row]
         )
 
 
@@ -184,3 +183,37 @@ class ValidationConfig(Section):
         if self.enable is False or self.dataset is None:
             return None
         return Source(dataset=self.dataset, **{field: getattr(self, setting) for field, setting in _LISTS.items()})
+
+
+class Stage(Section):
+    """What changes in a run from a step or a loss on; all else stays as it was.
+
+    from_step: Steps done when it begins.
+    from_loss: Validation loss at which it begins, or below.
+    data_probs: As in [data]; 0 leaves a source out for now.
+    seq_len: As in [training].
+    batch_size: As in [training]; the sequences of a step stay the same.
+    global_batch_size: As in [training].
+    """
+
+    from_step: PositiveInt | None = None
+    from_loss: PositiveFloat | None = None
+    data_probs: Numbers = ()
+    seq_len: PositiveInt | None = None
+    batch_size: PositiveInt | None = None
+    global_batch_size: PositiveInt | None = None
+
+
+class CurriculumConfig(Section):
+    """In which order the data comes, and what changes on the way.
+
+    difficulty_column: Column of numbers by which each pass over the data goes from low to high.
+    rank_every: Steps between two rankings by the model's own loss, from step 0 on: what a pass has left then comes from
+        low to high. Unset: never.
+    stages: Tables [[curriculum.stages]], each with from_step or from_loss, and data_probs, seq_len, batch_size or
+        global_batch_size to have from then on; TOML only. Each stage draws its data anew.
+    """
+
+    difficulty_column: str | None = None
+    rank_every: PositiveInt | None = None
+    stages: tuple[Stage, ...] = Field((), strict=False)

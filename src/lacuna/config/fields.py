@@ -2,11 +2,15 @@
 
 import json
 import os
+import pathlib
 from contextlib import suppress
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
+
+# The recipes and model configurations that ship with the package.
+RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
 
 
 class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
@@ -29,6 +33,11 @@ def _split_commas(value: Any) -> Any:
 def also(**spellings: str) -> BeforeValidator:
     """Values that a setting is given as elsewhere, each with ours; upper and lower case are the same."""
     return BeforeValidator(lambda value: spellings.get(str(value).lower(), value))
+
+
+def packaged(name: str) -> str:
+    """The path of the file `name` of the recipes, where there is no such file here; else `name` itself."""
+    return name if os.path.exists(name) or name not in os.listdir(RECIPES) else str(RECIPES / name)
 
 
 Path = Annotated[str, AfterValidator(os.path.expanduser)]

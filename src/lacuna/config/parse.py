@@ -10,10 +10,9 @@ from pydantic import ValidationError
 
 from lacuna.config.aliases import OPPOSITE, RENAMED, refusal
 from lacuna.config.checks import problems_of
-from lacuna.config.documents import Source
+from lacuna.config.documents import Source, Stage
 from lacuna.config.errors import UserError, did_you_mean, nearby
-from lacuna.config.fields import Words, read_value, shown
-from lacuna.config.packaged import RECIPES, packaged
+from lacuna.config.fields import RECIPES, Words, packaged, read_value, shown
 from lacuna.config.sections import Config
 
 # Canonical dotted name of every setting -> its type, bounds and default.
@@ -136,6 +135,6 @@ def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
     elif kind == "literal_error":
         hint = did_you_mean(str(value), detail["ctx"]["expected"].split("'"))
     elif kind == "extra_forbidden":
-        hint = did_you_mean(str(detail["loc"][-1]), Source.model_fields)
+        hint = did_you_mean(str(detail["loc"][-1]), {*Source.model_fields, *Stage.model_fields})
     name = f", as {spelling}" if spelling != setting else ""
     return f"{setting}{part}: {wanted} (got {shown(value)} {where}{name}){hint}"

@@ -5,9 +5,8 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lacuna.config import machine
-from lacuna.config.documents import ChatConfig, DataConfig, PackingConfig, ValidationConfig
-from lacuna.config.fields import Names, Path, Section, also
-from lacuna.config.packaged import packaged
+from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
+from lacuna.config.fields import Names, Path, Section, also, packaged
 
 
 class JobConfig(Section):
@@ -147,6 +146,7 @@ class Config(Section):
     data: DataConfig = DataConfig()
     chat: ChatConfig = ChatConfig()
     packing: PackingConfig = PackingConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
     parallelism: machine.ParallelismConfig = machine.ParallelismConfig()
@@ -159,3 +159,23 @@ class Config(Section):
     profiling: machine.ProfilingConfig = machine.ProfilingConfig()
     comm: machine.CommConfig = machine.CommConfig()
     memory_estimation: machine.MemoryEstimationConfig = machine.MemoryEstimationConfig()
+
+    def stages(self) -> "list[Config]":
+        """The configuration of each stage of the curriculum, beginning with that before the first of its tables.
+
+        The number of sequences of a step must be known there, for it to stay.
+        """
+        found = [self]
+        for stage in self.curriculum.stages:
+            config = found[-1]
+            before, sources = config.training, config.data.resolved_sources()
+            changes = stage.model_dump(include={"seq_len", "batch_size", "global_batch_size"}, exclude_none=True)
+            if stage.seq_len:
+                whole = before.context_len == before.seq_len
+                changes["context_len"] = stage.seq_len if whole else min(before.context_len, stage.seq_len)
+            training = before.model_copy(update={"gradient_accumulation_steps": None} | changes)
+            shares = stage.data_probs or [source.weight for source in sources]
+            mixed = (one.model_copy(update={"weight": share}) for one, share in zip(sources, shares, strict=True))
+            data = config.data.model_copy(update={"sources": tuple(mixed)})
+            found.append(config.model_copy(update={"training": training, "data": data}))
+        return found

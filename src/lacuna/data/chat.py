@@ -15,10 +15,9 @@ from jinja2 import TemplateError, nodes
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
-from lacuna.config import UserError
 from lacuna.config.documents import COLUMNS, ChatConfig
-from lacuna.config.errors import nearby, refuse
-from lacuna.config.packaged import RECIPES
+from lacuna.config.errors import UserError, nearby, refuse
+from lacuna.config.fields import RECIPES
 from lacuna.data.tokenizer import tokenize_text
 
 # Our names of the columns that each needs.
@@ -68,7 +67,7 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
         raise UserError(
             f"chat.template: after an answer there is {_after_answer(trial)!r}; this must begin with one special token "
             "of the tokenizer, within the {% generation %} marks where there are any, for a model to learn to stop; "
-            "add the token to the tokenizer, or give another template"
+            "name the token in model.new_tokens, or give another template"
         )
 
 

@@ -27,8 +27,10 @@ def columns_of(files: list[str], kind: str) -> list[str]:
     raise UserError(f"{files[0]}: holds no JSON objects; give one object with a text per line")
 
 
-def read_records(files: list[str], kind: str, column: str, version: int) -> Iterator[dict[str, Any]]:
-    """Yield `column` (None where unreadable) and BROKEN (None where readable) of every record.
+def read_records(
+    files: list[str], kind: str, column: str, version: int, number: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield `column` (None where unreadable), BROKEN (None where readable) and the column `number` of every record.
 
     RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or text (each file is
     a record); `version` that of this reader: a part of what caches are keyed by.
@@ -38,7 +40,8 @@ def read_records(files: list[str], kind: str, column: str, version: int) -> Iter
         if isinstance(record, dict):
             value = json.dumps(record) if column == RECORD else record.get(column)
         readable = isinstance(value, list if column == "input_ids" else str)
-        yield {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
+        found = {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
+        yield found | ({number: record.get(number) if isinstance(record, dict) else None} if number else {})
 
 
 def _records(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:

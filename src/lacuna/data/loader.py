@@ -2,16 +2,15 @@
 
 import atexit
 import itertools
-import multiprocessing
 import os
 import signal
-import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import fsspec.asyn
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
@@ -19,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import Config, UserError
 from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
-from lacuna.data.rows import LaneState, open_rows
+from lacuna.data.rows import LaneState, documents_begun, open_rows
 from lacuna.data.tokenize import add_broken, usable_cores
 
 _STEPS_BEFORE_A_LANE_RETURNS = 8
@@ -27,32 +26,40 @@ _MOST_WORKERS = 8
 _READ_IN_PROCESS = 2**30
 
 
+@dataclass(frozen=True)
+class BatchPlan:
+    """`global_batch` sequences a step = `micro_batch` × `accumulation` × data-parallel ranks."""
+
+    micro_batch: int
+    accumulation: int
+    global_batch: int
+
+
 @dataclass(eq=False)
 class _MicroBatches(IterableDataset):
     """A rank's micro-batches from its position on, of which each worker makes every n-th.
 
-    Step t trains on the rows [t * global_batch, (t + 1) * global_batch); each rank takes a contiguous part of them,
-    and each of its micro-batches a contiguous part of that. The position is the number of micro-batches that are
-    `done`, and the states of the rank's `lanes` after them.
+    Step t trains on the rows [t * global_batch, (t + 1) * global_batch) of its `batch`; each rank takes a contiguous
+    part of them, and each of its micro-batches a contiguous part of that. The position is the number of micro-batches
+    that are `done`, and the states of the rank's `lanes` after them.
     """
 
     plan: Plan
-    global_batch: int
-    micro_batch: int
-    accumulation: int
+    batch: BatchPlan
     dp_rank: int
     done: int = 0
     lanes: dict[int, LaneState | None] = field(default_factory=dict)
 
     def rows(self, number: int) -> range:
         """The rows of a micro-batch, counted from the beginning of training."""
-        step, within = divmod(number, self.accumulation)
-        first = step * self.global_batch + (self.dp_rank * self.accumulation + within) * self.micro_batch
-        return range(first, first + self.micro_batch)
+        step, within = divmod(number, self.batch.accumulation)
+        place = self.dp_rank * self.batch.accumulation + within
+        first = step * self.batch.global_batch + place * self.batch.micro_batch
+        return range(first, first + self.batch.micro_batch)
 
     def own_lanes(self, first: int = 0, every: int = 1) -> set[int]:
         """The lanes that every n-th micro-batch comes from, beginning with the first."""
-        numbers = range(first, first + _STEPS_BEFORE_A_LANE_RETURNS * self.accumulation, every)
+        numbers = range(first, first + _STEPS_BEFORE_A_LANE_RETURNS * self.batch.accumulation, every)
         return {row % self.plan.mixture.lanes for number in numbers for row in self.rows(number)}
 
     def __iter__(self) -> Iterator[tuple[Batch | UserError, dict[int, LaneState | None], list[str]]]:
@@ -74,19 +81,23 @@ class _MicroBatches(IterableDataset):
 
 
 class Loader:
-    """The endless training batches of one rank, `accumulation` micro-batches for each step."""
+    """The endless training batches of one rank, `accumulation` micro-batches for each step; its `plan` of the rows."""
 
     def __init__(self, source: _MicroBatches, workers: int) -> None:
-        self._source = source
-        self._workers = workers
+        self.plan, self._source, self._workers = source.plan, source, workers
         self._broken: dict[str, None] = {}
         self._batches: Iterator[tuple] | None = None
 
     @property
     def steps_per_epoch(self) -> int | None:
         """Steps until every document was trained on; None when that is not known."""
-        rows = self._source.plan.rows_per_pass
-        return rows and -(-rows // self._source.global_batch)
+        rows = self.plan.rows_per_pass
+        return rows and -(-rows // self._source.batch.global_batch)
+
+    def documents_begun(self) -> np.ndarray:
+        """How often each document of the table was begun by now, on all ranks, int64 [documents]."""
+        batch = self._source.batch
+        return documents_begun(self.plan, self._source.done // batch.accumulation * batch.global_batch)
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -94,7 +105,7 @@ class Loader:
     def __next__(self) -> Batch:
         if self._batches is None:
             os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
-            prefetch = self._source.plan.config.data.prefetch_factor if self._workers else None
+            prefetch = self.plan.config.data.prefetch_factor if self._workers else None
             # A generator of its own: else every start of a loader draws from the one that dropout draws from.
             self._batches = iter(DataLoader(
                 self._source, batch_size=None, collate_fn=tuple, num_workers=self._workers, prefetch_factor=prefetch,
@@ -106,15 +117,15 @@ class Loader:
             raise batch
         self._source.lanes |= moved
         self._source.done += 1
-        add_broken(self._broken, broken, self._source.plan.config.data.max_broken_records)
+        add_broken(self._broken, broken, self.plan.config.data.max_broken_records)
         return batch
 
     def state_dict(self) -> dict[str, Any]:
         """A small state of this rank, of plain numbers, after the batches handed out so far, at the end of a step."""
-        steps, within = divmod(self._source.done, self._source.accumulation)
+        steps, within = divmod(self._source.done, self._source.batch.accumulation)
         assert within == 0, "a position is saved between steps, not between the micro-batches of one"
         return {
-            "signature": self._source.plan.signature(self._source.global_batch),
+            "signature": self.plan.signature(self._source.batch.global_batch),
             "steps": steps,
             "lanes": dict(self._source.lanes),
             "broken_records": list(self._broken),
@@ -126,7 +137,7 @@ class Loader:
         Raises UserError when the state belongs to other data.
         """
         source = self._source
-        own, saved = source.plan.signature(source.global_batch), state["signature"]
+        own, saved = self.plan.signature(source.batch.global_batch), state["signature"]
         changed = [f"{name} (was {saved.get(name)}, is {own[name]})" for name in own if saved.get(name) != own[name]]
         if changed:
             raise UserError(
@@ -134,7 +145,7 @@ class Loader:
                 "undo the change, or start a new run with checkpoint.initial_load_path"
             )
         self.close()
-        source.done = state["steps"] * source.accumulation
+        source.done = state["steps"] * source.batch.accumulation
         source.lanes = {lane: state["lanes"].get(lane) for lane in source.own_lanes()}
         self._broken = dict.fromkeys(state["broken_records"])
 
@@ -153,28 +164,16 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def build_loader(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    dp_rank: int,
-    dp_world: int,
-    micro_batch: int,
-    accumulation: int,
-    global_batch: int,
+    config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchPlan, dp_rank: int, order: np.ndarray | None = None
 ) -> Loader:
     """The training batches of a rank; they depend on the rank's place in the global batch, never on the workers.
 
-    Args:
-        micro_batch: sequences per micro-batch of this rank.
-        accumulation: micro-batches per step.
-        global_batch: sequences per step over all ranks, micro_batch * accumulation * dp_world.
-
-    Raises UserError when the data cannot be opened.
+    With an `order`, int64 [documents], documents come in that. Raises UserError when the data cannot be opened.
     """
-    assert micro_batch * accumulation * dp_world == global_batch, "the global batch is what the ranks make of it"
-    plan = make_plan(config, tokenizer, config.data.resolved_sources(), global_batch * _STEPS_BEFORE_A_LANE_RETURNS)
-    source = _MicroBatches(plan, global_batch, micro_batch, accumulation, dp_rank)
-    return Loader(source, _number_of_workers(config.data.num_workers, plan, accumulation))
+    lanes = batch.global_batch * _STEPS_BEFORE_A_LANE_RETURNS
+    plan = make_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
+    workers = _number_of_workers(config.data.num_workers, plan, batch.accumulation)
+    return Loader(_MicroBatches(plan, batch, dp_rank), workers)
 
 
 @dataclass(frozen=True)
@@ -187,33 +186,31 @@ class Validation:
     """
 
     plan: Plan
+    batch: BatchPlan
     dp_rank: int
-    dp_world: int
-    micro_batch: int
 
     def __iter__(self) -> Iterator[Batch]:
         places: list[str] = []
         known: dict[str, None] = {}
         row = open_rows(self.plan, {0: None}, places)
-        first, size = self.dp_rank * self.micro_batch, self.dp_world * self.micro_batch
+        micro_batch, size = self.batch.micro_batch, self.batch.global_batch // self.batch.accumulation
+        own = slice(self.dp_rank * micro_batch, (self.dp_rank + 1) * micro_batch)
         most = self.plan.config.validation.steps
         for number in range(most) if most >= 0 else itertools.count():
             group = [row(number * size + within) for within in range(size)]
             add_broken(known, places, self.plan.config.data.max_broken_records)
             if not any(group):
                 return
-            yield self.plan.batch(group[first : first + self.micro_batch])
+            yield self.plan.batch(group[own])
 
 
-def build_validation(
-    config: Config, tokenizer: PreTrainedTokenizerBase, *, dp_rank: int, dp_world: int, micro_batch: int
-) -> Validation:
-    """The validation batches of one rank, at most validation.steps of them.
+def build_validation(config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchPlan, dp_rank: int) -> Validation:
+    """The validation batches of one rank, at most validation.steps of them, in micro-batches like those of training.
 
     Raises UserError when the data cannot be opened or holds no text.
     """
     plan = make_plan(config, tokenizer, [config.validation.resolved_source()], lanes=1, endless=False)
-    return Validation(plan, dp_rank, dp_world, micro_batch)
+    return Validation(plan, batch, dp_rank)
 
 
 def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int:
@@ -227,17 +224,11 @@ def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int
 
 
 def _start_worker(worker: int) -> None:
-    """Leave signals to the trainer, which stops its workers itself, but do not outlive it."""
+    """Leave signals to the trainer, which stops its workers itself; torch has them end within seconds of its death."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fsspec.asyn.reset_lock()  # a lock of the parent's that may have been held at the fork
-    threading.Thread(target=_end_with_parent, daemon=True).start()
     atexit.register(os._exit, 0)  # where workers are not forked, Python's own end aborts now and then in C++ threads
-
-
-def _end_with_parent() -> None:
-    multiprocessing.parent_process().join()
-    os._exit(1)
 
 
 def _stop_workers(batches: Any) -> None:

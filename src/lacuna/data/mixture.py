@@ -6,8 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 
-_GOLDEN = 0x9E3779B97F4A7C15
-_FEISTEL_ROUNDS = 6
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_ROUNDS = np.arange(6, dtype=np.uint64) * _GOLDEN
 
 
 def mix(values: np.ndarray) -> np.ndarray:
@@ -22,42 +22,10 @@ def random_key(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 
-def permute(index: np.ndarray, size: int, keys: np.ndarray) -> np.ndarray:
-    """Map each index in [0, size) to its place in a random permutation, without ever storing the permutation.
-
-    A Feistel network over the next power of four, walked until it lands inside (Black and Rogaway 2002).
-
-    Args:
-        index: int64 [n], values in [0, size).
-        size: number of things permuted.
-        keys: uint64 [n]; elements with equal keys belong to the same permutation.
-
-    Returns:
-        int64 [n], values in [0, size).
-    """
-    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    mask = (np.uint64(1) << half) - np.uint64(1)
-
-    def feistel(value: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        left, right = value >> half, value & mask
-        for number in range(_FEISTEL_ROUNDS):
-            salt = np.uint64(number * _GOLDEN % 2**64)
-            left, right = right, left ^ (mix(right + keys + salt) & mask)
-        return (left << half) | right
-
-    result = feistel(index.astype(np.uint64), keys)
-    outside = np.flatnonzero(result >= size)
-    while outside.size:
-        result[outside] = feistel(result[outside], keys[outside])
-        outside = outside[result[outside] >= size]
-    return result.astype(np.int64)
-
-
 @lru_cache(maxsize=2)
 def shuffled(size: int, key: int | None, *parts: int) -> np.ndarray:
     """The numbers below `size`, int64 [size], in an order of the key's and parts' own; None leaves them as they are."""
-    numbers = np.arange(size)
-    return numbers if key is None else permute(numbers, size, np.full(size, random_key(key, *parts), dtype=np.uint64))
+    return Pool(size, None if key is None else random_key(key, *parts)).locate(np.arange(size))
 
 
 @dataclass(frozen=True)
@@ -75,12 +43,23 @@ class Pool:
     def locate(self, ordinals: np.ndarray) -> np.ndarray:
         """The document, int64 [n], at each ordinal of the endless order.
 
-        All documents are passed over again and again; every epoch has its own permutation.
+        All documents are passed over again and again; every epoch has its own permutation, which is never stored: a
+        Feistel network over the next power of four, walked until it lands inside (Black and Rogaway 2002).
         """
-        epochs, index = np.divmod(ordinals, self.size)
+        epochs, places = np.divmod(ordinals.astype(np.uint64), np.uint64(self.size))
         if self.key is None:
-            return index
-        return permute(index, self.size, mix(np.uint64(self.key) + epochs.astype(np.uint64) * np.uint64(_GOLDEN)))
+            return places.astype(np.int64)
+        keys = mix(np.uint64(self.key) + epochs * _GOLDEN)
+        half = np.uint64(max(1, ((self.size - 1).bit_length() + 1) // 2))
+        mask = (np.uint64(1) << half) - np.uint64(1)
+        outside = np.arange(len(places))
+        while outside.size:
+            left, right, own = places[outside] >> half, places[outside] & mask, keys[outside]
+            for salt in _ROUNDS:
+                left, right = right, left ^ (mix(right + own + salt) & mask)
+            places[outside] = (left << half) | right
+            outside = outside[places[outside] >= self.size]
+        return places.astype(np.int64)
 
 
 @dataclass(frozen=True)
@@ -107,7 +86,7 @@ class Mixture:
             (pools, documents in them), int64 [count] each.
         """
         positions = np.arange(count, dtype=np.uint64) + np.uint64(sum(cursors))
-        uniform = mix(positions * np.uint64(_GOLDEN) + np.uint64(random_key(self.seed, lane))) >> np.uint64(11)
+        uniform = mix(positions * _GOLDEN + np.uint64(random_key(self.seed, lane))) >> np.uint64(11)
         bounds = np.cumsum(self.shares) / np.sum(self.shares) * 2.0**53
         choices = np.searchsorted(bounds[:-1], uniform, side="right")
         index = np.empty(count, dtype=np.int64)

@@ -83,13 +83,16 @@ def packing_mode(config: Config) -> str:
     return automatic if config.packing.mode == "auto" else config.packing.mode
 
 
-def fill_rows(lengths: np.ndarray, document: Callable[[int], Document], config: Config) -> list[np.ndarray]:
+def fill_rows(
+    lengths: np.ndarray, document: Callable[[int], Document], config: Config, ordered: bool = False
+) -> list[np.ndarray]:
     """The pieces of each row: int64 [3, n], the number of a document, its first token and the one after the last.
 
-    `lengths` are those of all documents, of which `document` gives one; an empty one takes no room. Raises UserError
-    when nothing is left of them.
+    `lengths` are those of all documents, of which `document` gives one; an empty one takes no room. If they are
+    `ordered`, only those share rows that come together in the buffer. Raises UserError when nothing is left of them.
     """
     pieces = _cut(lengths, document, config)
+    pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     if not len(pieces) and len(lengths):
         raise UserError(
             f"packing.long_examples: none of {len(lengths)} examples has a trained token within "
@@ -97,7 +100,10 @@ def fill_rows(lengths: np.ndarray, document: Callable[[int], Document], config: 
         )
     if packing_mode(config) == "none":
         return [piece[:, None] for piece in pieces]
-    return [pieces[chosen].T for chosen in best_fit(pieces[:, 2] - pieces[:, 1], config.training.seq_len)]
+    space, sizes = config.training.seq_len, pieces[:, 2] - pieces[:, 1]
+    buffer = np.cumsum(sizes) // (config.packing.buffer * space if ordered else np.inf)
+    together = np.split(pieces, np.flatnonzero(np.diff(buffer)) + 1)
+    return [those[chosen].T for those in together for chosen in best_fit(those[:, 2] - those[:, 1], space)]
 
 
 def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Config) -> np.ndarray:

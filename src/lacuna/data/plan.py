@@ -3,13 +3,13 @@
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.config.documents import Source
 from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
@@ -25,7 +25,7 @@ _CACHED_BELOW = 256 * 2**20
 # goes on moving what it has moved).
 _DECIDING = {
     "job": {"task"}, "model": {"new_tokens", "train_new_tokens_only"}, "data": True, "chat": True, "packing": True,
-    "training": {"seq_len", "context_len", "varlen", "seed"},
+    "training": {"seq_len", "context_len", "varlen", "seed"}, "curriculum": {"difficulty_column", "rank_every"},
 }  # fmt: skip
 _NOT_DECIDING = {"data": {"num_workers", "prefetch_factor", "max_broken_records", "retries"}}
 
@@ -70,17 +70,18 @@ class Plan:
 
     @cached_property
     def bins(self) -> list[np.ndarray]:
-        """The pieces of documents in each row of a pass over all of them."""
+        """The pieces of documents in each row of a pass over all of them; only neighbours share rows if in order."""
         most, lengths = self.config.training.seq_len, self.table.lengths
         if long := int((lengths > most).sum()):
             way = self.config.packing.long_examples
             _LOG.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
-        return self.bins_of(np.arange(len(self.table.lengths)))
+        return self.bins_of(np.arange(len(lengths)))
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
         """The pieces in each row that these documents fill."""
         lengths = self.table.lengths[documents]
-        bins = fill_rows(lengths, lambda number: self.table.document(documents[number])[0], self.config)
+        ordered = self.table.order is not None
+        bins = fill_rows(lengths, lambda number: self.table.document(documents[number])[0], self.config, ordered)
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
@@ -100,16 +101,22 @@ class Plan:
 
 
 def make_plan(
-    config: Config, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Source], lanes: int, endless: bool = True
-) -> Plan:
+    config: Config, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Source], lanes: int, endless: bool = True,
+    order: np.ndarray | None = None,
+) -> Plan:  # fmt: skip
     """Open the sources and decide the order of everything; tokenise them when they are to be cached.
 
-    What is not endless comes in the sources' own order.
+    What is not endless comes in the sources' own order; with an `order`, int64 [documents], documents come in that.
     """
     data, seed, table = config.data, config.training.seed, None
     chat = config.chat if config.job.task == "sft" else None
-    sources = tuple(open_source(setting, data, chat) for setting in settings)
-    keys = [random_key(seed, 0, number) if data.shuffle and endless else None for number in range(len(sources))]
+    difficulty = config.curriculum.difficulty_column if endless else None
+    sources = tuple(open_source(setting, data, chat, difficulty) for setting in settings)
+    if difficulty:
+        values = [np.array(source.dataset[difficulty], dtype=np.float64) for source in sources]
+        order = np.argsort(np.concatenate(values), kind="stable")
+    shuffled = data.shuffle and endless and order is None
+    keys = [random_key(seed, 0, number) if shuffled else None for number in range(len(sources))]
     pools = [
         Stream(number_of_parts(source.shard_sizes, lanes), key, source, data.retries, endless)
         if data.streaming
@@ -119,8 +126,10 @@ def make_plan(
     if settings[0].weight is None and not data.streaming:
         pools = [Pool(sum(pool.size for pool in pools), keys[0])]
     if _is_cached(config, sources, endless):
-        lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
-    shares = tuple(setting.weight or 1.0 for setting in settings[: len(pools)])
+        lanes, table = 1, replace(token_table(sources, tokenizer, data.max_broken_records), order=order)
+    if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
+        raise UserError("curriculum: sources mixed by weight have no common order; drop their weights, or the order")
+    shares = tuple(1.0 if setting.weight is None else setting.weight for setting in settings[: len(pools)])
     return Plan(config, tokenizer, Mixture(seed, tuple(pools), shares, lanes), sources, table, endless)
 
 
@@ -129,8 +138,8 @@ def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> b
     wanted = config.data.tokenization
     if config.data.streaming:
         return False
-    if not endless or config.training.epochs:
-        return True  # only the cache knows how long an epoch or the validation data is
+    if not endless or config.training.epochs or config.curriculum.difficulty_column or config.curriculum.rank_every:
+        return True  # only the cache knows how long an epoch or the validation data is, and can be put in order
     if wanted == "auto":
         size = sum(source.dataset.data.nbytes for source in sources)
         wanted = "cache" if size < _CACHED_BELOW else "online"

@@ -37,8 +37,8 @@ def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]
     """
     if plan.table is None:
         return _LaneRows(plan, states, broken).row
-    made = _fitted(plan) if plan.fits else _laid_end_to_end(plan)
-    rows = enumerate(itertools.chain(made, itertools.repeat(())))  # after the last document there are empty rows
+    made = itertools.chain(_made_of_table(plan), itertools.repeat(()))  # after the last document there are empty rows
+    rows = enumerate(made)
 
     def row(wanted: int) -> list[Span]:
         spans = []
@@ -50,8 +50,21 @@ def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]
     return row
 
 
+def documents_begun(plan: Plan, rows: int) -> np.ndarray:
+    """How often the first `rows` rows begin each document, int64 [documents], whatever order these come in."""
+    begun = np.zeros(len(plan.table.lengths), dtype=np.int64)
+    for documents, starts, _ in itertools.islice(_made_of_table(plan), rows):
+        np.add.at(begun, documents[starts == 0], 1)
+    return begun if plan.table.order is None else begun[np.argsort(plan.table.order)]
+
+
+def _made_of_table(plan: Plan) -> Iterator[np.ndarray]:
+    """The pieces, int64 [3, n], of each row: documents, where these begin, where they end."""
+    return _fitted(plan) if plan.fits else _laid_end_to_end(plan)
+
+
 def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
-    """The pieces, int64 [3, n], of rows that are cut out of all drawn documents, laid end to end.
+    """The pieces of rows that are cut out of all drawn documents, laid end to end.
 
     The rows are shuffled within windows: side by side in one step, the parts of a long document teach hardly more than
     one of them. A pass over the documents is cut into even windows.

@@ -1,5 +1,8 @@
-"""A source of the configuration to an opened dataset with one column of documents."""
+"""A source of the configuration to an opened dataset with one column of documents, patiently where networks fail."""
 
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,11 +18,18 @@ from lacuna.config.checks import READERS
 from lacuna.config.documents import ChatConfig, DataConfig, Source
 from lacuna.data import corpus, files
 from lacuna.data.chat import conversation_columns
-from lacuna.data.retry import with_retries
 
+_LOG = logging.getLogger(__name__)
 _READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
 _STREAMED_SHARDS = 64
+
+_LONGEST_PAUSE = 60.0
+_HTTP_LIBRARIES = {"http", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "aiohttp", "huggingface_hub"}
+_LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
+# How `datasets` and the Hub's client begin when they are offline, or have tried again themselves.
+_GAVE_UP = ("Couldn't reach", "Cannot reach", "Offline mode")
+_PASSING_STATUS = {408, 425, 429}
 
 
 @dataclass(frozen=True)
@@ -37,15 +47,17 @@ class Documents:
     chat: ChatConfig | None = None
 
 
-def open_source(source: Source, data: DataConfig, chat: ChatConfig | None = None) -> Documents:
-    """Open a source of documents, of conversations where there are settings of a `chat`.
+def open_source(
+    source: Source, data: DataConfig, chat: ChatConfig | None = None, difficulty: str | None = None
+) -> Documents:
+    """Open a source of documents, of conversations where there are settings of a `chat`; with its column `difficulty`.
 
     Raises UserError when there is no such dataset, file, split or column, or nothing in it.
     """
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        [documents] = with_retries(lambda: [_open(name, source, data, chat)], data.retries, name)
+        [documents] = with_retries(lambda: [_open(name, source, data, chat, difficulty)], data.retries, name)
     except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
@@ -60,7 +72,7 @@ def open_source(source: Source, data: DataConfig, chat: ChatConfig | None = None
     return documents
 
 
-def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None) -> Documents:
+def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None, difficulty: str | None) -> Documents:
     split, bracket, _ = source.split.partition("[")
     if bracket and data.streaming:
         raise UserError("a stream has no length to take a part of; give a whole split, or set data.streaming=false")
@@ -73,13 +85,17 @@ def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None) 
     else:
         builder = _builder(source, split)
         if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(name, builder, source.split, data, chat)
+            return _from_files(name, builder, source.split, data, chat, difficulty)
         if not data.streaming:
             builder.download_and_prepare()
         dataset = (builder.as_streaming_dataset if data.streaming else builder.as_dataset)(source.split)
-    columns = _choose_columns(dataset.column_names or list(next(iter(dataset), {})), data.text_column, chat)
+    found = dataset.column_names or list(next(iter(dataset), {}))
+    columns = _used_columns(found, data.text_column, chat, difficulty)
     shard_sizes = (1,) * dataset.num_shards if data.streaming else ()
-    return Documents(name, dataset.select_columns(columns), columns[0], shard_sizes, chat)
+    dataset = dataset.select_columns(columns)
+    if difficulty:
+        dataset = dataset.cast_column(difficulty, Value("float64"))
+    return Documents(name, dataset, columns[0], shard_sizes, chat)
 
 
 def _builder(source: Source, split: str) -> DatasetBuilder:
@@ -95,17 +111,22 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
 
-def _from_files(name: str, builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None) -> Documents:
+def _from_files(
+    name: str, builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None, difficulty: str | None
+) -> Documents:
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
     whole, kind = split.partition("[")[0], builder.name
     found = builder.config.data_files.get(whole)
     if not found:
         raise UserError(f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}")
-    columns = _choose_columns(files.columns_of(found, kind), data.text_column if kind == "json" else None, chat)
+    wanted = data.text_column if kind == "json" else None
+    columns = _used_columns(files.columns_of(found, kind), wanted, chat, difficulty)
     column = columns[0] if chat is None else files.RECORD
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features({column: value, files.BROKEN: Value("string")})
     arguments = {"files": found, "kind": kind, "column": column, "version": _READER_VERSION}
+    if difficulty:
+        features[difficulty], arguments["number"] = Value("float64"), difficulty
     opener = IterableDataset if data.streaming else Dataset
     dataset = opener.from_generator(files.read_records, features=features, gen_kwargs=arguments)
     if data.streaming:
@@ -120,11 +141,46 @@ def _part(splits: dict[str, Dataset], split: str) -> Dataset:
     return whole.select(range(part.from_ or 0, len(whole) if part.to is None else part.to))
 
 
-def _choose_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None) -> list[str]:
+def _used_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None, difficulty: str | None) -> list[str]:
+    others = [difficulty] if difficulty else []
+    if difficulty and difficulty not in columns:
+        raise UserError(f"curriculum.difficulty_column: no column {difficulty}; there are {', '.join(columns)}")
     if chat is not None:
-        return list(conversation_columns(columns, chat)[1].values())
+        return [*conversation_columns(columns, chat)[1].values(), *others]
     candidates = (wanted,) if wanted else _COLUMNS
     for candidate in candidates:
         if candidate in columns:
-            return [candidate]
+            return [candidate, *others]
     raise UserError(f"no column {' or '.join(candidates)}; it has {', '.join(columns)}; name one by data.text_column")
+
+
+def may_pass(error: BaseException) -> bool:
+    """Whether an error is a fault of the network or of storage that another attempt may not meet."""
+    if isinstance(error, _LASTING) or str(error).startswith(_GAVE_UP):
+        return False
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    if status is not None:
+        return status >= 500 or status in _PASSING_STATUS
+    libraries = {kind.__module__.partition(".")[0] for kind in type(error).__mro__}
+    return isinstance(error, OSError) or bool(libraries & _HTTP_LIBRARIES)
+
+
+def with_retries(start: Callable[[], Iterable[Any]], retries: int, what: str) -> Iterator[Any]:
+    """Yield what `start` gives; after a passing fault call it again, to go on behind what was yielded last.
+
+    Raises the last fault after `retries` in a row, and any other error at once.
+    """
+    failures = 0
+    while True:
+        try:
+            for element in start():
+                yield element
+                failures = 0
+            return
+        except Exception as error:
+            if failures == retries or not may_pass(error):
+                raise
+            pause = min(_LONGEST_PAUSE, 0.5 * 2**failures)
+            failures += 1
+            _LOG.warning("%s: %s; trying again in %.1f s (%d of %d)", what, error, pause, failures, retries)
+            time.sleep(pause)

@@ -10,8 +10,7 @@ import numpy as np
 
 from lacuna.config import UserError
 from lacuna.data.mixture import Pool, shuffled
-from lacuna.data.retry import with_retries
-from lacuna.data.sources import Documents
+from lacuna.data.sources import Documents, with_retries
 
 _LOG = logging.getLogger(__name__)
 # Documents shuffled among each other; they are in memory together.

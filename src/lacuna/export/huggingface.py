@@ -27,20 +27,14 @@ from lacuna.model.architecture import meta_model, stored_tensors
 FILE_BYTES = 5 * 10**9
 
 
-def _full(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """The whole tensor, gathered from the ranks that share it (a collective)."""
-    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().to(dtype if whole.is_floating_point() else whole.dtype)
-
-
 def hub_tensors(
-    model: PreTrainedModel, shadow: PreTrainedModel, dtype: torch.dtype, pipeline: ProcessGroup | None = None
+    model: PreTrainedModel, shadow: PreTrainedModel, pipeline: ProcessGroup | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """The model's tensors one decoder layer at a time, under the names that files on the Hub have, on the CPU.
 
     Every rank must iterate: gathering is a collective. The ranks of a `pipeline` give each other what they have.
-    `shadow` is the whole model unsharded in `dtype`, whose class tells transformers which fused weights (experts) to
-    take apart again.
+    `shadow` is the whole model unsharded, which has the types wanted, and whose class tells transformers which fused
+    weights (experts) to take apart again.
     """
     tensors, everything = stored_tensors(model), stored_tensors(shadow)
     owners: list[Any] = [None] * (0 if pipeline is None else pipeline.size())
@@ -53,10 +47,11 @@ def hub_tensors(
     for names in groups.values():
         gathered = {}
         for name in names:
-            here = name in tensors  # or another stage has it
-            tensor = _full(tensors[name], dtype).to(home) if here else torch.empty_like(everything[name], device=home)
+            own, wanted = tensors.get(name), everything[name]
+            whole = own.full_tensor() if isinstance(own, DTensor) else own  # None where another stage has it
+            tensor = torch.empty_like(wanted, device=home) if whole is None else whole.detach().to(home, wanted.dtype)
             if pipeline is not None:
-                owner = next(stage for stage, own in enumerate(owners) if name in own)
+                owner = next(stage for stage, held in enumerate(owners) if name in held)
                 dist.broadcast(tensor, group=pipeline, group_src=owner)
             gathered[name] = tensor if tensor.is_meta else tensor.cpu()
         yield from revert_weight_conversion(shadow, gathered).items()
@@ -118,12 +113,12 @@ def export_model(
     at all: it is written beside its place and renamed.
     """
     shadow = meta_model(deepcopy(model.config), "eager", dtype)  # which notes both in the configuration it is given
-    tensors = hub_tensors(model, shadow, dtype, pipeline)
+    tensors = hub_tensors(model, shadow, pipeline)
     if not is_first:
         for _ in tensors:
             pass
         return
-    shapes = {name: torch.empty_like(tensor) for name, tensor in hub_tensors(shadow, shadow, dtype)}
+    shapes = {name: torch.empty_like(tensor) for name, tensor in hub_tensors(shadow, shadow)}
     unfinished = f"{folder.rstrip(os.sep)}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     os.makedirs(unfinished)

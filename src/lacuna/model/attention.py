@@ -108,9 +108,7 @@ def choose_attention(
     flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
     reasons = {
         'needs a GPU; this run is on the CPU: use "auto" or "sdpa"': flash and device_type != "cuda",
-        'computes in half precision only, and training.mixed_precision_param is "float32": use "auto" or "sdpa"': (
-            flash and dtype not in HALF
-        ),
+        'has half precision only: drop training.mixed_precision_param, or use "sdpa"': flash and dtype not in HALF,
         'has no backward pass on a CPU: use "auto" or "sdpa"': asked == "flex_attention" and device_type != "cuda",
         'has no dropout, and the model has: set it to 0, or use "sdpa"': asked == "varlen" and dropout,
         'would leave out the model\'s soft cap: use "auto" or "eager"': (

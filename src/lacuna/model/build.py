@@ -1,29 +1,27 @@
-"""The model of a run, in the order of the lines of `build_model`."""
+"""The model of a run: what its layout asks of it, then the making, in the order of the lines of `build_model`."""
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import distribute_tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lacuna.config import Config
+from lacuna.config import Config, refuse
 from lacuna.data import Batch
-from lacuna.data.tokenizer import added_ids
 from lacuna.model import architecture
 from lacuna.model.attention import choose_attention
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
-from lacuna.model.initialize import compute_buffers, initialize_weights
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.limits import check_layout
-from lacuna.model.weights import load_weights
+from lacuna.model.weights import fill_model
 from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
-from lacuna.parallel.pipeline import Pipeline, Stage
+from lacuna.parallel.pipeline import Pipeline, Stage, check_pipeline
+from lacuna.parallel.tensor import check_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +52,38 @@ class BuiltModel:
         return prepare_inputs(batch, attention, self.device, self.mesh, gather)
 
 
+def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout) -> None:
+    """Raises `UserError` for sequences too long for the model, and a layout that it or their length does not allow."""
+    training, positions = config.training, getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    too_long = (
+        f"training.{'context_len' if training.varlen else 'seq_len'}: {training.context_len} is more than the "
+        f"{positions} positions of the model: lower it, or raise max_position_embeddings in the model's configuration"
+    )
+    length, cuts = training.seq_len, layout.tp * (2 * layout.cp if layout.cp > 1 else 1)
+    uneven = (
+        f"training.seq_len: {length} is no multiple of tensor_parallel_degree × 2 × context_parallel_degree = "
+        f"{layout.tp} × 2 × {layout.cp}, the pieces of a sequence: the nearest above is {-(-length // cuts) * cuts}"
+    )
+    prompts = "validation.prompts: sampling needs data parallelism only; use lacuna generate on the run's folder"
+    refuse({
+        too_long: bool(positions) and training.context_len > positions,
+        uneven: length % cuts > 0,
+        prompts: layout.sharing > 1 and bool(config.validation.prompts),
+    })  # fmt: skip
+    if layout.tp > 1:
+        check_tensor_parallel(model_config, layout.tp)
+    if layout.pp > 1:
+        check_pipeline(config, model_config)
+
+
 def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, device_type: str) -> PreTrainedModel:
     """The run's model without memory, with the attention that it will have.
 
     Raises `UserError` for a model that cannot be had like that.
     """
     model_config = architecture.load_model_config(config, tokenizer)
-    check_layout(config, model_config, layout)
+    for stage in config.stages():
+        check_layout(stage, model_config, layout)
     attention = choose_attention(config, model_config, device_type, compute_dtype(config, device_type), layout)
     return architecture.meta_model(model_config, attention, getattr(torch, config.training.dtype))
 
@@ -89,12 +112,18 @@ def build_model(
     fill_model(model, config, device, fill)
     for stage in stages:
         attach_loss(stage.module)
-    run = partial(_run_stage, head)
-    pipeline = Pipeline(config, mesh, device, stages, microbatches, run) if mesh.layout.pp > 1 else None
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
     logger.info("attention: %s", model.config._attn_implementation)
-    return BuiltModel(config, model, stages, pipeline, mesh, device, head, **sizes)
+    return with_microbatches(BuiltModel(config, model, stages, None, mesh, device, head, **sizes), microbatches)
+
+
+def with_microbatches(built: BuiltModel, number: int) -> BuiltModel:
+    """The same model for steps of this number of micro-batches, of any one shape, which a pipeline must know."""
+    if built.mesh.layout.pp == 1:
+        return built
+    run = partial(_run_stage, built.head)
+    return replace(built, pipeline=Pipeline(built.config, built.mesh, built.device, built.stages, number, run))
 
 
 def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:
@@ -116,19 +145,3 @@ def _run_stage(head: Head, stage: Stage, inputs: Inputs) -> Tensor:
         return summed_loss(stage.module, head, inputs)
     hidden = hidden_states(stage.module, inputs)
     return hidden.clone() if hidden._is_view() else hidden  # zero-bubble schedules detach it in place
-
-
-def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fill: bool) -> None:
-    """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
-    dtype = getattr(torch, config.training.dtype)
-    home = torch.device("cpu") if config.training.enable_cpu_offload else device
-    shadow = architecture.meta_model(model.config, model.config._attn_implementation, dtype)
-    source = config.model.name_or_path if fill else None
-    if source:
-        grow = added_ids(config.model) if config.model.new_tokens or config.model.vocabulary_multiple > 1 else None
-        load_weights(model, shadow, source, home, dtype, grow)
-    else:
-        model.to_empty(device=home)
-    compute_buffers(model, shadow, device, loaded=bool(source))
-    if fill and not source:
-        initialize_weights(model, shadow, device, config.training.seed)

@@ -1,4 +1,4 @@
-"""Hugging Face safetensors, read straight into the shards of a model on the meta device."""
+"""What fills a sharded meta model: Hugging Face safetensors or transformers' own initial weights, and its buffers."""
 
 import json
 import os
@@ -10,18 +10,35 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from lacuna.config import UserError, refuse
-from lacuna.model.architecture import vocabulary_weights
-from lacuna.model.initialize import tie_weights
+from lacuna.config import Config, UserError, refuse
+from lacuna.config.sections import ModelConfig
+from lacuna.data.tokenizer import added_ids
+from lacuna.model.architecture import meta_model, vocabulary_weights
 
 _BLOCK = 4096  # rows read at once for their mean
+
+
+def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fill: bool) -> None:
+    """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
+    home = torch.device("cpu") if config.training.enable_cpu_offload else device
+    shadow = meta_model(model.config, model.config._attn_implementation, getattr(torch, config.training.dtype))
+    loaded = fill and config.model.name_or_path is not None
+    if loaded:
+        load_weights(model, shadow, config.model, home)
+    else:
+        model.to_empty(device=home)
+    compute_buffers(model, shadow, device, loaded)
+    if fill and not loaded:
+        initialize_weights(model, shadow, device, config.training.seed)
 
 
 def weight_files(source: str) -> list[Path]:
@@ -72,32 +89,96 @@ class _Grown:
         return read
 
 
-def load_weights(
-    model: PreTrainedModel, shadow: PreTrainedModel, source: str, device: torch.device, dtype: torch.dtype,
-    grow: tuple[int, Set[int]] | None = None,
-) -> None:  # fmt: skip
-    """Loads the weights of `source` into the sharded meta `model`; each rank reads only the slices it holds.
+def load_weights(model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig, device: torch.device) -> None:
+    """Loads the weights of `name_or_path` into the sharded meta `model`; each rank reads only the slices it holds.
 
-    To `grow` the vocabulary, give how many ids the tokenizer knew and which it got: their rows, and all that the files
-    lack, become the mean of the rows that it knew.
+    Where the vocabulary is to grow, the rows of new tokens, and all that the files lack, become the mean of the rows
+    of the tokens that there were.
 
     transformers' own loader renames and fuses what its model classes store otherwise than the Hub does; it finds its
     rules by class, which sharding changes, hence `shadow`, the same model unsharded. Raises `UserError` when the files
     do not fit the model.
     """
+    source = str(settings.name_or_path)
     files = [safe_open(path, framework="pt") for path in weight_files(source)]
     slices: dict[str, Any] = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
-    if grow is not None:
-        rows = shadow.config.get_text_config().vocab_size
+    if settings.new_tokens or settings.vocabulary_multiple > 1:
+        grow = shadow.config.get_text_config().vocab_size, *added_ids(settings)
         ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}  # what precedes may differ
-        slices |= {
-            key: _Grown(stored, rows, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends
-        }
+        slices |= {key: _Grown(stored, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends}
     mapping = get_model_conversion_mapping(shadow)
-    settings = LoadStateDictConfig(weight_mapping=mapping, dtype=dtype, device_map={"": device})
-    info, _ = convert_and_load_state_dict_in_model(model, slices, settings)
+    placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map={"": device})
+    info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
     missing = sorted(info.missing_keys - set(model.all_tied_weights_keys))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
         raise UserError(f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}")
     tie_weights(model)
+
+
+def tie_weights(model: PreTrainedModel) -> None:
+    """Ties in place what the model ties, unless only one end of it is on this rank's pipeline stages."""
+    names = dict(model.named_parameters(remove_duplicate=False))
+    if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
+        model.tie_weights()
+
+
+@torch.no_grad()
+def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, seed: int) -> None:
+    """Fills the sharded, materialised `model` with the weights that transformers would draw from `seed`.
+
+    `shadow` is the same model, unsharded, on the meta device. One decoder layer of it at a time is made real on
+    `device`, initialised by the model's own code, copied slice by slice and dropped, so that every rank draws the
+    same numbers and none holds more than its shards and one layer. (DTensor's own random numbers are the same on
+    every rank of a CPU mesh, and transformers' zeroing of the padding row does not reach a DTensor.)
+    """
+    torch.manual_seed(seed)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    layers = {id(layer) for child in shadow.modules() if isinstance(child, nn.ModuleList) for layer in child}
+
+    def visit(module: nn.Module, prefix: str) -> None:
+        is_layer = id(module) in layers
+        if not is_layer:
+            for name, child in module.named_children():
+                visit(child, f"{prefix}{name}.")
+        module.to_empty(device=device, recurse=is_layer)
+        if is_layer:  # first the children: a parent may correct what they drew (GPT-2's c_proj)
+            module.apply(shadow._init_weights)
+        else:
+            shadow._init_weights(module)
+        for name, parameter in module.named_parameters(recurse=is_layer):
+            # What is tied follows its source; what another pipeline stage holds is drawn all the same.
+            if prefix + name not in model.all_tied_weights_keys and prefix + name in parameters:
+                target = parameters[prefix + name]
+                # No source rank: every rank has the whole, nothing is sent.
+                shard = distribute_tensor(parameter, target.device_mesh, target.placements, src_data_rank=None)
+                target.to_local().copy_(shard.to_local())  # which may be on other devices
+        module.to_empty(device="meta", recurse=is_layer)
+
+    with guard_torch_init_functions():
+        visit(shadow, "")
+    tie_weights(model)
+
+
+@torch.no_grad()
+def compute_buffers(model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, loaded: bool) -> None:
+    """Computes the buffers of `model` that no file holds (rotary frequencies, masks), by the model's own code.
+
+    Unless its weights are `loaded`, those that files hold as well. `shadow` is the same model on the meta device:
+    working there cannot touch weights that were just loaded. Raises `RuntimeError` when the model leaves one unset.
+    """
+    modules = dict(model.named_modules())
+    for prefix, module in shadow.named_modules():
+        if not module._buffers or prefix not in modules:  # another pipeline stage has it
+            continue
+        module.to_empty(device=device, recurse=False)
+        for buffer in module.buffers(recurse=False):
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
+        shadow._init_weights(module)
+        target = modules[prefix]._buffers
+        for name, buffer in module.named_buffers(recurse=False):
+            kept = loaded and name not in module._non_persistent_buffers_set
+            if not kept and buffer.isnan().any():
+                raise RuntimeError(f"{type(model).__name__} does not compute its buffer {prefix}.{name}")
+            target[name] = target[name].to(device) if kept else buffer

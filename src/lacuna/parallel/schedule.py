@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import schedules
 
-from lacuna.config import UserError, refuse
-from lacuna.config.errors import did_you_mean
+from lacuna.config.errors import UserError, did_you_mean, refuse
 from lacuna.config.machine import ParallelismConfig
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")

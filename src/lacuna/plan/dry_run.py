@@ -1,20 +1,24 @@
-"""`--dry-run`: everything is resolved and checked, nothing is started."""
+"""What a run will take, said before it: everything is resolved and checked, memory estimated, nothing started."""
 
+from itertools import accumulate
+
+import torch
 from rich.console import Console
 from rich.table import Table
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config
-from lacuna.data import build_loader, build_validation, run_tokenizer
-from lacuna.model.architecture import non_embedding_parameters
+from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
+from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import plan_model
+from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.weights import weight_files
-from lacuna.parallel.fsdp import compute_dtype
-from lacuna.parallel.mesh import resolve_layout
+from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
+from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import check_device, device_type
-from lacuna.plan.memory import estimate_memory
-from lacuna.train.batch import plan_batch
-from lacuna.train.setup import total_steps
+from lacuna.parallel.schedule import held_stages, pipeline_order
+from lacuna.train.setup import plan_stages, total_steps
 
 
 def dry_run(config: Config, processes: int, device: str | None = None) -> None:
@@ -25,14 +29,14 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     device = device or device_type()
     check_device(config, device)
     layout = resolve_layout(config, processes)
-    plan = plan_batch(config, layout)
+    _, plan = plan_stages(config, layout)[0]
     tokenizer = run_tokenizer(config)
     model = plan_model(config, tokenizer, layout, device)
     if config.model.name_or_path:
         weight_files(config.model.name_or_path)
-    loader = build_loader(config, tokenizer, dp_rank=0, dp_world=layout.data_parallel, **vars(plan))
+    loader = build_loader(config, tokenizer, plan, dp_rank=0)
     if config.validation.resolved_source() is not None:
-        build_validation(config, tokenizer, dp_rank=0, dp_world=1, micro_batch=plan.micro_batch)
+        build_validation(config, tokenizer, plan, dp_rank=0)
     steps = total_steps(config, loader)
     loader.close()
     compute = compute_dtype(config, device)
@@ -40,21 +44,83 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
     step_tokens = plan.global_batch * config.training.seq_len
     rows = {
-        "model": f"{type(model).__name__}, {model.num_parameters():,} parameters "
-        f"({non_embedding_parameters(model):,} in matrix products)",
+        "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
         "processes": f"{processes} on {device}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × "
         f"cp {layout.cp} × tp {layout.tp} × pp {layout.pp}",
-        "precision": f"{config.training.dtype} weights, {str(compute).removeprefix('torch.')} compute",
-        "attention": model.config._attn_implementation,
+        "precision": f"{config.training.dtype} weights, {str(compute).removeprefix('torch.')} compute, "
+        f"{model.config._attn_implementation} attention",
         "batch": f"{plan.global_batch} sequences = {plan.micro_batch} × {plan.accumulation} accumulated × "
         f"{layout.data_parallel} ranks",
         "tokens a step": f"{step_tokens:,} ({config.training.seq_len} a sequence)",
         "steps": f"{steps:,}, {steps * step_tokens:,} tokens",
         "memory a rank": f"about {sum(estimate.values()) / 2**30:.2f} GiB ({parts})",
-        "run folder": str(config.job.dump_folder),
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
     console = Console(no_color=config.metrics.disable_color_printing, highlight=False)
     console.print(table, "Nothing was started.")
+
+
+def layers_in_flight(config: Config, layout: Layout, microbatches: int, layers: int) -> float:
+    """For how many layers a rank holds the activations of a micro-batch: in a pipeline, on the rank with most."""
+    if layout.pp == 1:
+        return layers
+    order = pipeline_order(config.parallelism, microbatches)
+    held = {"F": 1, "B": -1, "I": 0, "W": -1}
+    most = max(max(accumulate(held[action.kind] for action in actions)) for actions in order.values())
+    return most * layers / sum(map(len, held_stages(order).values()))
+
+
+def _kept_values(text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float) -> float:
+    """What `layers` keep for the backward pass, per token: a count of the tensors a decoder layer saves.
+
+    Attention keeps its input, normed input, query, key, value and output; the feed-forward part its input, normed
+    input and three (gated) or two wide tensors. Uncompiled code also keeps the intermediate results of norms,
+    rotations and activations, about as much again. Of what is recomputed, the layers' inputs and one layer remain.
+    Tensor parallelism divides all of it but the normed inputs, which it gathers.
+    """
+    hidden, heads = text.hidden_size, text.num_attention_heads
+    head_dim = getattr(text, "head_dim", None) or hidden // heads
+    key_value = getattr(text, "num_key_value_heads", None) or heads
+    wide = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
+    divided = 2 * hidden + 2 * heads * head_dim + 2 * key_value * head_dim + 3 * wide
+    layer = (2 * hidden + divided / tp) * (1 if fused else 2)
+    kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp) + (layer if recomputed else 0)
+    return kept + 2 * hidden / tp
+
+
+def estimate_memory(
+    config: Config, layout: Layout, plan: BatchPlan, model: PreTrainedModel, compute: torch.dtype, compiled: bool
+) -> dict[str, float]:
+    """Bytes by what holds them on the rank that needs most, with an even share of the layers.
+
+    `model` needs no memory itself; the allocator's rounding and the CUDA context (about 1 GiB) come on top. Of a
+    pipeline it is taken to have the larger end: the embedding or the head, as large as each other, and the loss. What
+    is outside the layers, tensor parallelism only stores in shares.
+    """
+    text, shards = model.config.get_text_config(), layout.dp_shard * layout.cp
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
+    head = text.vocab_size * text.hidden_size
+    outside = head if layout.pp > 1 else model.num_parameters() - sum(layers)
+    inside, layer = sum(layers) / layout.pp / layout.tp, max(layers) / layout.tp
+    shard = (outside / layout.tp + inside) / shards
+    stored = getattr(torch, config.training.dtype).itemsize
+    reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
+    copies = compute.itemsize != stored or shards > 1
+    at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
+    unreduced = outside + (layer if layout.pp == 1 else inside)  # a pipeline reduces gradients at its end
+    tokens = plan.micro_batch * config.training.seq_len / layout.cp
+    in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
+    recompute = config.activation_checkpoint
+    selective = 0.5 if recompute.selective_ac_option == "op" else 1 / int(recompute.selective_ac_option)
+    recomputed = {"none": 0, "full": 1, "selective": selective, "memory_budget": 1 - recompute.memory_budget}
+    kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed[recompute.mode])
+    return {
+        "weights": shard * stored,
+        "gradients": shard * stored + unreduced * (compute.itemsize + reduced),
+        "optimizer": 2 * shard * stored,
+        "gathered": at_once * compute.itemsize if copies else 0,
+        "activations": tokens * kept * compute.itemsize,
+        "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head,
+    }

@@ -15,7 +15,7 @@ from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import open_rows
 from lacuna.data.tokenize import add_broken
 from lacuna.parallel.mesh import resolve_layout
-from lacuna.train.batch import plan_batch
+from lacuna.train.setup import plan_batch
 
 SHOWN = 3
 _BAR = 40

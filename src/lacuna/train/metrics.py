@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, and the terminal."""
+"""What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal, and profiler traces."""
 
 import json
 import logging
@@ -6,8 +6,8 @@ import math
 import os
 import re
 import resource
-import sys
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import takewhile
 from typing import Any, TextIO
@@ -15,8 +15,7 @@ from typing import Any, TextIO
 import torch
 from rich.console import Console
 from rich.logging import RichHandler
-from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from lacuna.config import Config, UserError
@@ -38,6 +37,9 @@ SHOWN = {
     "skipped_steps": "[red]skipped {}[/red]", "val_loss": "validation loss {:.4f} nats per token",
     "val_bits_per_byte": "{:.4f} bits per byte", "val_token_accuracy": "{:.1%} of tokens right",
 }  # fmt: skip
+
+PROFILER_WARMUP_STEPS = 3
+MAX_MEMORY_ENTRIES = 100_000
 
 
 def peak_flops(device: torch.device) -> float | None:
@@ -61,8 +63,7 @@ def peak_memory(device: torch.device) -> float:
 
 def set_up_logging(config: Config, visible: bool) -> Console:
     """Sends log messages to the terminal (stderr), of the first rank only unless `visible`."""
-    plain = config.metrics.disable_color_printing
-    console = Console(stderr=True, no_color=plain, highlight=False, quiet=not visible)
+    console = Console(stderr=True, no_color=config.metrics.disable_color_printing, highlight=False, quiet=not visible)
     handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
     root = logging.getLogger("lacuna")
     root.handlers, root.propagate = [handler], False
@@ -98,18 +99,14 @@ class MetricWriter(ExitStack):
                 from torch.utils.tensorboard import SummaryWriter
 
                 board = os.path.join(folder, settings.save_tb_folder, f"rank-{rank}" if rank else "")
-                purged = start_step + 1 if start_step else None
-                self._board = self.enter_context(SummaryWriter(board, purge_step=purged))
+                self._board = self.enter_context(SummaryWriter(board, purge_step=kept + 1))
         if rank == 0 and config.validation.prompts:
             self._samples = self.enter_context(_open_rows(os.path.join(folder, "samples.jsonl"), kept))
         if rank == 0 and settings.enable_wandb:
             self._wandb = self.enter_context(_wandb_run(config))
-        progress = Progress(
-            TextColumn("[bold]step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[summary]}"),
-            TimeElapsedColumn(), TextColumn("<"), TimeRemainingColumn(),
-            console=console, transient=True, disable=console.quiet or not sys.stderr.isatty(),
-        )  # fmt: skip
-        task = progress.add_task("train", total=total_steps, completed=start_step, summary="")
+        columns, hidden = Progress.get_default_columns(), console.quiet or not console.is_terminal
+        progress = Progress(MofNCompleteColumn(), *columns, console=console, transient=True, disable=hidden)
+        task = progress.add_task("step", total=total_steps, completed=start_step)
         # Moves the display: advance(completed=step).
         self.advance = partial(self.enter_context(progress).update, task)
 
@@ -128,14 +125,13 @@ class MetricWriter(ExitStack):
         shown = "  ".join(text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key))
         self.console.print(f"step {step:>6}  {shown}", soft_wrap=True, style="cyan" if "val_loss" in row else None)
         if "loss" in row:
-            self.advance(summary=f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s")
+            self.advance(description=f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s")
 
     def write_sample(self, step: int, prompt: str, text: str) -> None:
         """Keeps and shows a text that the model wrote after `prompt`."""
         if self._samples is not None:
             self._samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
-        sample = Text.assemble((prompt, "bold"), text)
-        self.console.print(Panel(sample, title=f"sample after step {step}", title_align="left", border_style="dim"))
+        self.console.print(Text.assemble((f"sample after step {step}\n", "dim"), (prompt, "bold"), text))
 
 
 def _wandb_run(config: Config) -> Any:
@@ -147,3 +143,37 @@ def _wandb_run(config: Config) -> Any:
     defaults = {"project": "lacuna", "name": config.job.name, "resume": "allow"}
     chosen = {key: os.environ.get(f"WANDB_{key.upper()}", default) for key, default in defaults.items()}
     return wandb.init(**chosen, config=config.model_dump(), dir=config.job.dump_folder)
+
+
+@contextmanager
+def profiled(config: Config, rank: int, start_step: int) -> Iterator[Callable[[int], None]]:
+    """Yields a function to call after every step with the number of steps done.
+
+    Every `profiling.profile_freq` steps a Chrome trace of one step, and a memory snapshot (GPU), go to
+    `<dump_folder>/<save_…_folder>/step-N/rank-R…`.
+    """
+    settings = config.profiling
+    every, warmup = settings.profile_freq, min(PROFILER_WARMUP_STEPS, settings.profile_freq - 1)
+
+    def target(folder: str, step: int, kind: str) -> str:
+        path = os.path.join(str(config.job.dump_folder), folder, f"step-{step}", f"rank-{rank}-{kind}")
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        return path
+
+    def save_trace(profiler: torch.profiler.profile) -> None:
+        profiler.export_chrome_trace(target(settings.save_traces_folder, start_step + profiler.step_num, "trace.json"))
+
+    def after_step(step: int) -> None:
+        if profiler is not None:
+            profiler.step()
+        if settings.enable_memory_snapshot and step % every == 0:
+            torch.cuda.memory._dump_snapshot(target(settings.save_memory_snapshot_folder, step, "memory.pickle"))
+
+    if settings.enable_memory_snapshot:
+        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_ENTRIES)
+    profiler = None
+    if settings.enable_profiling:
+        schedule = torch.profiler.schedule(wait=every - warmup - 1, warmup=warmup, active=1)
+        profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=save_trace, record_shapes=True)
+    with profiler or nullcontext():
+        yield after_step

@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import time
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
@@ -76,20 +76,32 @@ def train_here(config: Config) -> None:
 def _train(config: Config, process: Process, console: Console, stop: list[int]) -> None:
     started = time.monotonic()
     run = Run(config, process, console)
-    built, state, settings = run.built, run.state, config.checkpoint
-    with run.metrics, closing(run.loader):
-        _introduce(run, console)
+    built, state, settings, folder = run.built, run.state, config.checkpoint, str(config.job.dump_folder)
+    with run.metrics as ending:
+        ending.callback(lambda: run.loader.close())  # the last one: a stage of the curriculum has its own
+        console.print(
+            f"[bold]{config.job.name}[/bold]: {built.parameters / 1e6:,.1f} M parameters on {process.world_size} × "
+            f"{process.device.type}; {run.total_steps:,} steps of {run.plan.global_batch} × {config.training.seq_len} "
+            f"tokens; writing to {folder}"
+        )
         if settings.create_seed_checkpoint:  # for runs in any layout to start from
             run.saver.save(0, model_tensors(built.model), {"step": 0, "counters": vars(state)}, wait=True)
             console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
         elif train(run, stop):
-            folder, dtype = os.path.join(str(config.job.dump_folder), "hf"), getattr(torch, settings.export_dtype)
+            model, dtype = os.path.join(folder, "hf"), getattr(torch, settings.export_dtype)
             source, pipeline = config.model.name_or_path, built.mesh.pipeline
-            export_model(built.model, run.tokenizer, folder, dtype, process.is_first, source, pipeline)
+            export_model(built.model, run.tokenizer, model, dtype, process.is_first, source, pipeline)
             on_first(process, lambda: mark_finished(config, state.step))
             seconds = time.monotonic() - started
-            console.print(f"Done: {state.step:,} steps, {state.tokens:,} tokens in {seconds:.0f} s.")
-            _show_ways_on(run, console)
+            console.print(
+                f"Done: {state.step:,} steps, {state.tokens:,} tokens in {seconds:.0f} s.\n"
+                f"  model      {model}, which transformers' AutoModelForCausalLM.from_pretrained opens\n"
+                f"  curves     {folder}/metrics.jsonl; tensorboard --logdir {folder}\n"
+                f"  try it     lacuna generate {folder} --prompt 'def main():' --temperature 0.8\n"
+                f"  train on   lacuna train {folder}/config.toml, with more training.steps or epochs\n"
+                "  your data  lacuna train --data.dataset my.jsonl --job.name mine (rows with a text column)",
+                soft_wrap=True,
+            )
         else:
             console.print(f"Stopped and saved after step {state.step}. The same command goes on from there.")
 
@@ -110,29 +122,3 @@ def mark_finished(config: Config, step: int) -> None:
     note = {"step": step, "steps": max(training.steps or 0, step), "epochs": training.epochs}
     path.with_suffix(".new").write_text(json.dumps(note))
     path.with_suffix(".new").replace(path)
-
-
-def _introduce(run: Run, console: Console) -> None:
-    """One screen about what is going to happen."""
-    plan, job, length = run.plan, run.config.job, run.config.training.seq_len
-    console.print(
-        f"[bold]{job.name}[/bold]: {run.built.parameters / 1e6:,.1f} M parameters on {run.process.world_size} × "
-        f"{run.process.device.type}; {run.total_steps:,} steps of {plan.global_batch} × {length} = "
-        f"{plan.global_batch * length:,} tokens ({plan.micro_batch} sequences × {plan.accumulation} accumulated × "
-        f"{run.built.mesh.layout.data_parallel} data-parallel); writing to {job.dump_folder}"
-    )
-
-
-def _show_ways_on(run: Run, console: Console) -> None:
-    """What can be done with the model now."""
-    folder, training = str(run.config.job.dump_folder), run.config.training
-    longer = f"epochs {training.epochs * 2}" if training.epochs else f"steps {training.steps * 2}"
-    console.print(
-        f"  model      {folder}/hf, which transformers' AutoModelForCausalLM.from_pretrained opens\n"
-        f"  curves     {folder}/metrics.jsonl; tensorboard --logdir {folder}\n"
-        f"  try it     lacuna generate {folder} --prompt 'def main():' --temperature 0.8\n"
-        f"  train on   lacuna train {folder}/config.toml --training.{longer}\n"
-        "  larger     lacuna train pretrain_124m.toml (lacuna train --help lists the recipes)\n"
-        "  your data  lacuna train --data.dataset my.jsonl --job.name mine (rows with a text column)",
-        soft_wrap=True,
-    )

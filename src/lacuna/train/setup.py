@@ -1,4 +1,4 @@
-"""Everything a run needs, made in the right order from its configuration."""
+"""Everything a run needs, made in the right order from its configuration, its batches first."""
 
 import logging
 import os
@@ -8,29 +8,91 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from torch import Tensor
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, UserError, refuse
 from lacuna.config.describe import to_toml
-from lacuna.data import Loader, build_loader, build_validation, run_tokenizer
+from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
 from lacuna.model.architecture import attention_widths
-from lacuna.model.build import build_model
-from lacuna.parallel.mesh import build_mesh, resolve_layout
+from lacuna.model.build import BuiltModel, build_model, with_microbatches
+from lacuna.parallel.mesh import Layout, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
+from lacuna.parallel.schedule import held_stages, pipeline_order
 from lacuna.train import checkpoint
-from lacuna.train.batch import BatchPlan, plan_batch
 from lacuna.train.metrics import MetricWriter, peak_flops
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 
 logger = logging.getLogger(__name__)
 
 
+def plan_stages(
+    config: Config, layout: Layout, saved_global_batch: int | None = None
+) -> list[tuple[Config, BatchPlan]]:
+    """The configuration and the batch of each stage of the curriculum, the first of which is that before all others.
+
+    What was saved is the global batch of the first. Raises `UserError` as `plan_batch` does.
+    """
+    plan = plan_batch(config, layout, saved_global_batch)
+    batch = {"batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
+    batch["global_batch_size"] = plan.global_batch
+    first = config.model_copy(update={"training": config.training.model_copy(update=batch)})
+    later = ((stage, stage.training.global_batch_size) for stage in first.stages()[1:])
+    return [(first, plan)] + [(stage, plan_batch(stage, layout, saved_global_batch and size)) for stage, size in later]
+
+
+def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> BatchPlan:
+    """The batch of this run; a resumed one keeps its global batch, `saved`, whatever the ranks.
+
+    A pipeline takes all micro-batches of a step at once, and cuts the rows of a rank anew into as many as it wants.
+    Raises `UserError` when the global batch does not divide.
+    """
+    training, micro, ranks = config.training, config.training.batch_size, layout.data_parallel
+    asked, given = training.global_batch_size, training.gradient_accumulation_steps
+    total = saved or asked or micro * (given or 1) * ranks
+    rows = total // ranks
+    if saved:
+        micro = max((size for size in range(1, min(micro, rows) + 1) if rows % size == 0), default=1)
+    accumulation = pieces = max(rows // micro, 1)  # 1 where it does not divide, which is refused below
+    if layout.pp > 1:
+        stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
+        pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
+    reasons = {
+        f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
+        f"{saved}: remove the setting, or choose another job.dump_folder": saved is not None
+        and asked not in (None, saved),
+        f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
+        f"share evenly: resume with a number of ranks that divides {saved}": saved is not None and saved % ranks > 0,
+        f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
+        f"{micro} × {ranks} = {micro * ranks}: change one of them": total % (micro * ranks) > 0,
+        f"training.gradient_accumulation_steps: {given} does not fit training.global_batch_size = {total}, which "
+        f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two": (
+            saved is None and given not in (None, accumulation)
+        ),
+        "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
+        "no gradient that is complete before its end: use one micro-batch, or drop the setting": (
+            config.optimizer.early_step_in_backward and (accumulation > 1 or layout.pp > 1)
+        ),
+        f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = {rows} sequences of a step "
+        f"do not cut into {pieces} equal micro-batches: choose one that divides {rows}": rows % pieces > 0,
+    }
+    refuse(reasons)
+    if layout.pp > 1:
+        pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
+    if micro != training.batch_size:
+        logger.info("micro-batches of %d keep the run's global batch of %d", micro, total)
+    return BatchPlan(rows // pieces, pieces, total)
+
+
 @dataclass
 class TrainState:
-    """Counters of a run. `step` is the number of steps done, `tokens` (`source_tokens`) those seen by all ranks."""
+    """Counters of a run. `step` is the number of steps done, `tokens` (`source_tokens`) those seen by all ranks.
+
+    `stage` is that of the curriculum, `ranked` the step at which documents were last ranked by their loss.
+    """
 
     source_tokens: list[int]
     step: int = 0
@@ -39,6 +101,8 @@ class TrainState:
     best_loss: float = float("inf")
     best_step: int | None = None
     worse_validations: int = 0
+    stage: int = 0
+    ranked: int | None = None
 
 
 @dataclass
@@ -56,10 +120,14 @@ def total_steps(config: Config, loader: Loader) -> int:
     return config.training.steps or config.training.epochs * loader.steps_per_epoch
 
 
-def _write_config(config: Config, plan: BatchPlan) -> None:
-    """Writes every setting to the run folder, with the batch that they come to."""
-    batch = {"global_batch_size": plan.global_batch, "gradient_accumulation_steps": plan.accumulation}
-    resolved = to_toml(config.model_copy(update={"training": config.training.model_copy(update=batch)}))
+def ranking_file(config: Config, step: int) -> str:
+    """Where the ranking of a step is kept: how often each document was used by then, and its loss."""
+    return os.path.join(str(config.job.dump_folder), "curriculum", f"step-{step}.npz")
+
+
+def _write_config(config: Config) -> None:
+    """Writes every setting to the run folder."""
+    resolved = to_toml(config)
     Path(str(config.job.dump_folder), "config.toml").write_text(resolved)
     if config.job.print_args:
         print(resolved)
@@ -100,6 +168,7 @@ class Run:
     """
 
     interval: Interval
+    built: BuiltModel | None = None
     pending: tuple[Tensor, torch.cuda.Event] | None = None
     stopping = save_wanted = False
     skipped_in_a_row = 0
@@ -114,28 +183,43 @@ class Run:
         folder = os.path.join(str(config.job.dump_folder), config.checkpoint.folder)
         on_first(process, lambda: checkpoint.prepare_folder(folder))
         start, saved = find_start(config, folder, process)
-        plan = self.plan = plan_batch(config, layout, saved and saved["global_batch"])
+        self.stages = plan_stages(config, layout, saved and saved["global_batch"])
+        config, plan = self.config, self.plan = self.stages[0]
         tokenizer = self.tokenizer = run_tokenizer(config)
-        share = {"dp_rank": mesh.data_rank, "dp_world": layout.data_parallel}
-        self.loader = build_loader(config, tokenizer, **share, **vars(plan))
+        self.data_rank = mesh.data_rank
+        self.loader = build_loader(config, tokenizer, plan, mesh.data_rank)
+        self.total_steps = total_steps(config, self.loader)
         self.state = TrainState([0] * len(config.data.resolved_sources()))
         if saved is not None:
-            self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
             self.state = TrainState(**saved["counters"])
-        on_first(process, lambda: _write_config(config, plan))
-        self.total_steps = total_steps(config, self.loader)
+            if self.state.stage or self.state.ranked is not None:
+                self.open_data()
+            self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
+        on_first(process, lambda: _write_config(config))
         read = partial(checkpoint.read_tensors, str(start), process=process)
-        built = self.built = build_model(config, tokenizer, mesh, process.device, plan.accumulation, start is None)
+        built = self.built = build_model(config, tokenizer, mesh, process.device, self.plan.accumulation, start is None)
         if start is not None:
             read(checkpoint.model_tensors(built.model))
         self.optimizer = build_optimizer(built.model, config)
         if saved is not None:
             read(optimizer_tensors(built.model, self.optimizer))
         wanted = config.validation.resolved_source()
-        self.validation = wanted and build_validation(config, tokenizer, **share, micro_batch=plan.micro_batch)
+        self.validation = wanted and build_validation(config, tokenizer, plan, mesh.data_rank)
         describe = partial(save_model_description, built.model.config, tokenizer, config.model.name_or_path)
         self.saver = checkpoint.CheckpointSaver(config, folder, describe, process)
         self.metrics = MetricWriter(config, process.rank, console, self.state.step, self.total_steps)
         self.first_step, self.saved_step = self.state.step + 1, self.state.step
         self.peak_flops = peak_flops(process.device)
         self.attention_widths = attention_widths(built.model.config)
+
+    def open_data(self) -> None:
+        """Opens the training data of the present stage and ranking, from its beginning."""
+        config, self.plan = self.stages[self.state.stage]
+        order = None
+        if self.state.ranked is not None:
+            with np.load(ranking_file(config, self.state.ranked)) as ranking:
+                order = np.lexsort((ranking["losses"], ranking["uses"]))
+        self.loader.close()
+        self.loader = build_loader(config, self.tokenizer, self.plan, self.data_rank, order)
+        if self.built is not None:
+            self.built = with_microbatches(self.built, self.plan.accumulation)

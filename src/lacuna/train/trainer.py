@@ -17,13 +17,11 @@ from lacuna.model.architecture import step_flops
 from lacuna.parallel.processes import gather_objects, tighten_timeout
 from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
-from lacuna.train.metrics import peak_memory
-from lacuna.train.optimizer import optimizer_tensors, set_learning_rate
-from lacuna.train.profiling import profiled
-from lacuna.train.schedule import learning_rate
+from lacuna.train.curriculum import follow
+from lacuna.train.metrics import peak_memory, profiled
+from lacuna.train.optimizer import learning_rate, optimizer_tensors, set_learning_rate
 from lacuna.train.setup import Interval, Run
-from lacuna.train.step import accumulate_gradients, agree, update
-from lacuna.train.validation import evaluate
+from lacuna.train.step import accumulate_gradients, agree, evaluate, update
 
 logger = logging.getLogger(__name__)
 
@@ -38,12 +36,22 @@ def train(run: Run, stop: list[int]) -> bool:
     with profiled(run.config, run.process.rank, run.state.step) as after_step:
         if run.state.step == 0:
             _validate(run)
+            follow(run)
         run.interval = Interval()
         while run.state.step < run.total_steps and not run.stopping:
             _step(run, bool(stop))
             after_step(run.state.step)
     gc.enable()
-    return _finish(run)
+    _catch_up(run)
+    # The last validation, unless it was made by the run that got here, by us now, or just before.
+    if run.state.step >= max(run.total_steps, run.first_step) and run.state.step % run.config.validation.freq > 0:
+        _validate(run)
+    ended = run.state.step >= run.total_steps
+    _save(run, wait=True, weights_only=ended and run.config.checkpoint.model_weights_only)
+    run.saver.wait()
+    if math.isfinite(run.state.best_loss):
+        logger.info("best validation loss: %.4f, after step %s", run.state.best_loss, run.state.best_step)
+    return ended
 
 
 def _step(run: Run, stop: bool) -> None:
@@ -70,6 +78,7 @@ def _step(run: Run, stop: bool) -> None:
     started = time.perf_counter()
     if state.step % config.validation.freq == 0:
         _validate(run)
+    follow(run)
     due = run.save_wanted or run.saver.due_by_steps(state.step)
     if due and not run.stopping and state.step < run.total_steps:
         _save(run)
@@ -163,11 +172,12 @@ def _validate(run: Run) -> None:
         state.worse_validations += 1
         if measured["val_loss"] < state.best_loss:
             state.best_loss, state.best_step, state.worse_validations = measured["val_loss"], state.step, 0
-            if config.checkpoint.keep_best and state.step > 0:
-                _save(run)
         if settings.patience is not None and state.worse_validations >= settings.patience:
             logger.info("stopping early: no better validation loss for %d validations", settings.patience)
             run.total_steps = state.step
+        follow(run, measured["val_loss"])
+        if config.checkpoint.keep_best and state.best_step == state.step > 0:
+            _save(run)
     sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, config.job.task == "sft")
     for prompt in settings.prompts:
         text = generate_text(run.built.model, run.tokenizer, prompt, *sampling)
@@ -182,24 +192,9 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
     tensors = model_tensors(run.built.model, getattr(torch, settings.export_dtype) if weights_only else None)
-    saved = {"step": state.step, "counters": vars(state).copy(), "global_batch": run.plan.global_batch}
+    saved = {"step": state.step, "counters": vars(state).copy(), "global_batch": run.stages[0][1].global_batch}
     if not weights_only:
         tensors |= optimizer_tensors(run.built.model, run.optimizer)
         saved["data"] = merge_states(gather_objects(run.process, run.loader.state_dict()))
     run.saver.save(state.step, tensors, saved, wait)
     run.saved_step = state.step
-
-
-def _finish(run: Run) -> bool:
-    """The last validation and the last checkpoint. Returns whether the run came to its end."""
-    state, freq = run.state, run.config.validation.freq
-    _catch_up(run)
-    # It was measured by the run that got here, by us now, or just before.
-    if state.step >= max(run.total_steps, run.first_step) and state.step % freq > 0:
-        _validate(run)
-    ended = state.step >= run.total_steps
-    _save(run, wait=True, weights_only=ended and run.config.checkpoint.model_weights_only)
-    run.saver.wait()
-    if math.isfinite(state.best_loss):
-        logger.info("best validation loss: %.4f, after step %s", state.best_loss, state.best_step)
-    return ended

@@ -4,8 +4,9 @@ import pytest
 
 from lacuna.config import Config, UserError
 from lacuna.config.sections import JobConfig, TrainingConfig
+from lacuna.data import BatchPlan
 from lacuna.parallel.mesh import Layout
-from lacuna.train.batch import BatchPlan, plan_batch
+from lacuna.train.setup import plan_batch
 
 
 def planned(ranks: int, saved: int | None = None, **training: int) -> BatchPlan:

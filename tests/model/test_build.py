@@ -5,7 +5,7 @@ import pytest
 from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
 from lacuna.config.sections import TrainingConfig
-from lacuna.model.limits import check_layout
+from lacuna.model.build import check_layout
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 

@@ -8,8 +8,8 @@ from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
 from lacuna.model.architecture import meta_model
 from lacuna.parallel.mesh import Layout
-from lacuna.plan.memory import estimate_memory
-from lacuna.train.batch import plan_batch
+from lacuna.plan.dry_run import estimate_memory
+from lacuna.train.setup import plan_batch
 
 MODEL = LlamaConfig(
     hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,

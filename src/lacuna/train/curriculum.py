@@ -1,0 +1,83 @@
+"""A run on its way through its data: the stage that is due, and documents ranked by the model's own loss on them."""
+
+import logging
+import os
+from dataclasses import replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from lacuna.config.documents import PackingConfig
+from lacuna.objective.language_modelling import language_modelling_loss
+from lacuna.parallel.fsdp import inference
+from lacuna.parallel.processes import on_first
+from lacuna.train.setup import Run, ranking_file
+
+logger = logging.getLogger(__name__)
+
+
+def follow(run: Run, loss: float = np.inf) -> None:
+    """Between two steps: opens the data anew where a stage begins, by the steps done or the validation `loss`.
+
+    So it does where a ranking is due, which it makes first.
+    """
+    state, settings, stage = run.state, run.config.curriculum, run.state.stage
+    if state.step >= run.total_steps:
+        return
+    for begins in settings.stages[stage:]:
+        if state.step < (begins.from_step or np.inf) and not loss <= (begins.from_loss or -np.inf):
+            break
+        state.stage += 1
+        logger.info("stage %d of the curriculum begins after step %d", state.stage, state.step)
+    ranking = settings.rank_every is not None and state.step % settings.rank_every == 0 and state.ranked != state.step
+    if ranking:
+        _rank(run)
+    if ranking or state.stage > stage:
+        run.open_data()
+
+
+def _rank(run: Run) -> None:
+    """Measures the loss of the documents that this pass has left, and writes it to the run folder.
+
+    Beside it goes how often each document was used, which comes first in the order.
+    """
+    state, table = run.state, run.loader.plan.table
+    uses, losses = np.zeros((2, len(table.lengths)))
+    if state.ranked is not None:
+        with np.load(ranking_file(run.config, state.ranked)) as before:
+            uses, losses = before["uses"], before["losses"]
+    uses = uses + run.loader.documents_begun()
+    left = np.flatnonzero(uses < uses.max() if np.ptp(uses) else np.ones_like(uses))
+    losses[left] = document_losses(run, left)
+    state.ranked = state.step
+    path = ranking_file(run.config, state.step)
+
+    def write() -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(f"{path}.new", "wb") as file:
+            np.savez(file, uses=uses, losses=losses)
+        os.replace(f"{path}.new", path)
+
+    on_first(run.process, write)
+    logger.info("step %d: %d documents ranked, loss %.3f on average", state.step, len(left), np.nanmean(losses[left]))
+
+
+def document_losses(run: Run, documents: np.ndarray) -> np.ndarray:
+    """The mean loss, in nats, of the trained tokens of each of these documents of the table, nan where none is trained.
+
+    Each has a row of its own. Float64 [documents], the same on all ranks.
+    """
+    built, layout, plan = run.built, run.built.mesh.layout, run.loader.plan
+    alone = replace(plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")}))
+    table, length = replace(plan.table, order=None), plan.config.training.seq_len
+    losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
+    with inference(*(stage.module for stage in built.stages)):
+        for first in range(0, len(documents), layout.data_parallel):
+            place = first + built.mesh.data_rank
+            document, source = table.document(int(documents[min(place, len(documents) - 1)]))
+            batch = alone.batch([[document.span(0, length, source)]])
+            loss = language_modelling_loss(built, batch)[0] / batch.trained_tokens
+            losses[place : place + 1] = loss  # nothing beyond the last, which others have: all must make the same calls
+    dist.all_reduce(losses)
+    return losses.cpu().numpy()
