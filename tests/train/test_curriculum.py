@@ -68,6 +68,12 @@ def test_every_layout_goes_through_the_same_stages(staged: Path, layout: str) ->
         assert left["tokens"] == right["tokens"] and left["loss"] == pytest.approx(right["loss"], rel=1e-5)
 
 
+def test_a_run_that_is_made_longer_goes_through_what_is_then_due(staged: Path) -> None:
+    train(staged, staged / "longer", *CONSTANT, "--training.steps", 5)
+    train(staged, staged / "longer", *CONSTANT)
+    assert curve(staged / "longer") == curve(staged / "single")
+
+
 def goes_on(straight: Path, folder: Path, world: Path, step: int, *flags: object) -> None:
     """A copy of a finished run, set back to `step`, goes on to the same weights."""
     shutil.copytree(straight, folder)

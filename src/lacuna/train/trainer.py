@@ -36,7 +36,7 @@ def train(run: Run, stop: list[int]) -> bool:
     with profiled(run.config, run.process.rank, run.state.step) as after_step:
         if run.state.step == 0:
             _validate(run)
-            follow(run)
+        follow(run)  # also where a run that had come to its end is made longer
         run.interval = Interval()
         while run.state.step < run.total_steps and not run.stopping:
             _step(run, bool(stop))
@@ -78,7 +78,8 @@ def _step(run: Run, stop: bool) -> None:
     started = time.perf_counter()
     if state.step % config.validation.freq == 0:
         _validate(run)
-    follow(run)
+    if not run.stopping:
+        follow(run)
     due = run.save_wanted or run.saver.due_by_steps(state.step)
     if due and not run.stopping and state.step < run.total_steps:
         _save(run)
