@@ -101,6 +101,7 @@ def test_the_word_none_takes_a_setting_of_the_file_away(toml):
     config = load_config(path, ["--training.steps", "none", "--training.epochs", "1"])
     assert config.training.steps is None and config.training.epochs == 1
     assert load_config(path, ["--activation_checkpoint.mode", "none"]).activation_checkpoint.mode == "none"
+    assert load_config(path, ["--packing.mode", "none"]).packing.mode == "none"  # a value of its own, not the default
 
 
 def test_integers_serve_as_numbers(toml):

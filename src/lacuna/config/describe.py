@@ -13,7 +13,7 @@ _TYPES = {"boolean": "true|false", "integer": "int", "number": "float", "array":
 
 def help_text(width: int = 100) -> str:
     """Every flag with its type, default and description as plain text, a group per section."""
-    lines = ["Settings, in the TOML file or as flags; the word none gives a setting its default."]
+    lines = ["Settings, in the TOML file or as flags; the word none is the default, where it is no value itself."]
     for section, info in Config.model_fields.items():
         schema = info.annotation.model_json_schema()
         heading, *texts = re.split(r"\n+(\w+): ", schema["description"])

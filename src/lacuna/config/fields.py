@@ -4,7 +4,7 @@ import json
 import os
 import pathlib
 from contextlib import suppress
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
@@ -53,7 +53,7 @@ def read_value(field: FieldInfo, given: Any) -> Any:
     No word at all is true. Raises ValidationError for a wrong value, ValueError for too many or too few words.
     """
     reader = TypeAdapter(field.rebuild_annotation(), config=Section.model_config)
-    if given == Words(("none",)):
+    if given == Words(("none",)) and "none" not in get_args(field.annotation):
         return None
     if not isinstance(given, Words) or (given and isinstance(field.default, tuple)):
         return reader.validate_python(given)
