@@ -109,7 +109,8 @@ def estimate_memory(
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     copies = compute.itemsize != stored or shards > 1
     at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
-    unreduced = outside + (layer if layout.pp == 1 else inside)  # a pipeline reduces gradients at its end
+    alone = layout.dp_replicate * shards * layout.tp == 1  # reduces at the end of the step, as a pipeline does
+    unreduced = outside + (inside if alone or layout.pp > 1 else layer)
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
     recompute = config.activation_checkpoint
