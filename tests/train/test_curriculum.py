@@ -10,6 +10,9 @@ import torch
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lacuna.config import load_config
+from lacuna.config.documents import CurriculumConfig
+from lacuna.data import BatchPlan, build_loader
 from reference import texts_of
 from runs import curve, rows, together, train, weights
 
@@ -126,6 +129,26 @@ def test_a_pass_goes_from_low_to_high_loss_and_uses_each_document_once(still: Pa
     assert first["losses"][used].max() <= first["losses"][~used].min()
     lengths = {name: [row["tokens"] for row in trained(still / name)] for name in LAYOUTS}
     assert all(length == lengths["single"] for length in lengths.values())
+
+
+def test_what_no_pass_begins_does_not_stand_in_the_way_of_a_ranking(world: Path, tmp_path: Path) -> None:
+    texts = ["", *("the cat sat on the mat and then ran " * (1 + number % 3) for number in range(7)), "dog " * 60, ""]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    train(world, tmp_path / "run", "--data.dataset", tmp_path / "few.jsonl", "--packing.mode", "none",
+          "--packing.long_examples", "drop", "--training.seq_len", 128, "--training.batch_size", 1,
+          "--training.steps", 14, "--curriculum.rank_every", 7)  # fmt: skip
+    first, second = ranking(tmp_path / "run", 0), ranking(tmp_path / "run", 7)
+    assert np.isinf(first["uses"]).tolist() == [True, *[False] * 7, True, True]
+    assert second["uses"][1:8].tolist() == [1] * 7
+    assert (second["losses"] != first["losses"])[1:8].all()  # a pass is over: all are measured anew
+
+
+def test_stages_draw_in_orders_of_their_own(staged: Path) -> None:
+    tokenizer, first = AutoTokenizer.from_pretrained(staged / "single" / "hf"), BatchPlan(4, 1, 4)
+    config = load_config(str(staged / "run.toml"), ["--training.seq_len", "16", "--data.data_probs", "1,1"])
+    config = config.model_copy(update={"curriculum": CurriculumConfig(stages=({"from_step": 1, "batch_size": 2},))})
+    batches = [next(build_loader(stage, tokenizer, first, dp_rank=0)) for stage in config.stages()]
+    assert not torch.equal(batches[0].input_ids, batches[1].input_ids)
 
 
 def test_what_has_no_trained_token_comes_last(world: Path, tmp_path: Path) -> None:

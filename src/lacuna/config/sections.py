@@ -173,7 +173,8 @@ class Config(Section):
             if stage.seq_len:
                 whole = before.context_len == before.seq_len
                 changes["context_len"] = stage.seq_len if whole else min(before.context_len, stage.seq_len)
-            training = before.model_copy(update={"gradient_accumulation_steps": None} | changes)
+            changes |= {"gradient_accumulation_steps": None, "seed": before.seed + 1}  # or it would draw the same again
+            training = before.model_copy(update=changes)
             shares = stage.data_probs or [source.weight for source in sources]
             mixed = (one.model_copy(update={"weight": share}) for one, share in zip(sources, shares, strict=True))
             data = config.data.model_copy(update={"sources": tuple(mixed)})

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lacuna.config.documents import PackingConfig
+from lacuna.data.rows import documents_begun
 from lacuna.objective.language_modelling import language_modelling_loss
 from lacuna.parallel.fsdp import inference
 from lacuna.parallel.processes import on_first
@@ -40,15 +41,18 @@ def follow(run: Run, loss: float = np.inf) -> None:
 def _rank(run: Run) -> None:
     """Measures the loss of the documents that this pass has left, and writes it to the run folder.
 
-    Beside it goes how often each document was used, which comes first in the order.
+    Beside it goes how often each document was used, which comes first in the order; those of which no pass begins any
+    (empty ones, or too long) are last.
     """
-    state, table = run.state, run.loader.plan.table
-    uses, losses = np.zeros((2, len(table.lengths)))
+    state, plan = run.state, run.loader.plan
+    usable = documents_begun(plan, plan.rows_per_pass) > 0
+    uses, losses = np.where(usable, 0, np.inf), np.full(len(usable), np.nan)
     if state.ranked is not None:
         with np.load(ranking_file(run.config, state.ranked)) as before:
             uses, losses = before["uses"], before["losses"]
     uses = uses + run.loader.documents_begun()
-    left = np.flatnonzero(uses < uses.max() if np.ptp(uses) else np.ones_like(uses))
+    begun = usable & (uses == uses.max(where=usable, initial=0))
+    left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
     losses[left] = document_losses(run, left)
     state.ranked = state.step
     path = ranking_file(run.config, state.step)
