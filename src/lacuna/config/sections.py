@@ -48,8 +48,9 @@ class ModelConfig(Section):
     vocabulary_multiple: PositiveInt = 1
     train_new_tokens_only: bool = False
     attention: Literal[
-        "auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"
-    ] = "auto"
+        "auto", "sdpa", "eager", "varlen", "flex_attention",
+        "flash_attention_2", "flash_attention_3", "flash_attention_4",
+    ] = "auto"  # fmt: skip
 
 
 class TrainingConfig(Section):

@@ -82,16 +82,19 @@ def non_embedding_parameters(model: nn.Module) -> int:
     return int(sum(weight.numel() * (active if ".experts." in name else 1) for name, weight in counted))
 
 
+def head_dim(text_config: PretrainedConfig) -> int:
+    """The width of an attention head."""
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+
+
 def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
     """By their window in tokens (None: all earlier tokens), the width of all query heads of all layers together."""
     text_config = model_config.get_text_config()
-    heads = text_config.num_attention_heads
-    head_dim = getattr(text_config, "head_dim", None) or text_config.hidden_size // heads
     count = text_config.num_hidden_layers
     window = getattr(text_config, "sliding_window", None) if getattr(text_config, "use_sliding_window", True) else None
     kinds = getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     layers = Counter(window if kind == "sliding_attention" else None for kind in kinds)
-    return {window: count * heads * head_dim for window, count in layers.items()}
+    return {window: count * text_config.num_attention_heads * head_dim(text_config) for window, count in layers.items()}
 
 
 def step_flops(parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor) -> float:

@@ -11,6 +11,8 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 
 from lacuna.config import Config, refuse
+from lacuna.model.architecture import head_dim
+from lacuna.model.flash import has_flash_attention_4, use_flash_attention_4
 from lacuna.parallel.context import Part, flash_bounds, gather_sequence, ring_attention, visible
 from lacuna.parallel.mesh import Layout
 
@@ -105,23 +107,26 @@ def choose_attention(
     soft_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
     dropout = any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
     exchangeable = model_class._supports_attention_backend and (soft_capped or model_class._supports_sdpa)
-    flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
+    ours, shared = asked in ("varlen", "flash_attention_4"), layout.sharing > 1
+    flash = ours or asked.startswith("flash_attention")
     reasons = {
         'needs a GPU; this run is on the CPU: use "auto" or "sdpa"': flash and device_type != "cuda",
         'has half precision only: drop training.mixed_precision_param, or use "sdpa"': flash and dtype not in HALF,
         'has no backward pass on a CPU: use "auto" or "sdpa"': asked == "flex_attention" and device_type != "cuda",
-        'has no dropout, and the model has: set it to 0, or use "sdpa"': asked == "varlen" and dropout,
+        'has no dropout, and the model has: set it to 0, or use "sdpa"': ours and dropout,
+        "needs a Hopper or Blackwell GPU and the package flash-attn-4 (pip install 'lacuna-train[flash]'): use "
+        '"varlen"': asked == "flash_attention_4" and not has_flash_attention_4(head_dim(text_config)),
         'would leave out the model\'s soft cap: use "auto" or "eager"': (
-            soft_capped and not shared and asked in ("sdpa", "varlen")
+            soft_capped and not shared and (ours or asked == "sdpa")
         ),
         'needs whole sequences, which tensor, context and pipeline parallelism share out: use "auto"': (
-            shared and asked not in ("auto", "varlen")
+            shared and not ours and asked != "auto"
         ),
         f"cannot be had: {model_class.__name__} computes its attention by code of its own, which knows nothing of "
         "shares of a sequence: use data parallelism only": shared and not exchangeable,
     }
     refuse({f'model.attention: "{asked}" {reason}': applies for reason, applies in reasons.items()})
-    if shared or asked == "varlen":
+    if shared or ours:
         return PACKED  # only our own attention knows what a rank has of the documents
     if asked != "auto":
         return asked
@@ -129,3 +134,12 @@ def choose_attention(
         return "eager"  # the others would silently leave a soft cap out
     fast = device_type == "cuda" and dtype in HALF and exchangeable and not dropout
     return PACKED if fast and config.data.document_mask else "sdpa"
+
+
+def choose_kernels(config: Config, model_config: PretrainedConfig) -> str:
+    """Has FlashAttention 4 compute our attention where it can and nothing else is asked for; says what computes it."""
+    chosen, wanted = model_config._attn_implementation, config.model.attention in ("auto", "flash_attention_4")
+    if chosen != PACKED or not wanted or not has_flash_attention_4(head_dim(model_config.get_text_config())):
+        return chosen
+    use_flash_attention_4()
+    return f"{chosen}, by FlashAttention 4"

@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from lacuna.config import Config, refuse
 from lacuna.data import Batch
 from lacuna.model import architecture
-from lacuna.model.attention import choose_attention
+from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.weights import fill_model
@@ -114,7 +114,7 @@ def build_model(
         attach_loss(stage.module)
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
-    logger.info("attention: %s", model.config._attn_implementation)
+    logger.info("attention: %s", choose_kernels(config, model.config))
     return with_microbatches(BuiltModel(config, model, stages, None, mesh, device, head, **sizes), microbatches)
 
 

@@ -9,7 +9,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
-from lacuna.model.architecture import decoder_layers
+from lacuna.model.architecture import decoder_layers, head_dim
 from lacuna.model.build import plan_model
 from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.weights import weight_files
@@ -81,10 +81,9 @@ def _kept_values(text: PretrainedConfig, layers: float, tp: int, fused: bool, re
     Tensor parallelism divides all of it but the normed inputs, which it gathers.
     """
     hidden, heads = text.hidden_size, text.num_attention_heads
-    head_dim = getattr(text, "head_dim", None) or hidden // heads
     key_value = getattr(text, "num_key_value_heads", None) or heads
     wide = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
-    divided = 2 * hidden + 2 * heads * head_dim + 2 * key_value * head_dim + 3 * wide
+    divided = 2 * hidden + 2 * (heads + key_value) * head_dim(text) + 3 * wide
     layer = (2 * hidden + divided / tp) * (1 if fused else 2)
     kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp) + (layer if recomputed else 0)
     return kept + 2 * hidden / tp

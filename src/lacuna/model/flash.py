@@ -1,0 +1,54 @@
+"""FlashAttention 4 where torch has FlashAttention 2, which is half as fast on the newest GPUs."""
+
+from functools import cache
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+
+# The widest heads that it knows, by the GPU's major compute capability.
+_WIDEST = {9: 256, 10: 128}
+
+
+def has_flash_attention_4(head_dim: int) -> bool:
+    """Whether the package flash-attn-4 is installed, and knows this GPU and heads this wide."""
+    if not (find_spec("flash_attn") and find_spec("flash_attn.cute") and torch.cuda.is_available()):
+        return False
+    return head_dim % 8 == 0 and head_dim <= _WIDEST.get(torch.cuda.get_device_capability()[0], 0)
+
+
+@cache
+def use_flash_attention_4(device_type: str = "cuda") -> Library:
+    """From now on has the package compute what torch's FlashAttention does, for `varlen_attn` and for rings.
+
+    torch's own `activate_flash_attention_impl` does not do it: torch 2.11's refuses the window by which `varlen_attn`
+    says causal, and others take two results of a forward pass that has five.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, ...]:
+        output, lse, *_ = _flash_attn_fwd(query, key, value, **_told(*settings, **options), return_lse=True)
+        return output, lse, *[query.new_empty(0)] * 3  # torch's state of the dropout, of which there is none
+
+    def backward(grad: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        query, key, value, output, lse, *settings = given
+        told = _told(*settings, **options) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        return _flash_attn_bwd(query, key, value, output, grad, lse, **told)
+
+    library = Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, device_type.upper())
+    library.impl("_flash_attention_backward", backward, device_type.upper())
+    return library
+
+
+def _told(
+    cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, dropout: float, causal: bool, *_: Any,
+    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None, **__: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of torch's operators by the package's names; torch says -1 for a window without end."""
+    bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    windows = {"window_size_left": window_size_left, "window_size_right": window_size_right}
+    ends = {name: None if size == -1 else size for name, size in windows.items()}
+    return bounds | ends | {"causal": causal, "softmax_scale": scale}
