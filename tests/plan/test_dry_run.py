@@ -29,7 +29,8 @@ def estimate(layout: Layout, **parallelism: object) -> dict[str, float]:
 def test_one_rank_holds_everything() -> None:
     alone, parameters = estimate(Layout()), meta_model(MODEL, "sdpa", torch.float32).num_parameters()
     assert alone["weights"] == 4 * parameters and alone["optimizer"] == 8 * parameters
-    assert alone["gathered"] == 2 * parameters, "a copy in the precision of matrix products"
+    assert alone["gathered"] == 0 and alone["gradients"] == 4 * parameters, "no copy, nothing to reduce"
+    assert estimate(Layout(dp_replicate=2))["gathered"] == 2 * parameters, "a copy in the precision of matrix products"
 
 
 @pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(cp=4), Layout(dp_shard=2, tp=2), Layout(1, 1, 2, 2)])

@@ -7,7 +7,6 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import distribute_tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, refuse
@@ -17,7 +16,7 @@ from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.weights import fill_model
-from lacuna.parallel.fsdp import compute_dtype
+from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
 from lacuna.parallel.pipeline import Pipeline, Stage, check_pipeline
@@ -102,6 +101,7 @@ def build_model(
     configuration gets wrong.
     """
     model = plan_model(config, tokenizer, mesh.layout, device.type)
+    logger.info("attention: %s", choose_kernels(config, model.config))
     probed = specimen(model, compute_dtype(config, device.type), device)
     head = probe_head(probed, compile_enabled(config, device.type))
     if config.data.document_mask:
@@ -110,11 +110,12 @@ def build_model(
     sizes = {"parameters": model.num_parameters(), "matrix_parameters": architecture.non_embedding_parameters(model)}
     stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
     fill_model(model, config, device, fill)
+    if is_alone(config, mesh.layout):
+        compute_in(model, compute_dtype(config, device.type))
     for stage in stages:
         attach_loss(stage.module)
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
-    logger.info("attention: %s", choose_kernels(config, model.config))
     return with_microbatches(BuiltModel(config, model, stages, None, mesh, device, head, **sizes), microbatches)
 
 
@@ -131,12 +132,11 @@ def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:
     for weight in architecture.vocabulary_weights(model).values():
         frozen = torch.ones(len(weight), *[1] * (weight.ndim - 1), dtype=torch.bool)
         frozen[trained] = False
-        shard = distribute_tensor(frozen, weight.device_mesh, weight.placements, src_data_rank=None)
-        weight.register_post_accumulate_grad_hook(partial(_clear, shard.to_local().to(weight.device)))
+        weight.register_post_accumulate_grad_hook(partial(_clear, own_part(frozen, weight).to(weight.device)))
 
 
 def _clear(rows: Tensor, weight: Tensor) -> None:
-    weight.grad.to_local().masked_fill_(rows, 0)  # so that AdamW, without decay, leaves them as they are
+    local(weight.grad).masked_fill_(rows, 0)  # so that AdamW, without decay, leaves them as they are
 
 
 def _run_stage(head: Head, stage: Stage, inputs: Inputs) -> Tensor:

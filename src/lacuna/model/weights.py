@@ -11,7 +11,6 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import distribute_tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -23,6 +22,7 @@ from lacuna.config import Config, UserError, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data.tokenizer import added_ids
 from lacuna.model.architecture import meta_model, vocabulary_weights
+from lacuna.parallel.fsdp import local, own_part
 
 _BLOCK = 4096  # rows read at once for their mean
 
@@ -150,9 +150,7 @@ def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: 
             # What is tied follows its source; what another pipeline stage holds is drawn all the same.
             if prefix + name not in model.all_tied_weights_keys and prefix + name in parameters:
                 target = parameters[prefix + name]
-                # No source rank: every rank has the whole, nothing is sent.
-                shard = distribute_tensor(parameter, target.device_mesh, target.placements, src_data_rank=None)
-                target.to_local().copy_(shard.to_local())  # which may be on other devices
+                local(target).copy_(own_part(parameter, target))  # which may be on other devices
         module.to_empty(device="meta", recurse=is_layer)
 
     with guard_torch_init_functions():

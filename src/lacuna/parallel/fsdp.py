@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from lacuna.config import Config
 from lacuna.parallel.mesh import Layout, Mesh
@@ -27,12 +29,15 @@ def reshard_after_forward(config: Config, layout: Layout) -> bool:
     return worthwhile and stage in (3, None) and wanted != "never"
 
 
+def is_alone(config: Config, layout: Layout) -> bool:
+    """Whether one process has the whole model on its device, so that nothing is sharded."""
+    return layout.data_parallel * layout.sharing == 1 and not config.training.enable_cpu_offload
+
+
 def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
     """Shards `model` in place: each layer is a unit, and a head of its own; the rest is one with the root.
 
-    A tied head is not: a weight must be seen by one unit only. Also used on one process, where nothing is
-    exchanged, since it keeps float32 master weights under bfloat16 compute; there all is one unit, which takes the CPU
-    less time, unless memory is to be freed layer by layer. Gradients come out summed over ranks (the caller divides
+    A tied head is not: a weight must be seen by one unit only. Gradients come out summed over ranks (the caller divides
     the loss by the tokens of the whole step) and are accumulated in float32.
     """
     reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
@@ -40,9 +45,7 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
     offload = CPUOffloadPolicy(mesh.device_type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
     reshard = reshard_after_forward(config, mesh.layout)
     always = reshard and config.parallelism.fsdp_reshard_after_forward == "always"
-    frugal = config.training.enable_cpu_offload or config.optimizer.early_step_in_backward
-    frugal |= config.parallelism.fsdp_reshard_after_forward == "always"
-    units = [(layer, mesh.layers, reshard) for layer in layers if frugal or mesh.root.size() > 1]
+    units = [(layer, mesh.layers, reshard) for layer in layers]
     head = model.get_output_embeddings()
     embedding, output = (getattr(end, "weight", None) for end in (model.get_input_embeddings(), head))
     if output is not None and output is not embedding:
@@ -53,12 +56,51 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
 
 
+def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
+    """Has a model that is not sharded compute in `dtype`, in place, while its weights and gradients stay as they are.
+
+    A module casts its weights wherever it uses them, which compiled code does between its other work, and needs no
+    second copy of the model; an embedding casts what it has looked up.
+    """
+    for module in model.modules():
+        own = tuple(name for name, weight in module._parameters.items() if weight is not None and weight.dtype != dtype)
+        if own and isinstance(module, nn.Embedding):
+            module.register_forward_hook(lambda _, __, found: found.to(dtype))
+        elif own:
+            module.__class__ = _casting(type(module), own, dtype)
+
+
+@cache
+def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
+    """A kind of module whose weights of these names are cast when they are read."""
+
+    def cast(name: str) -> property:
+        return property(lambda module: module._parameters[name].to(dtype))
+
+    return type(kind.__name__, (kind,), {name: cast(name) for name in names})
+
+
+def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Of what every rank has whole, the part that belongs to this rank's part of a parameter."""
+    if not isinstance(parameter, DTensor):
+        return whole
+    # No source rank: nothing is sent.
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a tensor, not copied."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def exchange_gradients(model: nn.Module, config: Config, last: bool) -> None:
     """Says, in place, what the next backward pass exchanges; `last` is that of a step's last micro-batch.
 
     Replicas exchange gradients once a step. Shards are reduced every time, which bounds memory, but with ZeRO-1: there
     whole gradients are kept, and gathered parameters too, until the end of the step.
     """
+    if not isinstance(model, FSDPModule):
+        return
     model.set_requires_all_reduce(last)
     if config.parallelism.zero_stage == 1:
         model.set_requires_gradient_sync(last)

@@ -4,7 +4,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lacuna.config import Config
-from lacuna.parallel.fsdp import shard_model
+from lacuna.parallel.fsdp import is_alone, shard_model
 from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.pipeline import Stage, cut
 from lacuna.parallel.recompute import offload_inputs, recompute
@@ -38,5 +38,6 @@ def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, confi
     for stage in stages:
         if config.activation_checkpoint.offload:
             offload_inputs(stage.module, mesh.device_type)
-        shard_model(stage.module, stage.layers, mesh, config)
+        if not is_alone(config, mesh.layout):
+            shard_model(stage.module, stage.layers, mesh, config)
     return stages

@@ -13,7 +13,7 @@ from lacuna.model.architecture import decoder_layers, head_dim
 from lacuna.model.build import plan_model
 from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.weights import weight_files
-from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
+from lacuna.parallel.fsdp import compute_dtype, is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import check_device, device_type
@@ -106,10 +106,10 @@ def estimate_memory(
     shard = (outside / layout.tp + inside) / shards
     stored = getattr(torch, config.training.dtype).itemsize
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
-    copies = compute.itemsize != stored or shards > 1
+    alone = is_alone(config, layout)
+    copies = not alone and (compute.itemsize != stored or shards > 1)
     at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
-    alone = layout.dp_replicate * shards * layout.tp == 1  # reduces at the end of the step, as a pipeline does
-    unreduced = outside + (inside if alone or layout.pp > 1 else layer)
+    unreduced = 0 if alone else outside + (inside if layout.pp > 1 else layer)  # a pipeline reduces at its end
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
     recompute = config.activation_checkpoint

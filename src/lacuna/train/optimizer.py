@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from lacuna.config import Config
@@ -83,9 +84,10 @@ def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:
-    """The norm of all of them, on one mesh. On CPUs torch sums squares one by one, which float32 is too short for."""
+    """The norm of all of them, whole or on one mesh. On CPUs torch sums squares one by one: too many for float32."""
     dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype))).full_tensor()
+    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
@@ -95,10 +97,10 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     different meshes, of which torch takes one at a time.
     """
     counted_elsewhere = {id(weight) for weight in tied_weights(built.model, built.mesh) if built.mesh.rank("pp") > 0}
-    parts: dict[DeviceMesh, list[nn.Parameter]] = {}
+    parts: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in built.model.parameters():
         if parameter.grad is not None:
-            parts.setdefault(parameter.device_mesh, []).append(parameter)
+            parts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     norms = [_norm([p.grad for p in part if id(p) not in counted_elsewhere]) for part in parts.values()]
     square = sum((norm.square() for norm in norms), torch.zeros(()))
     if built.pipeline is not None:
