@@ -1,8 +1,11 @@
-"""The error that every mistake of a user raises, and the hints at what was meant."""
+"""What a user is told: the error that every mistake raises, hints at what was meant, and the log of a run."""
 
 import difflib
+import logging
 from collections.abc import Iterable
 from pathlib import Path
+
+logger = logging.getLogger("lacuna")
 
 
 class UserError(Exception):

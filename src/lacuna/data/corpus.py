@@ -1,7 +1,6 @@
 """A corpus and a tokenizer that every Python brings along, so that a first run needs no download."""
 
 import hashlib
-import logging
 import os
 import sysconfig
 import zlib
@@ -12,10 +11,11 @@ from filelock import FileLock
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
+from lacuna.config import logger
+
 # The dataset and the tokenizer of this name are the ones of this module.
 NAME = "python-stdlib"
 
-_LOG = logging.getLogger(__name__)
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
 _END = "<|endoftext|>"
 _VOCABULARY = 4096
@@ -43,7 +43,7 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            _LOG.info("training the %s tokenizer, once, into %s", NAME, file)
+            logger.info("training the %s tokenizer, once, into %s", NAME, file)
             step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
             sample = [text.decode(errors="replace") for text in texts[::step]]
             trained = ByteLevelBPETokenizer()

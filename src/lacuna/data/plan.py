@@ -1,6 +1,5 @@
 """What decides which rows there are: the opened sources, the order of their documents, their tokens if cached."""
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, UserError, logger
 from lacuna.config.documents import Source
 from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
@@ -19,7 +18,6 @@ from lacuna.data.stream import Stream, number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
 from lacuna.data.tokenizer import grown_tokenizer
 
-_LOG = logging.getLogger(__name__)
 _CACHED_BELOW = 256 * 2**20
 # What decides which samples a step trains on, and must stay in a run that goes on (train_new_tokens_only because AdamW
 # goes on moving what it has moved).
@@ -74,7 +72,7 @@ class Plan:
         most, lengths = self.config.training.seq_len, self.table.lengths
         if long := int((lengths > most).sum()):
             way = self.config.packing.long_examples
-            _LOG.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
+            logger.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
         return self.bins_of(np.arange(len(lengths)))
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
@@ -143,5 +141,5 @@ def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> b
     if wanted == "auto":
         size = sum(source.dataset.data.nbytes for source in sources)
         wanted = "cache" if size < _CACHED_BELOW else "online"
-        _LOG.info("%.0f MiB of data: data.tokenization is %s", size / 2**20, wanted)
+        logger.info("%.0f MiB of data: data.tokenization is %s", size / 2**20, wanted)
     return wanted == "cache"

@@ -1,6 +1,5 @@
 """A source of the configuration to an opened dataset with one column of documents, patiently where networks fail."""
 
-import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -13,13 +12,12 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.load import infer_module_for_data_files_list
 from fsspec.core import url_to_fs
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.config.checks import READERS
 from lacuna.config.documents import ChatConfig, DataConfig, Source
 from lacuna.data import corpus, files
 from lacuna.data.chat import conversation_columns
 
-_LOG = logging.getLogger(__name__)
 _READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
 _STREAMED_SHARDS = 64
@@ -182,5 +180,5 @@ def with_retries(start: Callable[[], Iterable[Any]], retries: int, what: str) ->
                 raise
             pause = min(_LONGEST_PAUSE, 0.5 * 2**failures)
             failures += 1
-            _LOG.warning("%s: %s; trying again in %.1f s (%d of %d)", what, error, pause, failures, retries)
+            logger.warning("%s: %s; trying again in %.1f s (%d of %d)", what, error, pause, failures, retries)
             time.sleep(pause)

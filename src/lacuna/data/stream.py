@@ -1,6 +1,5 @@
 """A part of a streaming dataset read forward, block by block, for the lanes of one worker."""
 
-import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -8,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.data.mixture import Pool, shuffled
 from lacuna.data.sources import Documents, with_retries
 
-_LOG = logging.getLogger(__name__)
 # Documents shuffled among each other; they are in memory together.
 BLOCK = 1024
 _MOST_PARTS = 64
@@ -101,7 +99,7 @@ class Stream(Pool):
             if not self.endless:
                 return
             if not epoch_start and index < fewest:
-                _LOG.warning(
+                logger.warning(
                     "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen "
                     "again before others are seen at all; set data.streaming=false for small data",
                     name, where, index, fewest,

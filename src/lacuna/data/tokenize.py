@@ -1,7 +1,6 @@
 """Records to tokens: one document of a record, and all of a source in a cache."""
 
 import json
-import logging
 import os
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
@@ -19,14 +18,13 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.data.chat import encode
 from lacuna.data.files import BROKEN, RECORD
 from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
-_LOG = logging.getLogger(__name__)
 _CACHE_VERSION = 3
 _BYTES_PER_PROCESS = 8 * 2**20
 
@@ -45,7 +43,7 @@ def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> Non
             "mend the data, or raise data.max_broken_records to skip them"
         )
     if known and not warned:
-        _LOG.warning("unreadable records are left out, further ones silently: %s", examples)
+        logger.warning("unreadable records are left out, further ones silently: %s", examples)
 
 
 def document_of(

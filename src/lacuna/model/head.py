@@ -1,7 +1,6 @@
 """From a micro-batch to its loss, for any Hugging Face causal LM: how its head makes logits, found out by asking it."""
 
 import copy
-import logging
 from types import MethodType
 
 import torch
@@ -10,14 +9,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lacuna.config import refuse
+from lacuna.config import logger, refuse
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.inputs import Inputs, packing_arguments
 from lacuna.model.loss import Head, chunked_linear_cross_entropy
 from lacuna.parallel.pipeline import PassThrough
 from lacuna.parallel.tensor import gather_sequence_slices
-
-logger = logging.getLogger(__name__)
 
 
 def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:

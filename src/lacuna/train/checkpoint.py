@@ -1,7 +1,6 @@
 """Checkpoints on disk: written whole or not at all, checked before they are believed, readable in any layout."""
 
 import json
-import logging
 import os
 import shutil
 import time
@@ -17,12 +16,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, UserError, logger
 from lacuna.config.errors import RunError
 from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.processes import Process, gather_objects, on_first
-
-logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 STATE = "state.pt"

@@ -1,6 +1,5 @@
 """A run on its way through its data: the stage that is due, and documents ranked by the model's own loss on them."""
 
-import logging
 import os
 from dataclasses import replace
 
@@ -8,14 +7,13 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lacuna.config import logger
 from lacuna.config.documents import PackingConfig
 from lacuna.data.rows import documents_begun
 from lacuna.objective.language_modelling import language_modelling_loss
 from lacuna.parallel.fsdp import inference
 from lacuna.parallel.processes import on_first
 from lacuna.train.setup import Run, ranking_file
-
-logger = logging.getLogger(__name__)
 
 
 def follow(run: Run, loss: float = np.inf) -> None:

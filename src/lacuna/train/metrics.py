@@ -1,7 +1,6 @@
 """What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal, and profiler traces."""
 
 import json
-import logging
 import math
 import os
 import re
@@ -18,9 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
-from lacuna.config import Config, UserError
-
-logger = logging.getLogger(__name__)
+from lacuna.config import Config, UserError, logger
 
 # Dense bfloat16 tensor-core peak with float32 accumulation, TFLOP/s, by a part of the device's name: the first fits.
 PEAK_TFLOPS = {
@@ -65,9 +62,8 @@ def set_up_logging(config: Config, visible: bool) -> Console:
     """Sends log messages to the terminal (stderr), of the first rank only unless `visible`."""
     console = Console(stderr=True, no_color=config.metrics.disable_color_printing, highlight=False, quiet=not visible)
     handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
-    root = logging.getLogger("lacuna")
-    root.handlers, root.propagate = [handler], False
-    root.setLevel(logging.INFO if visible else logging.ERROR)
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel("INFO" if visible else "ERROR")
     return console
 
 

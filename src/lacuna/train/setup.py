@@ -1,6 +1,5 @@
 """Everything a run needs, made in the right order from its configuration, its batches first."""
 
-import logging
 import os
 import time
 from dataclasses import dataclass, field
@@ -13,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lacuna.config import Config, UserError, refuse
+from lacuna.config import Config, UserError, logger, refuse
 from lacuna.config.describe import to_toml
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
@@ -25,8 +24,6 @@ from lacuna.parallel.schedule import held_stages, pipeline_order
 from lacuna.train import checkpoint
 from lacuna.train.metrics import MetricWriter, peak_flops
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
-
-logger = logging.getLogger(__name__)
 
 
 def plan_stages(

@@ -1,7 +1,6 @@
 """The one loop: step, log, validate, save."""
 
 import gc
-import logging
 import math
 import time
 
@@ -10,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import set_seed
 
-from lacuna.config.errors import RunError
+from lacuna.config.errors import RunError, logger
 from lacuna.data import Batch, merge_states
 from lacuna.data.mixture import random_key
 from lacuna.model.architecture import step_flops
@@ -22,8 +21,6 @@ from lacuna.train.metrics import peak_memory, profiled
 from lacuna.train.optimizer import learning_rate, optimizer_tensors, set_learning_rate
 from lacuna.train.setup import Interval, Run
 from lacuna.train.step import accumulate_gradients, agree, evaluate, update
-
-logger = logging.getLogger(__name__)
 
 
 def train(run: Run, stop: list[int]) -> bool:
