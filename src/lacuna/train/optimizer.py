@@ -56,14 +56,10 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
         if parameter.requires_grad:
             (decayed if parameter.ndim >= 2 and id(parameter) not in embeddings else free).append(parameter)
     settings = config.optimizer
+    groups = [{"params": decayed}, {"params": free, "weight_decay": 0.0}]
+    kernels = {kind: settings.implementation == kind for kind in ("fused", "foreach")}
     optimizer = torch.optim.AdamW(
-        [{"params": decayed}, {"params": free, "weight_decay": 0.0}],
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
-        fused=settings.implementation == "fused",
-        foreach=settings.implementation == "foreach",
+        groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay, **kernels
     )
     if settings.early_step_in_backward:
         step_in_backward(optimizer)
