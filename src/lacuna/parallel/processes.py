@@ -120,14 +120,13 @@ def require_same_config(config: Config, process: Process) -> None:
 
 def on_first(process: Process, action: Callable[[], Result]) -> Result:
     """Runs `action` on the first rank and hands its result to all; an error of it is raised on all ranks alike."""
-    outcome: list[Any] = [None, None]
+    outcome: tuple[Any, Exception | None] = None, None
     if process.is_first:
         try:
-            outcome = [action(), None]
+            outcome = action(), None
         except Exception as error:  # passed on below, on every rank
-            outcome = [None, error]
-    if process.world_size > 1:
-        dist.broadcast_object_list(outcome, src=0, group=process.control)
-    if outcome[1] is not None:
-        raise outcome[1]
-    return outcome[0]
+            outcome = None, error
+    result, failure = gather_objects(process, outcome)[0]
+    if failure is not None:
+        raise failure
+    return result
