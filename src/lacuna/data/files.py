@@ -4,7 +4,7 @@ import io
 import json
 import lzma
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 import fsspec
@@ -61,10 +61,8 @@ def _records(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
 
 
 def _parsed(content: bytes, parse: Any) -> Any:
-    try:
+    with suppress(ValueError):
         return parse(content)
-    except ValueError:
-        return None
 
 
 @contextmanager

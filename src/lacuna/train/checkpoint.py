@@ -192,8 +192,7 @@ class CheckpointSaver:
 
     def due_by_time(self) -> bool:
         """Whether, by this rank's clock, a checkpoint falls due now."""
-        settings = self.settings
-        return settings.interval_type == "seconds" and time.monotonic() - self.last_time >= settings.interval
+        return self.settings.interval_type == "seconds" and time.monotonic() - self.last_time >= self.settings.interval
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], wait: bool = False) -> None:
         """Writes `tensors` and `state` as the checkpoint of `step`; all ranks must call it.
