@@ -143,9 +143,9 @@ def test_a_file_that_is_no_schedule_is_refused(text: str, said: str, tmp_path: P
 
 
 def test_a_file_that_is_not_there_or_has_other_microbatches_is_refused(tmp_path: Path) -> None:
-    assert "none.csv cannot run on 2 ranks: [Errno 2]" in refusal("1F1B", tmp_path / "none.csv", 2, None)
+    assert "none.csv cannot run on 2 ranks: No such file" in refusal("1F1B", tmp_path / "none.csv", 2, None)
     (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00")
     assert "can't decode" in refusal("1F1B", tmp_path / "binary.csv", 2, None)
     (tmp_path / "two.csv").write_text(csv_text(pipeline_order(pipeline("1F1B", 2), 2)))
     message = refusal("1F1B", tmp_path / "two.csv", 2, 4)
-    assert "it has 2 micro-batches: set pipeline_parallel_microbatches to it, not 4." in message
+    assert "it has 2 micro-batches: set pipeline_parallel_microbatches to it, not 4;" in message

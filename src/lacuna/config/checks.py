@@ -141,4 +141,4 @@ def _missing(setting: str, path: str | None) -> Iterator[str]:
     """A problem when a path can only be local (not the Hub's, no address, no pattern) and is not there."""
     only_local = path and (path.startswith(("/", "./", "../", "~")) or path.endswith(_ENDINGS))
     if only_local and "://" not in path and not has_magic(path) and not os.path.exists(path):
-        yield f"{setting}: {path} does not exist{nearby(Path(path))}"
+        yield f"{setting}: {path} does not exist; {nearby(Path(path))}"

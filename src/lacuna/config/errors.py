@@ -2,7 +2,8 @@
 
 import difflib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 logger = logging.getLogger("lacuna")
@@ -22,6 +23,16 @@ def refuse(reasons: dict[str, bool]) -> None:
             raise UserError(f"{reason}.")
 
 
+@contextmanager
+def explained(what: str, *kinds: type[Exception], mend: str) -> Iterator[None]:
+    """Within it, errors of these kinds become a `UserError`: what is wrong, the first line they say, how to mend it."""
+    try:
+        yield
+    except kinds as error:
+        reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0].rstrip(".")
+        raise UserError(f"{what}: {' '.join(reason.split())}; {mend}") from error
+
+
 class RunError(Exception):
     """Something outside the configuration stopped a run (a full disk, a loss that is not finite).
 
@@ -36,8 +47,8 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nearby(path: Path) -> str:
-    """The end of a message about a missing file: what there is in its folder that resembles it."""
+    """What helps to mend a missing file: what there is in its folder that resembles it."""
     if not path.parent.is_dir():
-        return f"; there is no folder {path.parent}"
+        return f"there is no folder {path.parent}"
     hint = did_you_mean(path.name, (neighbour.name for neighbour in path.parent.iterdir()))
-    return hint or f"; nothing in {path.parent.resolve()} resembles it"
+    return hint.removeprefix("; ") or f"nothing in {path.parent.resolve()} resembles it"

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from lacuna.config.aliases import OPPOSITE, RENAMED, refusal
 from lacuna.config.checks import problems_of
 from lacuna.config.documents import Source, Stage
-from lacuna.config.errors import UserError, did_you_mean, nearby
+from lacuna.config.errors import UserError, did_you_mean, explained, nearby
 from lacuna.config.fields import RECIPES, Words, packaged, read_value, shown
 from lacuna.config.sections import Config
 
@@ -69,13 +69,10 @@ def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str,
 
 def _read(file: Path) -> dict[str, Any]:
     """The tables of the TOML file."""
-    try:
+    mend = "give a TOML file" if file.exists() else nearby(file)
+    absent = explained(f"{file}: cannot be read", OSError, mend=mend)
+    with absent, explained(f"{file}: is not valid TOML", ValueError, mend="mend it there"):
         return tomllib.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        hint = "; give a TOML file" if file.exists() else nearby(file)
-        raise UserError(f"{file}: cannot be read ({error.strerror}){hint}") from None
-    except ValueError as error:
-        raise UserError(f"{file}: is not valid TOML: {error}") from None
 
 
 def _flatten(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from lacuna.config.documents import COLUMNS, ChatConfig
-from lacuna.config.errors import UserError, nearby, refuse
+from lacuna.config.errors import UserError, explained, nearby, refuse
 from lacuna.config.fields import RECIPES
 from lacuna.data.tokenizer import tokenize_text
 
@@ -52,10 +52,9 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
     if settings.template is not None:
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
         file = packaged if packaged.is_file() else Path(settings.template)
-        try:
+        problem = f"chat.template: give chatml, llama3 or a file (got {settings.template})"
+        with explained(problem, OSError, ValueError, mend=nearby(file)):
             tokenizer.chat_template = file.read_text(encoding="utf-8")
-        except (OSError, ValueError) as error:
-            raise UserError(f"chat.template: give chatml, llama3 or a file ({error}){nearby(file)}") from None
     refuse({
         "model.tokenizer_path: conversations need a fast tokenizer, which tells the place of each token":
             not tokenizer.is_fast,
@@ -196,13 +195,12 @@ def _answer(chat: _Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, 
 
 def _render(chat: _Chat, stop: int | None = None, asks: bool = False) -> tuple[str, list[tuple[int, int]] | None]:
     """The text of the messages before `stop`, which may ask for an answer, and the characters that it marks if any."""
-    try:
+    problem = f"{chat.where}: the chat template refuses it"
+    with explained(problem, TemplateError, TypeError, mend="mend it or chat.template"):
         texts, marked = render_jinja_template(
             [chat.messages[:stop]], chat.tools, chat_template=chat.template, add_generation_prompt=asks,
             return_assistant_tokens_mask=bool(_MARKED.search(chat.template)), **chat.tokenizer.special_tokens_map,
         )  # fmt: skip
-    except (TemplateError, TypeError) as error:
-        raise UserError(f"{chat.where}: the chat template refuses it: {error}; mend it or chat.template") from error
     return texts[0], marked[0] if marked else None
 
 

@@ -7,7 +7,7 @@ from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lacuna.config import UserError
+from lacuna.config import UserError, explained
 from lacuna.config.sections import ModelConfig
 from lacuna.data import corpus
 
@@ -25,14 +25,9 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     """
     if name_or_path == corpus.NAME:
         return corpus.stdlib_tokenizer()
-    try:
+    mend = f"set model.tokenizer_path to a Hub id, to a folder that holds a tokenizer, or to {corpus.NAME}"
+    with explained(f"no tokenizer can be loaded from {name_or_path}", OSError, ValueError, ImportError, mend=mend):
         return AutoTokenizer.from_pretrained(name_or_path)
-    except (OSError, ValueError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"no tokenizer can be loaded from {name_or_path} ({reason}); set model.tokenizer_path to a Hub id, "
-            f"to a folder that holds a tokenizer, or to {corpus.NAME}"
-        ) from error
 
 
 def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, UserError, explained
 
 
 def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -17,11 +17,10 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
     """
     source = config.model.name_or_path or config.model.config
     setting = "model.name_or_path" if config.model.name_or_path else "model.config"
-    try:
+    mend = "check it" if os.path.exists(str(source)) else "there is no such file or folder here, and the Hub gave none"
+    problem = f"{setting}: cannot read a model configuration from {source!r}"
+    with explained(problem, OSError, ValueError, KeyError, mend=mend):
         model_config = AutoConfig.from_pretrained(source)
-    except (OSError, ValueError, KeyError) as error:
-        hint = "" if os.path.exists(str(source)) else " (no such file or folder here, and the Hub gave none)"
-        raise UserError(f"{setting}: cannot read a model configuration from {source!r}{hint}: {error}") from error
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM.")
     text_config = model_config.get_text_config()

@@ -18,7 +18,7 @@ from transformers.initialization import guard_torch_init_functions
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from lacuna.config import Config, UserError, refuse
+from lacuna.config import Config, UserError, explained, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data.tokenizer import added_ids
 from lacuna.model.architecture import meta_model, vocabulary_weights
@@ -47,10 +47,9 @@ def weight_files(source: str) -> list[Path]:
     Raises `UserError` when there is no such thing, or a file is missing.
     """
     kinds = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-    try:
+    problem = f"model.name_or_path: no folder {source!r}, and the Hub did not give it"
+    with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
         folder = Path(source if os.path.isdir(source) else snapshot_download(source, allow_patterns=kinds))
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.name_or_path: no folder {source!r}, and the Hub did not give it: {error}") from error
     index = folder / SAFE_WEIGHTS_INDEX_NAME
     names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SAFE_WEIGHTS_NAME}
     lacks = f"model.name_or_path: {source!r} lacks the weight file"

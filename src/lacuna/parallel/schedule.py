@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import schedules
 
-from lacuna.config.errors import UserError, did_you_mean, refuse
+from lacuna.config.errors import did_you_mean, explained, refuse
 from lacuna.config.machine import ParallelismConfig
 
 SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
@@ -41,13 +41,11 @@ def pipeline_order(settings: ParallelismConfig, microbatches: int | None = None)
     schedule, a number of micro-batches or stages that it cannot take, and a file that is no schedule for these ranks.
     """
     pp, file = settings.pipeline_parallel_degree, settings.pipeline_parallel_schedule_csv
-    try:
+    setting = f"pipeline_parallel_schedule{'_csv' if file else ''}: {file or settings.pipeline_parallel_schedule}"
+    mend = f"make pipeline_parallel_microbatches a multiple of {2 * pp}, and give no split points"
+    problem, mend = f"parallelism.{setting} cannot run on {pp} ranks", "give another file, or none" if file else mend
+    with explained(problem, AssertionError, OSError, ValueError, mend=mend):  # the first is how torch says no
         return _order_of_file(file, pp, microbatches) if file else _order_by_name(settings, microbatches)
-    except (AssertionError, OSError, ValueError) as error:  # AssertionError, ValueError: torch says no like that
-        reason = " ".join(str(error).partition("\n")[0].rstrip(".").split())
-        mend = "" if file else f"; make pipeline_parallel_microbatches a multiple of {2 * pp}, and give no split points"
-        setting = f"pipeline_parallel_schedule{'_csv' if file else ''}: {file or settings.pipeline_parallel_schedule}"
-        raise UserError(f"parallelism.{setting} cannot run on {pp} ranks: {reason}{mend}.") from error
 
 
 def splits_backward(settings: ParallelismConfig) -> bool:

@@ -13,7 +13,7 @@ from rich.text import Text
 from torch import nn
 from transformers import PreTrainedModel
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, explained
 from lacuna.data import run_tokenizer
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import plan_model
@@ -65,11 +65,9 @@ def draw(config: Config, processes: int, device: str) -> None:
         console.print(*words, "", table, more, sep="\n", width=WIDTH)
         console.print(*lines, sep="\n", no_wrap=True, overflow="ellipsis")
     path = os.path.join(str(config.job.dump_folder), "plan.svg")
-    try:
+    with explained(f"job.dump_folder: cannot write {path}", OSError, mend="choose another"):
         os.makedirs(os.path.dirname(path), exist_ok=True)
         picture.save_svg(path, title=f"lacuna plan {config.job.name}", code_format=SVG)
-    except OSError as error:
-        raise UserError(f"job.dump_folder: cannot write {path}: {error.strerror}; choose another.") from error
     terminal.print(f"Also drawn in {path}.", soft_wrap=True, markup=False)
 
 

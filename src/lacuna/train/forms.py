@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from lacuna.config import UserError
+from lacuna.config import UserError, explained
 from lacuna.export.huggingface import export_model, save_model_description
 from lacuna.parallel.processes import alone
 from lacuna.train import checkpoint
@@ -42,13 +42,12 @@ def load_any_model(source: str, device: torch.device) -> tuple[PreTrainedModel, 
     """
     path, is_checkpoint = find_form(source)
     description = os.path.join(path, checkpoint.DESCRIPTION) if is_checkpoint else path
-    try:
+    problem = f"{source}: no folder or Hub model that transformers can open"
+    with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
         tokenizer = AutoTokenizer.from_pretrained(description)
         if not is_checkpoint:
             return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval(), tokenizer, description
         model_config = AutoConfig.from_pretrained(description)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{source}: no folder or Hub model that transformers can open: {error}") from error
     with device, no_init_weights():
         model = AutoModelForCausalLM.from_config(model_config)
     model.tie_weights()

@@ -17,7 +17,7 @@ from rich.logging import RichHandler
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
-from lacuna.config import Config, UserError, logger
+from lacuna.config import Config, explained, logger
 
 # Dense bfloat16 tensor-core peak with float32 accumulation, TFLOP/s, by a part of the device's name: the first fits.
 PEAK_TFLOPS = {
@@ -131,11 +131,9 @@ class MetricWriter(ExitStack):
 
 
 def _wandb_run(config: Config) -> Any:
-    try:
+    mend = "pip install 'lacuna-train[wandb]', or leave the setting out"
+    with explained("metrics.enable_wandb: the wandb package is not installed", ImportError, mend=mend):
         import wandb
-    except ImportError as error:
-        mend = "pip install 'lacuna-train[wandb]', or leave the setting out"
-        raise UserError(f"metrics.enable_wandb: the wandb package is not installed: {mend}.") from error
     defaults = {"project": "lacuna", "name": config.job.name, "resume": "allow"}
     chosen = {key: os.environ.get(f"WANDB_{key.upper()}", default) for key, default in defaults.items()}
     return wandb.init(**chosen, config=config.model_dump(), dir=config.job.dump_folder)

@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, explained
 from lacuna.export.huggingface import export_model
 from lacuna.parallel.processes import Process, on_first, require_same_config, start_process, stop_process
 from lacuna.train.checkpoint import model_tensors
@@ -46,11 +46,9 @@ def lock(folder: str) -> AbstractContextManager[object]:
     Raises `UserError` when another run has it. Waits some seconds first, for workers of a killed run to be gone.
     """
     os.makedirs(folder, exist_ok=True)
-    try:
+    problem = f"job.dump_folder: another run is writing to {folder!r}"
+    with explained(problem, Timeout, mend="stop it, or choose another folder"):
         return FileLock(os.path.join(folder, ".lock")).acquire(timeout=LOCK_PATIENCE_SECONDS)
-    except Timeout as error:
-        reason = f"job.dump_folder: another run is writing to {folder!r}"
-        raise UserError(f"{reason}: stop it, or choose another folder.") from error
 
 
 def train_here(config: Config) -> None:
