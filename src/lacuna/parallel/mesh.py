@@ -9,12 +9,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from lacuna.config import Config, refuse
 
-_SETTINGS = {
+# The axes of the mesh, outermost first, and the setting of each one's size.
+AXES = {
+    "pp": "pipeline_parallel_degree",
     "dp_replicate": "data_parallel_replicate_degree",
     "dp_shard": "data_parallel_shard_degree",
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
-    "pp": "pipeline_parallel_degree",
 }
 
 
@@ -48,12 +49,12 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
 
     Raises `UserError`, with the arithmetic, when the degrees do not multiply to the world.
     """
-    degrees = {name: getattr(config.parallelism, setting) for name, setting in _SETTINGS.items()}
+    degrees = {name: getattr(config.parallelism, setting) for name, setting in AXES.items()}
     if degrees["dp_shard"] == -1:
         others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
         degrees["dp_shard"] = max(world_size // others, 1)
     product = math.prod(degrees.values())
-    shown = {name: setting for name, setting in _SETTINGS.items() if degrees[name] > 1 or name.startswith("dp")}
+    shown = {name: setting for name, setting in AXES.items() if degrees[name] > 1 or name.startswith("dp")}
     refuse({
         f"parallelism: {' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}, "
         f"but there are {world_size} processes: choose degrees whose product is {world_size}, or set "
@@ -105,9 +106,8 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh over all processes of the default group."""
-    replicate, shard, cp, tp, pp = layout.dp_replicate, layout.dp_shard, layout.cp, layout.tp, layout.pp
-    names = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
-    named = init_device_mesh(device_type, (pp, replicate, shard, cp, tp), mesh_dim_names=names)
+    pp, replicate, shard, cp, tp = sizes = [getattr(layout, axis) for axis in AXES]
+    named = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(AXES))
     # Meshes of their own and not flattened dimensions: FSDP wants `layers` and `tensor` cut from one root, and torch
     # is about to drop slices of flattened dimensions.
     cuts = ("pp", "dp_replicate", "fsdp", "tp")

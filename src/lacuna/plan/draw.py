@@ -18,13 +18,10 @@ from lacuna.data import run_tokenizer
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import plan_model
 from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
-from lacuna.parallel.mesh import Layout, resolve_layout
+from lacuna.parallel.mesh import AXES, Layout, resolve_layout
 from lacuna.parallel.pipeline import stage_ranges
 from lacuna.parallel.schedule import Action, held_stages, pipeline_order
 from lacuna.train.setup import plan_batch
-
-# The mesh's axes, outermost first.
-AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 
 # How long an action takes, in forward passes of one stage: a backward pass is two matrix products for one.
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
