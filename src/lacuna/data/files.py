@@ -28,9 +28,9 @@ def columns_of(files: list[str], kind: str) -> list[str]:
 
 
 def read_records(
-    files: list[str], kind: str, column: str, version: int, number: str | None = None
+    files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield `column` (None where unreadable), BROKEN (None where readable) and the column `number` of every record.
+    """Yield `column` (None where unreadable), BROKEN (None where readable) and the `numbers` of every record.
 
     RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or text (each file is
     a record); `version` that of this reader: a part of what caches are keyed by.
@@ -41,7 +41,7 @@ def read_records(
             value = json.dumps(record) if column == RECORD else record.get(column)
         readable = isinstance(value, list if column == "input_ids" else str)
         found = {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
-        yield found | ({number: record.get(number) if isinstance(record, dict) else None} if number else {})
+        yield found | {name: record.get(name) if isinstance(record, dict) else None for name in numbers}
 
 
 def _records(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:

@@ -109,7 +109,7 @@ def make_plan(
     data, seed, table = config.data, config.training.seed, None
     chat = config.chat if config.job.task == "sft" else None
     difficulty = config.curriculum.difficulty_column if endless else None
-    sources = tuple(open_source(setting, data, chat, difficulty) for setting in settings)
+    sources = tuple(open_source(setting, data, chat, [difficulty] if difficulty else []) for setting in settings)
     if difficulty:
         values = [np.array(source.dataset[difficulty], dtype=np.float64) for source in sources]
         order = np.argsort(np.concatenate(values), kind="stable")

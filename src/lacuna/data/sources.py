@@ -1,7 +1,7 @@
 """A source of the configuration to an opened dataset with one column of documents, patiently where networks fail."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,16 +46,16 @@ class Documents:
 
 
 def open_source(
-    source: Source, data: DataConfig, chat: ChatConfig | None = None, difficulty: str | None = None
+    source: Source, data: DataConfig, chat: ChatConfig | None = None, numbers: Sequence[str] = ()
 ) -> Documents:
-    """Open a source of documents, of conversations where there are settings of a `chat`; with its column `difficulty`.
+    """Open a source of documents, of conversations where there are settings of a `chat`; with its columns of `numbers`.
 
     Raises UserError when there is no such dataset, file, split or column, or nothing in it.
     """
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        [documents] = with_retries(lambda: [_open(name, source, data, chat, difficulty)], data.retries, name)
+        [documents] = with_retries(lambda: [_open(name, source, data, chat, numbers)], data.retries, name)
     except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
@@ -70,7 +70,7 @@ def open_source(
     return documents
 
 
-def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None, difficulty: str | None) -> Documents:
+def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None, numbers: Sequence[str]) -> Documents:
     split, bracket, _ = source.split.partition("[")
     if bracket and data.streaming:
         raise UserError("a stream has no length to take a part of; give a whole split, or set data.streaming=false")
@@ -83,16 +83,16 @@ def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None, 
     else:
         builder = _builder(source, split)
         if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(name, builder, source.split, data, chat, difficulty)
+            return _from_files(name, builder, source.split, data, chat, numbers)
         if not data.streaming:
             builder.download_and_prepare()
         dataset = (builder.as_streaming_dataset if data.streaming else builder.as_dataset)(source.split)
     found = dataset.column_names or list(next(iter(dataset), {}))
-    columns = _used_columns(found, data.text_column, chat, difficulty)
+    columns = _used_columns(found, data.text_column, chat, numbers)
     shard_sizes = (1,) * dataset.num_shards if data.streaming else ()
     dataset = dataset.select_columns(columns)
-    if difficulty:
-        dataset = dataset.cast_column(difficulty, Value("float64"))
+    for column in numbers:
+        dataset = dataset.cast_column(column, Value("float64"))
     return Documents(name, dataset, columns[0], shard_sizes, chat)
 
 
@@ -110,7 +110,7 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
 
 
 def _from_files(
-    name: str, builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None, difficulty: str | None
+    name: str, builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None, numbers: Sequence[str]
 ) -> Documents:
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
     whole, kind = split.partition("[")[0], builder.name
@@ -118,13 +118,11 @@ def _from_files(
     if not found:
         raise UserError(f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}")
     wanted = data.text_column if kind == "json" else None
-    columns = _used_columns(files.columns_of(found, kind), wanted, chat, difficulty)
+    columns = _used_columns(files.columns_of(found, kind), wanted, chat, numbers)
     column = columns[0] if chat is None else files.RECORD
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
-    features = Features({column: value, files.BROKEN: Value("string")})
-    arguments = {"files": found, "kind": kind, "column": column, "version": _READER_VERSION}
-    if difficulty:
-        features[difficulty], arguments["number"] = Value("float64"), difficulty
+    features = Features({column: value, files.BROKEN: Value("string")} | dict.fromkeys(numbers, Value("float64")))
+    arguments = {"files": found, "kind": kind, "column": column, "numbers": tuple(numbers), "version": _READER_VERSION}
     opener = IterableDataset if data.streaming else Dataset
     dataset = opener.from_generator(files.read_records, features=features, gen_kwargs=arguments)
     if data.streaming:
@@ -139,16 +137,15 @@ def _part(splits: dict[str, Dataset], split: str) -> Dataset:
     return whole.select(range(part.from_ or 0, len(whole) if part.to is None else part.to))
 
 
-def _used_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None, difficulty: str | None) -> list[str]:
-    others = [difficulty] if difficulty else []
-    if difficulty and difficulty not in columns:
-        raise UserError(f"curriculum.difficulty_column: no column {difficulty}; there are {', '.join(columns)}")
+def _used_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None, numbers: Sequence[str]) -> list[str]:
+    if absent := [name for name in numbers if name not in columns]:
+        raise UserError(f"curriculum.difficulty_column: no column {absent[0]}; there are {', '.join(columns)}")
     if chat is not None:
-        return [*conversation_columns(columns, chat)[1].values(), *others]
+        return [*conversation_columns(columns, chat)[1].values(), *numbers]
     candidates = (wanted,) if wanted else _COLUMNS
     for candidate in candidates:
         if candidate in columns:
-            return [candidate, *others]
+            return [candidate, *numbers]
     raise UserError(f"no column {' or '.join(candidates)}; it has {', '.join(columns)}; name one by data.text_column")
 
 
