@@ -1,19 +1,14 @@
 """A run on its way through its data: the stage that is due, and documents ranked by the model's own loss on them."""
 
 import os
-from dataclasses import replace
 
 import numpy as np
-import torch
-import torch.distributed as dist
 
 from lacuna.config import logger
-from lacuna.config.documents import PackingConfig
 from lacuna.data.rows import documents_begun
-from lacuna.objective.language_modelling import language_modelling_loss
-from lacuna.parallel.fsdp import inference
 from lacuna.parallel.processes import on_first
 from lacuna.train.setup import Run, ranking_file
+from lacuna.train.step import document_losses
 
 
 def follow(run: Run, loss: float = np.inf) -> None:
@@ -51,35 +46,14 @@ def _rank(run: Run) -> None:
     uses = uses + run.loader.documents_begun()
     begun = usable & (uses == uses.max(where=usable, initial=0))
     left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
-    losses[left] = document_losses(run, left)
+    losses[left] = document_losses(run.built, run.loader.plan, left)
     state.ranked = state.step
     path = ranking_file(run.config, state.step)
 
     def write() -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
-        with open(f"{path}.new", "wb") as file:
-            np.savez(file, uses=uses, losses=losses)
-        os.replace(f"{path}.new", path)
+        np.savez(f"{path}.new.npz", uses=uses, losses=losses)
+        os.replace(f"{path}.new.npz", path)
 
     on_first(run.process, write)
     logger.info("step %d: %d documents ranked, loss %.3f on average", state.step, len(left), np.nanmean(losses[left]))
-
-
-def document_losses(run: Run, documents: np.ndarray) -> np.ndarray:
-    """The mean loss, in nats, of the trained tokens of each of these documents of the table, nan where none is trained.
-
-    Each has a row of its own. Float64 [documents], the same on all ranks.
-    """
-    built, layout, plan = run.built, run.built.mesh.layout, run.loader.plan
-    alone = replace(plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")}))
-    table, length = replace(plan.table, order=None), plan.config.training.seq_len
-    losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
-    with inference(*(stage.module for stage in built.stages)):
-        for first in range(0, len(documents), layout.data_parallel):
-            place = first + built.mesh.data_rank
-            document, source = table.document(int(documents[min(place, len(documents) - 1)]))
-            batch = alone.batch([[document.span(0, length, source)]])
-            loss = language_modelling_loss(built, batch)[0] / batch.trained_tokens
-            losses[place : place + 1] = loss  # nothing beyond the last, which others have: all must make the same calls
-    dist.all_reduce(losses)
-    return losses.cpu().numpy()

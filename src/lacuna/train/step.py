@@ -1,13 +1,17 @@
-"""Batches through the model: gradients summed over ranks and one update, or the loss of held-out ones."""
+"""Batches through the model: gradients summed over ranks and one update, or losses of held-out ones or of documents."""
 
 import math
 from collections.abc import Iterable
+from dataclasses import replace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lacuna.config.documents import PackingConfig
 from lacuna.data import Batch
+from lacuna.data.plan import Plan
 from lacuna.model.build import BuiltModel
 from lacuna.model.inputs import to_device
 from lacuna.objective.language_modelling import language_modelling_loss
@@ -81,3 +85,22 @@ def evaluate(built: BuiltModel, batches: Iterable[Batch]) -> dict[str, float | N
     mean, accuracy = (nats / trained, right / trained) if trained else (math.nan, math.nan)
     bits_per_byte = mean / math.log(2) * tokens / text_bytes if text_bytes > 0 else None
     return {"val_loss": mean, "val_bits_per_byte": bits_per_byte, "val_token_accuracy": accuracy}
+
+
+def document_losses(built: BuiltModel, plan: Plan, documents: np.ndarray) -> np.ndarray:
+    """The mean loss in nats of the trained tokens of these documents of the plan's table, nan where none is trained.
+
+    Each has a row of its own. Float64 [documents], the same on all ranks.
+    """
+    alone = replace(plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")}))
+    table, length = replace(plan.table, order=None), plan.config.training.seq_len
+    losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
+    with inference(*(stage.module for stage in built.stages)):
+        for first in range(0, len(documents), built.mesh.layout.data_parallel):
+            place = first + built.mesh.data_rank
+            document, source = table.document(int(documents[min(place, len(documents) - 1)]))
+            batch = alone.batch([[document.span(0, length, source)]])
+            loss = language_modelling_loss(built, batch)[0] / batch.trained_tokens
+            losses[place : place + 1] = loss  # nothing beyond the last, which others have: all must make the same calls
+    dist.all_reduce(losses)
+    return losses.cpu().numpy()
