@@ -57,26 +57,23 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
     if layout.pp > 1:
         stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
         pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
-    reasons = {
+    resumed, early = saved is not None, config.optimizer.early_step_in_backward
+    refuse({
         f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
-        f"{saved}: remove the setting, or choose another job.dump_folder": saved is not None
-        and asked not in (None, saved),
+        f"{saved}: remove the setting, or choose another job.dump_folder": resumed and asked not in (None, saved),
         f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
-        f"share evenly: resume with a number of ranks that divides {saved}": saved is not None and saved % ranks > 0,
+        f"share evenly: resume with a number of ranks that divides {saved}": resumed and saved % ranks > 0,
         f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
         f"{micro} × {ranks} = {micro * ranks}: change one of them": total % (micro * ranks) > 0,
         f"training.gradient_accumulation_steps: {given} does not fit training.global_batch_size = {total}, which "
-        f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two": (
-            saved is None and given not in (None, accumulation)
-        ),
+        f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two":
+            not resumed and given not in (None, accumulation),
         "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
-        "no gradient that is complete before its end: use one micro-batch, or drop the setting": (
-            config.optimizer.early_step_in_backward and (accumulation > 1 or layout.pp > 1)
-        ),
+        "no gradient that is complete before its end: use one micro-batch, or drop the setting":
+            early and (accumulation > 1 or layout.pp > 1),
         f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = {rows} sequences of a step "
         f"do not cut into {pieces} equal micro-batches: choose one that divides {rows}": rows % pieces > 0,
-    }
-    refuse(reasons)
+    })  # fmt: skip
     if layout.pp > 1:
         pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
     if micro != training.batch_size:
