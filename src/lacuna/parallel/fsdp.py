@@ -40,9 +40,9 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
     A tied head is not: a weight must be seen by one unit only. Gradients come out summed over ranks (the caller divides
     the loss by the tokens of the whole step) and are accumulated in float32.
     """
-    reduce_dtype = getattr(torch, config.training.mixed_precision_reduce)
-    precision = MixedPrecisionPolicy(compute_dtype(config, mesh.device_type), reduce_dtype)
-    offload = CPUOffloadPolicy(mesh.device_type == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
+    reduce_dtype, kind = getattr(torch, config.training.mixed_precision_reduce), mesh.named.device_type
+    precision = MixedPrecisionPolicy(compute_dtype(config, kind), reduce_dtype)
+    offload = CPUOffloadPolicy(kind == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
     reshard = reshard_after_forward(config, mesh.layout)
     always = reshard and config.parallelism.fsdp_reshard_after_forward == "always"
     units = [(layer, mesh.layers, reshard) for layer in layers]

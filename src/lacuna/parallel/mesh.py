@@ -85,11 +85,6 @@ class Mesh:
     ends: dist.ProcessGroup | None
 
     @property
-    def device_type(self) -> str:
-        """`cuda` or `cpu`."""
-        return self.named.device_type
-
-    @property
     def pipeline(self) -> dist.ProcessGroup | None:
         """The ranks that have the other layers, where there are any."""
         return self.named["pp"].get_group() if self.layout.pp > 1 else None

@@ -31,13 +31,13 @@ def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, confi
         if config.parallelism.enable_async_tensor_parallel:
             overlap_communication(mesh.tensor)
     recompute(own, config)
-    if compile_enabled(config, mesh.device_type):
+    if compile_enabled(config, mesh.named.device_type):
         # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay outside it.
         for layer in own:
             layer.compile(fullgraph=True)
     for stage in stages:
         if config.activation_checkpoint.offload:
-            offload_inputs(stage.module, mesh.device_type)
+            offload_inputs(stage.module, mesh.named.device_type)
         if not is_alone(config, mesh.layout):
             shard_model(stage.module, stage.layers, mesh, config)
     return stages
