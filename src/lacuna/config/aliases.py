@@ -32,6 +32,7 @@ RENAMED: dict[str, str] = {
 # Those of them that are true where ours is false.
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
+_TO_COME = ("lora", "quantization", "distillation", "grpo", "ppo")
 _ALWAYS_EXPORTED = "the final model is always exported to hf/; `lacuna convert` exports any other checkpoint"
 _HUGGING_FACE = "the Hugging Face configuration decides; set model.config or model.name_or_path"
 
@@ -50,10 +51,7 @@ REFUSED: dict[str, str] = {
     "checkpoint.last_save_in_hf": _ALWAYS_EXPORTED,
     "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
-    **{
-        f"{section}*": f"the section {section} is not available yet"
-        for section in ("lora", "quantization", "distillation", "grpo", "ppo")
-    },
+    **{f"{section}*": f"the section {section} is not available yet" for section in _TO_COME},
     'job.task = "[!s]*': "only pretrain and sft are available yet",
     "float8.scaling_type_* = *": "torchao removed delayed scaling; use dynamic",
     "float8.* = *": "float8 is not available yet",

@@ -122,8 +122,7 @@ def _local_paths(config: Config) -> Iterator[str]:
     start, validation = config.checkpoint.initial_load_path, config.validation.resolved_source()
     for field in ("name_or_path", "config", "tokenizer_path"):
         yield from _missing(f"model.{field}", getattr(config.model, field))
-    if start:
-        yield from _missing("checkpoint.initial_load_path", os.path.abspath(start))
+    yield from _missing("checkpoint.initial_load_path", start and os.path.abspath(start))
     if validation:
         yield from _missing_files("validation.data_files", validation)
 
