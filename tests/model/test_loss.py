@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lacuna.model.loss import IGNORED, Head, chunked_linear_cross_entropy
+from lacuna.model.head import IGNORED, Head, chunked_linear_cross_entropy
 from tiny import relative_error
 
 TOKENS, WIDTH, WORDS = 50, 24, 97

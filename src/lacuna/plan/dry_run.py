@@ -11,7 +11,7 @@ from lacuna.config import Config
 from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import decoder_layers, head_dim
 from lacuna.model.build import plan_model
-from lacuna.model.loss import CHUNK_BYTES
+from lacuna.model.head import CHUNK_BYTES
 from lacuna.model.weights import weight_files
 from lacuna.parallel.fsdp import compute_dtype, is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout, resolve_layout
