@@ -34,12 +34,8 @@ def learning_rate(config: Config, step: int, total: int) -> float:
     progress = (step + 1 - (total - decaying)) / (decaying + 1)
     if schedule.decay_type == "constant" or progress <= 0:
         return peak
-    shape = {
-        "linear": 1 - progress,
-        "wsd": 1 - progress,
-        "sqrt": 1 - math.sqrt(progress),
-        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
-    }[schedule.decay_type]
+    curved = {"sqrt": 1 - math.sqrt(progress), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
+    shape = curved.get(schedule.decay_type, 1 - progress)
     return peak * (schedule.lr_min + (1 - schedule.lr_min) * shape)
 
 
