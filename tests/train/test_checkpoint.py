@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lacuna.parallel.processes import alone
+from lacuna.parallel.processes import Process
 from lacuna.train.checkpoint import find_damage, newest_complete
 from runs import checkpoint, curve, ended, rows, start, steps, together, train, wait_until, weights
 
@@ -55,11 +55,11 @@ def test_a_damaged_checkpoint_is_named_with_its_problem_and_passed_over(
     straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
     folder = stopped_copy(straight, tmp_path / "run") / "checkpoint"
-    assert newest_complete(str(folder), alone()) == str(folder / "step-8")
+    assert newest_complete(str(folder), Process()) == str(folder / "step-8")
     apply, problem = DAMAGES[damage]
     apply(folder / "step-8")
-    assert problem in str(find_damage(str(folder / "step-8"), alone()))
-    assert newest_complete(str(folder), alone()) == str(folder / "step-6")
+    assert problem in str(find_damage(str(folder / "step-8"), Process()))
+    assert newest_complete(str(folder), Process()) == str(folder / "step-6")
     assert f"skipping the damaged checkpoint {folder / 'step-8'}: {problem}" in caplog.text
 
 
@@ -74,12 +74,12 @@ def test_damage_to_any_file_of_a_checkpoint_is_noticed(straight: Path, tmp_path:
     for path in files:
         position = generator.randrange(path.stat().st_size)
         flip(path, position)
-        assert str(path.relative_to(folder)) in str(find_damage(str(folder), alone())), position
+        assert str(path.relative_to(folder)) in str(find_damage(str(folder), Process())), position
         flip(path, position)
         path.rename(tmp_path / "aside")
-        assert str(find_damage(str(folder), alone())) == f"{path.relative_to(folder)} is missing"
+        assert str(find_damage(str(folder), Process())) == f"{path.relative_to(folder)} is missing"
         (tmp_path / "aside").rename(path)
-    assert find_damage(str(folder), alone()) is None
+    assert find_damage(str(folder), Process()) is None
 
 
 @pytest.fixture(scope="module")
@@ -136,7 +136,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_to_the_same_weights(
     assert weights(folder) == weights(straight)
     assert curve(folder) == curve(straight)
     assert steps(folder) == [2, 4, 6, 8]
-    assert find_damage(str(checkpoint(folder, 8)), alone()) is None, "the damaged one is replaced"
+    assert find_damage(str(checkpoint(folder, 8)), Process()) is None, "the damaged one is replaced"
 
 
 def test_what_a_killed_run_left_half_written_or_half_deleted_is_cleaned_up(said: dict[str, str]) -> None:
@@ -191,4 +191,4 @@ def test_a_disk_that_takes_no_more_ends_a_run_clearly_and_leaves_the_last_checkp
     together(lambda: go_on("disabled"), lambda: go_on("async"))
     assert "resuming after step 4" in train(world, tmp_path / "disabled", *EVERY_SECOND)
     assert weights(tmp_path / "disabled") == weights(straight)
-    assert find_damage(str(checkpoint(tmp_path / "async", 4)), alone()) is None
+    assert find_damage(str(checkpoint(tmp_path / "async", 4)), Process()) is None

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from lacuna.parallel.processes import alone
+from lacuna.parallel.processes import Process
 from lacuna.train.checkpoint import read_tensors
 from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, steps, together, train
@@ -62,7 +62,7 @@ def test_a_checkpoint_of_weights_alone_holds_the_exported_ones(weights_only: Pat
     exported = load_file(weights_only / "hf" / "model.safetensors")
     assert all(tensor.dtype == torch.bfloat16 for tensor in exported.values())
     tensors = {f"model.{name}": torch.empty(tensor.shape) for name, tensor in exported.items()}
-    read_tensors(str(checkpoint(weights_only, 4)), tensors, alone())
+    read_tensors(str(checkpoint(weights_only, 4)), tensors, Process())
     assert all(torch.equal(tensors[f"model.{name}"], tensor.float()) for name, tensor in exported.items())
 
 

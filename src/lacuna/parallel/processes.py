@@ -16,27 +16,22 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the run.
+    """One process of the run; by default one that has no group, for tools that work on files.
 
     `control` is a gloo group over all of them for talk in between steps; `background` is another one for threads,
     whose collectives must not mix with those.
     """
 
-    rank: int
-    world_size: int
-    device: torch.device
-    control: dist.ProcessGroup | None
-    background: dist.ProcessGroup | None
+    rank: int = 0
+    world_size: int = 1
+    device: torch.device = torch.device("cpu")
+    control: dist.ProcessGroup | None = None
+    background: dist.ProcessGroup | None = None
 
     @property
     def is_first(self) -> bool:
         """Whether this is the process that prints and writes files."""
         return self.rank == 0
-
-
-def alone() -> Process:
-    """A process that has no group, for tools that work on files."""
-    return Process(0, 1, torch.device("cpu"), None, None)
 
 
 def device_type() -> str:

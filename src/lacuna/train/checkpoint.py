@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lacuna.config import Config, UserError, logger
+from lacuna.config import Config, UserError, logger, refuse
 from lacuna.config.errors import RunError
 from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.processes import Process, gather_objects, on_first
@@ -92,11 +92,9 @@ def newest_complete(folder: str, process: Process) -> str | None:
 
 def require_complete(path: str, setting: str, process: Process) -> str:
     """`path`, after checking it. Raises `UserError`, naming `setting`, when it is missing or damaged."""
-    if not os.path.isdir(path):
-        raise UserError(f"{setting}: there is no checkpoint {path}.")
+    refuse({f"{setting}: there is no checkpoint {path}": not os.path.isdir(path)})
     damage = find_damage(path, process)
-    if damage is not None:
-        raise UserError(f"{setting}: the checkpoint {path} cannot be used: {damage}.")
+    refuse({f"{setting}: the checkpoint {path} cannot be used: {damage}": damage is not None})
     return path
 
 

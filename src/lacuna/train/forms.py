@@ -9,7 +9,7 @@ from transformers.initialization import no_init_weights
 
 from lacuna.config import UserError, explained
 from lacuna.export.huggingface import export_model, save_model_description
-from lacuna.parallel.processes import alone
+from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
 
 
@@ -20,12 +20,12 @@ def find_form(source: str) -> tuple[str, bool]:
     `UserError` when there is nothing to load.
     """
     if os.path.exists(os.path.join(source, checkpoint.MANIFEST)):
-        return checkpoint.require_complete(source, "MODEL", alone()), True
+        return checkpoint.require_complete(source, "MODEL", Process()), True
     for folder in (source, os.path.join(source, "hf")):
         if os.path.exists(os.path.join(folder, "config.json")):
             return folder, False
     for folder in (os.path.join(source, "checkpoint"), source):
-        if newest := checkpoint.newest_complete(folder, alone()):
+        if newest := checkpoint.newest_complete(folder, Process()):
             return newest, True
     if os.path.isdir(source):
         raise UserError(
@@ -51,7 +51,7 @@ def load_any_model(source: str, device: torch.device) -> tuple[PreTrainedModel, 
     with device, no_init_weights():
         model = AutoModelForCausalLM.from_config(model_config)
     model.tie_weights()
-    checkpoint.read_tensors(path, checkpoint.model_tensors(model), alone())
+    checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
     return model.eval(), tokenizer, description
 
 
@@ -65,4 +65,4 @@ def convert(source: str, target: str, form: str, dtype: str | None) -> None:
     else:
         describe = partial(save_model_description, model.config, tokenizer, description)
         tensors = checkpoint.model_tensors(model)
-        checkpoint.write_checkpoint(os.path.abspath(target), tensors, {"step": 0}, describe, alone())
+        checkpoint.write_checkpoint(os.path.abspath(target), tensors, {"step": 0}, describe, Process())
