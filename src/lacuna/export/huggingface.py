@@ -20,7 +20,7 @@ from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, Pr
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from lacuna.config.errors import RunError
+from lacuna.config import RunError
 from lacuna.data.chat import end_of_turn
 from lacuna.model.architecture import meta_model, stored_tensors
 

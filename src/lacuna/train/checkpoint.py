@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lacuna.config import Config, UserError, logger, refuse
-from lacuna.config.errors import RunError
+from lacuna.config import Config, RunError, UserError, logger, refuse
 from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.processes import Process, gather_objects, on_first
 
