@@ -27,8 +27,8 @@ def batches(
     ranks = []
     for rank in range(world):
         validation = build_validation(config, tokenizer, BatchPlan(2, 3, 6 * world), rank)
-        ranks.append(list(validation))
-        assert all(map(same, ranks[-1], validation)), "every pass is the same"
+        ranks.append(list(validation()))
+        assert all(map(same, ranks[-1], validation())), "every pass is the same"
     return ranks
 
 

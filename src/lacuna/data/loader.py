@@ -5,7 +5,7 @@ import itertools
 import os
 import signal
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,41 +176,31 @@ def build_loader(
     return Loader(_MicroBatches(plan, batch, dp_rank), workers)
 
 
-@dataclass(frozen=True)
-class Validation:
-    """The validation set as batches: every token of it once, and equally many batches on every rank.
+def build_validation(
+    config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchPlan, dp_rank: int
+) -> Callable[[], Iterator[Batch]]:
+    """A function that goes over the validation batches of one rank, the same each time: every token of the set once.
 
-    Can be iterated any number of times and yields the same batches each time. Documents come in the source's order,
-    packed like the training data; where rows are missing at the end there are rows of padding, whose labels are all
-    -100.
-    """
-
-    plan: Plan
-    batch: BatchPlan
-    dp_rank: int
-
-    def __iter__(self) -> Iterator[Batch]:
-        places: list[str] = []
-        known: dict[str, None] = {}
-        row = open_rows(self.plan, {0: None}, places)
-        micro_batch, size = self.batch.micro_batch, self.batch.global_batch // self.batch.accumulation
-        own = slice(self.dp_rank * micro_batch, (self.dp_rank + 1) * micro_batch)
-        most = self.plan.config.validation.steps
-        for number in range(most) if most >= 0 else itertools.count():
-            group = [row(number * size + within) for within in range(size)]
-            add_broken(known, places, self.plan.config.data.max_broken_records)
-            if not any(group):
-                return
-            yield self.plan.batch(group[own])
-
-
-def build_validation(config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchPlan, dp_rank: int) -> Validation:
-    """The validation batches of one rank, at most validation.steps of them, in micro-batches like those of training.
-
-    Raises UserError when the data cannot be opened or holds no text.
+    There are equally many on every rank, in micro-batches like those of training, and at most validation.steps.
+    Documents come in the source's order, packed like the training data; where rows are missing at the end there are
+    rows of padding, whose labels are all -100. Raises UserError when the data cannot be opened or holds no text.
     """
     plan = make_plan(config, tokenizer, [config.validation.resolved_source()], lanes=1, endless=False)
-    return Validation(plan, batch, dp_rank)
+    most, size = config.validation.steps, batch.global_batch // batch.accumulation
+    own = slice(dp_rank * batch.micro_batch, (dp_rank + 1) * batch.micro_batch)
+
+    def batches() -> Iterator[Batch]:
+        places: list[str] = []
+        known: dict[str, None] = {}
+        row = open_rows(plan, {0: None}, places)
+        for number in range(most) if most >= 0 else itertools.count():
+            group = [row(number * size + within) for within in range(size)]
+            add_broken(known, places, config.data.max_broken_records)
+            if not any(group):
+                return
+            yield plan.batch(group[own])
+
+    return batches
 
 
 def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int:

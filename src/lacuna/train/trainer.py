@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import set_seed
 
-from lacuna.config.errors import RunError, logger
+from lacuna.config import RunError, logger
 from lacuna.data import Batch, merge_states
 from lacuna.data.mixture import random_key
 from lacuna.model.architecture import step_flops
@@ -165,7 +165,7 @@ def _validate(run: Run) -> None:
     """Measures the held-out loss, samples text, keeps the best checkpoint and ends the run early if asked."""
     state, config, settings = run.state, run.config, run.config.validation
     if run.validation is not None:
-        measured = evaluate(run.built, run.validation)
+        measured = evaluate(run.built, run.validation())
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
         if measured["val_loss"] < state.best_loss:
