@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lacuna.config.errors import UserError
+from lacuna.config.errors import UserError, refuse
 from lacuna.config.fields import Names, Numbers, Path, Paths, Section, Texts
 
 
@@ -93,9 +93,8 @@ class DataConfig(Section):
             values = getattr(self, setting)
             if field == "files" and count == 1:
                 values = (values,)
-            if len(values) not in (0, 1, count):
-                wrong = f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets"
-                raise UserError(f"{wrong}; give one for each, or one for all")
+            wrong = f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets"
+            refuse({f"{wrong}; give one for each, or one for all": len(values) not in (0, 1, count)})
             columns[field] = values * count if len(values) == 1 else values
         return tuple(
             Source(**{field: values[row] for field, values in columns.items() if values and values[row] != ""})

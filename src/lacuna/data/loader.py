@@ -15,7 +15,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, UserError, refuse
 from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import LaneState, documents_begun, open_rows
@@ -139,11 +139,9 @@ class Loader:
         source = self._source
         own, saved = self.plan.signature(source.batch.global_batch), state["signature"]
         changed = [f"{name} (was {saved.get(name)}, is {own[name]})" for name in own if saved.get(name) != own[name]]
-        if changed:
-            raise UserError(
-                f"the checkpoint's position in the data does not fit this run: {', '.join(changed)} changed; "
-                "undo the change, or start a new run with checkpoint.initial_load_path"
-            )
+        wrong = f"the checkpoint's position in the data does not fit this run: {', '.join(changed)} changed"
+        mend = "undo the change, or start a new run with checkpoint.initial_load_path"
+        refuse({f"{wrong}; {mend}": bool(changed)})
         self.close()
         source.done = state["steps"] * source.batch.accumulation
         source.lanes = {lane: state["lanes"].get(lane) for lane in source.own_lanes()}

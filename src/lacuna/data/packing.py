@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, refuse
 
 IGNORED = -100
 _ROUNDED = 64  # rows of many lengths would make many kernels
@@ -93,14 +93,11 @@ def fill_rows(
     """
     pieces = _cut(lengths, document, config)
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
-    if not len(pieces) and len(lengths):
-        raise UserError(
-            f"packing.long_examples: none of {len(lengths)} examples has a trained token within "
-            f"{config.training.seq_len} tokens; raise training.seq_len, or split them"
-        )
+    space, sizes = config.training.seq_len, pieces[:, 2] - pieces[:, 1]
+    wrong = f"packing.long_examples: none of {len(lengths)} examples has a trained token within {space} tokens"
+    refuse({f"{wrong}; raise training.seq_len, or split them": len(lengths) > 0 and not len(pieces)})
     if packing_mode(config) == "none":
         return [piece[:, None] for piece in pieces]
-    space, sizes = config.training.seq_len, pieces[:, 2] - pieces[:, 1]
     buffer = np.cumsum(sizes) // (config.packing.buffer * space if ordered else np.inf)
     together = np.split(pieces, np.flatnonzero(np.diff(buffer)) + 1)
     return [those[chosen].T for those in together for chosen in best_fit(those[:, 2] - those[:, 1], space)]

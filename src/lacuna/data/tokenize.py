@@ -18,7 +18,7 @@ from datasets.fingerprint import Hasher
 from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import UserError, logger
+from lacuna.config import UserError, logger, refuse
 from lacuna.data.chat import encode
 from lacuna.data.files import BROKEN, RECORD
 from lacuna.data.packing import Document
@@ -37,11 +37,8 @@ def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> Non
     warned = bool(known)
     known |= dict.fromkeys(places)
     examples = "; ".join(islice(known, 3))
-    if len(known) > limit:
-        raise UserError(
-            f"more than {limit} unreadable records, the first: {examples}; "
-            "mend the data, or raise data.max_broken_records to skip them"
-        )
+    mend = "mend the data, or raise data.max_broken_records to skip them"
+    refuse({f"more than {limit} unreadable records, the first: {examples}; {mend}": len(known) > limit})
     if known and not warned:
         logger.warning("unreadable records are left out, further ones silently: %s", examples)
 

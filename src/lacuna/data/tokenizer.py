@@ -7,7 +7,7 @@ from datasets.fingerprint import Hasher
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lacuna.config import UserError, explained
+from lacuna.config import explained, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data import corpus
 
@@ -40,11 +40,9 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     tokenizer.add_tokens([token for token in model.new_tokens if token not in known], special_tokens=True)
     for token in model.new_tokens:
         ids = tokenizer.encode(token, add_special_tokens=False)
-        if not token.strip() or ids != [tokenizer.convert_tokens_to_ids(token)]:
-            raise UserError(
-                f"model.new_tokens: {token!r} becomes {ids} with the tokenizer of {tokenizer_source(model)}, but must "
-                "be one token, and more than white space; choose another text, such as <think>"
-            )
+        wrong = f"model.new_tokens: {token!r} becomes {ids} with the tokenizer of {tokenizer_source(model)}"
+        mend = "but must be one token, and more than white space; choose another text, such as <think>"
+        refuse({f"{wrong}, {mend}": not token.strip() or ids != [tokenizer.convert_tokens_to_ids(token)]})
     return tokenizer
 
 

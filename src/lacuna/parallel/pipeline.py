@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, schedules
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lacuna.config import Config, UserError, refuse
+from lacuna.config import Config, refuse
 from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.schedule import held_stages, pipeline_order, schedule_class, splits_backward
@@ -142,11 +142,9 @@ def stage_ranges(points: Sequence[str], stages: int, model: PreTrainedModel, lay
         path = next(name for name, module in model.named_modules() if module is layers)
         names = {f".{path}.{place}": place for place in range(1, len(layers))}
         starts = [next((place for name, place in names.items() if name.endswith(f".{point}")), 0) for point in points]
-        if 0 in starts or sorted(set(starts)) != starts:
-            raise UserError(
-                f"parallelism.pipeline_parallel_split_points: {', '.join(points)} are not layers of the model in "
-                f"order: name the first layer of every stage but the first, from {path}.1 to {path}.{len(layers) - 1}."
-            )
+        wrong = f"parallelism.pipeline_parallel_split_points: {', '.join(points)} are not layers of the model in order"
+        mend = f"name the first layer of every stage but the first, from {path}.1 to {path}.{len(layers) - 1}"
+        refuse({f"{wrong}: {mend}": 0 in starts or sorted(set(starts)) != starts})
         return [range(*bounds) for bounds in pairwise([0, *starts, len(layers)])]
     text_config = model.config.get_text_config()
     layer = sum(parameter.numel() for parameter in layers[0].parameters())

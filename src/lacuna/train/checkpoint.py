@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from lacuna.config import Config, RunError, UserError, logger, refuse
+from lacuna.config import Config, RunError, logger, refuse
 from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.processes import Process, gather_objects, on_first
 
@@ -241,9 +241,7 @@ def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> Non
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     for name, tensor in tensors.items():
         shape = tuple(saved[name].size) if name in saved else None
-        if shape != tuple(tensor.shape):
-            raise UserError(
-                f"checkpoint {path}: {name!r} {'is missing' if shape is None else f'has the shape {shape}'}, in the "
-                f"model it has the shape {tuple(tensor.shape)}: it belongs to another model configuration."
-            )
+        found = "is missing" if shape is None else f"has the shape {shape}"
+        wrong = f"checkpoint {path}: {name!r} {found}, in the model it has the shape {tuple(tensor.shape)}"
+        refuse({f"{wrong}: it belongs to another model configuration": shape != tuple(tensor.shape)})
     dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=process.control)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from lacuna.config import UserError, explained
+from lacuna.config import explained, refuse
 from lacuna.export.huggingface import export_model, save_model_description
 from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
@@ -27,11 +27,8 @@ def find_form(source: str) -> tuple[str, bool]:
     for folder in (os.path.join(source, "checkpoint"), source):
         if newest := checkpoint.newest_complete(folder, Process()):
             return newest, True
-    if os.path.isdir(source):
-        raise UserError(
-            f"{source}: neither a Hugging Face folder (no config.json), nor a run folder (no hf/ and no complete "
-            f"checkpoint/step-N), nor a checkpoint (no {checkpoint.MANIFEST})."
-        )
+    wrong = f"{source}: neither a Hugging Face folder (no config.json), nor a checkpoint (no {checkpoint.MANIFEST})"
+    refuse({f"{wrong}, nor a run folder (no hf/ and no complete checkpoint/step-N)": os.path.isdir(source)})
     return source, False
 
 

@@ -12,7 +12,7 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lacuna.config import Config, UserError, logger, refuse
+from lacuna.config import Config, logger, refuse
 from lacuna.config.describe import to_toml
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
@@ -146,11 +146,9 @@ def find_start(config: Config, folder: str, process: Process) -> tuple[str | Non
         if path is not None:
             logger.info("starting from the weights in %s", path)
         return path, None
-    if "data" not in state:
-        raise UserError(
-            f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only), so the run cannot go "
-            f"on from it: start a new run with checkpoint.initial_load_path = {path!r}."
-        )
+    wrong = f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only)"
+    mend = f"start a new run with checkpoint.initial_load_path = {path!r}"
+    refuse({f"{wrong}, so the run cannot go on from it: {mend}": "data" not in state})
     logger.info("resuming after step %d from %s", state["step"], path)
     return path, state
 
