@@ -62,12 +62,10 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
     })  # fmt: skip
     trial = _Chat("chat.template, tried on a question", tokenizer, tokenizer.get_chat_template(), _TRIAL)
     end = _end_token(tokenizer, trial.template)
-    if end is None or end not in _encode_chat(trial, 0, settings):
-        raise UserError(
-            f"chat.template: after an answer there is {_after_answer(trial)!r}; this must begin with one special token "
-            "of the tokenizer, within the {% generation %} marks where there are any, for a model to learn to stop; "
-            "name the token in model.new_tokens, or give another template"
-        )
+    wrong = f"chat.template: after an answer there is {_after_answer(trial)!r}; this must begin with one special token"
+    marks = "of the tokenizer, within the {% generation %} marks where there are any, for a model to learn to stop"
+    mend = "name the token in model.new_tokens, or give another template"
+    refuse({f"{wrong} {marks}; {mend}": end is None or end not in _encode_chat(trial, 0, settings)})
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:

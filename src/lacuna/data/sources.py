@@ -61,10 +61,8 @@ def open_source(
         if isinstance(cause, UserError):
             raise UserError(f"{name}: {cause}") from None
         reason = str(cause).strip().partition("\n")[0]
-        raise UserError(
-            f"{name}: cannot be opened: {reason}; check data.dataset (or validation.dataset), its name, split, "
-            "folder and files, and whether the Hub can be reached"
-        ) from error
+        mend = "check data.dataset or validation.dataset, name, split, folder, files, and if the Hub can be reached"
+        raise UserError(f"{name}: cannot be opened: {reason}; {mend}") from error
     if not data.streaming and not len(documents.dataset):
         raise UserError(f"{name}: holds no documents; check data.dataset_split, data.data_dir and data.data_files")
     return documents
