@@ -101,10 +101,8 @@ def conversation_columns(columns: Collection[str], settings: ChatConfig) -> tupl
         if found.keys() >= {*needed, *settings.renamed}:
             return needed, found
     wanted = ", ".join(settings.columns) or "messages (or conversations), prompt and completion, or text"
-    raise UserError(
-        f"no columns {wanted}, but {', '.join(columns)}; say by chat.columns which of them hold conversations, "
-        "such as messages=dialog or prompt=question,completion=answer"
-    )
+    mend = "say by chat.columns which hold conversations, such as messages=dialog or prompt=question,completion=answer"
+    raise UserError(f"no columns {wanted}, but {', '.join(columns)}; {mend}")
 
 
 def encode(record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> np.ndarray:

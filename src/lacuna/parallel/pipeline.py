@@ -69,7 +69,7 @@ def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Confi
     own, last = held[mesh.rank("pp")], sum(map(len, held.values())) - 1
     ranges = stage_ranges(config.parallelism.pipeline_parallel_split_points, last + 1, model, layers)
     path = [module for module in model.modules() if layers in module.modules()]
-    homes, stages = _homes(model, path, layers, ranges), []
+    homes, stages = _homes(model, path, ranges), []
     for index in own:
         entrance = PassThrough()
         elsewhere = {module: min(home) for module, home in homes.items() if index not in home}
@@ -82,13 +82,11 @@ def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Confi
     return stages
 
 
-def _homes(
-    model: PreTrainedModel, path: Sequence[nn.Module], layers: nn.ModuleList, ranges: Sequence[range]
-) -> dict[nn.Module, set[int]]:
-    """The stages of each layer, and of each module with parameters beside the `path` that leads to the layers."""
+def _homes(model: PreTrainedModel, path: Sequence[nn.Module], ranges: Sequence[range]) -> dict[nn.Module, set[int]]:
+    """The stages of each layer, and of each module with parameters beside the `path`, which ends with the layers."""
     last, embedding, head = len(ranges) - 1, model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
-    homes = {layers[place]: {stage} for stage, places in enumerate(ranges) for place in places}
+    homes = {path[-1][place]: {stage} for stage, places in enumerate(ranges) for place in places}
     for parent, inner in pairwise(path):
         children = [*parent.children()]
         for place, child in enumerate(children):

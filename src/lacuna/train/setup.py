@@ -26,19 +26,17 @@ from lacuna.train.metrics import MetricWriter, peak_flops
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 
 
-def plan_stages(
-    config: Config, layout: Layout, saved_global_batch: int | None = None
-) -> list[tuple[Config, BatchPlan]]:
+def plan_stages(config: Config, layout: Layout, saved: int | None = None) -> list[tuple[Config, BatchPlan]]:
     """The configuration and the batch of each stage of the curriculum, the first of which is that before all others.
 
-    What was saved is the global batch of the first. Raises `UserError` as `plan_batch` does.
+    `saved` is the global batch of the first. Raises `UserError` as `plan_batch` does.
     """
-    plan = plan_batch(config, layout, saved_global_batch)
+    plan = plan_batch(config, layout, saved)
     batch = {"batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
     batch["global_batch_size"] = plan.global_batch
     first = config.model_copy(update={"training": config.training.model_copy(update=batch)})
     later = ((stage, stage.training.global_batch_size) for stage in first.stages()[1:])
-    return [(first, plan)] + [(stage, plan_batch(stage, layout, saved_global_batch and size)) for stage, size in later]
+    return [(first, plan)] + [(stage, plan_batch(stage, layout, saved and size)) for stage, size in later]
 
 
 def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> BatchPlan:
