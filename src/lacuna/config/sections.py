@@ -38,7 +38,8 @@ class ModelConfig(Section):
     vocabulary_multiple: The rows of embedding and head are padded to a multiple of this.
     train_new_tokens_only: Of the embedding and the head, train only the rows of model.new_tokens, and without weight
         decay (peft's trainable_token_indices); the rest of the model is trained as ever.
-    attention: How attention is computed; auto takes the fastest that is exact on this machine.
+    attention: How attention is computed; auto takes the fastest that is exact on this machine, varlen is FlashAttention
+        of the newest kind that is installed.
     """
 
     name_or_path: Path | None = None
@@ -48,9 +49,8 @@ class ModelConfig(Section):
     vocabulary_multiple: PositiveInt = 1
     train_new_tokens_only: bool = False
     attention: Literal[
-        "auto", "sdpa", "eager", "varlen", "flex_attention",
-        "flash_attention_2", "flash_attention_3", "flash_attention_4",
-    ] = "auto"  # fmt: skip
+        "auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"
+    ] = "auto"
 
 
 class TrainingConfig(Section):

@@ -107,26 +107,23 @@ def choose_attention(
     soft_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
     dropout = any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
     exchangeable = model_class._supports_attention_backend and (soft_capped or model_class._supports_sdpa)
-    ours, shared = asked in ("varlen", "flash_attention_4"), layout.sharing > 1
-    flash = ours or asked.startswith("flash_attention")
+    flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
     reasons = {
         'needs a GPU; this run is on the CPU: use "auto" or "sdpa"': flash and device_type != "cuda",
         'has half precision only: drop training.mixed_precision_param, or use "sdpa"': flash and dtype not in HALF,
         'has no backward pass on a CPU: use "auto" or "sdpa"': asked == "flex_attention" and device_type != "cuda",
-        'has no dropout, and the model has: set it to 0, or use "sdpa"': ours and dropout,
-        "needs a Hopper or Blackwell GPU and the package flash-attn-4 (pip install 'lacuna-train[flash]'): use "
-        '"varlen"': asked == "flash_attention_4" and not has_flash_attention_4(head_dim(text_config)),
+        'has no dropout, and the model has: set it to 0, or use "sdpa"': asked == "varlen" and dropout,
         'would leave out the model\'s soft cap: use "auto" or "eager"': (
-            soft_capped and not shared and (ours or asked == "sdpa")
+            soft_capped and not shared and asked in ("sdpa", "varlen")
         ),
         'needs whole sequences, which tensor, context and pipeline parallelism share out: use "auto"': (
-            shared and not ours and asked != "auto"
+            shared and asked not in ("auto", "varlen")
         ),
         f"cannot be had: {model_class.__name__} computes its attention by code of its own, which knows nothing of "
         "shares of a sequence: use data parallelism only": shared and not exchangeable,
     }
     refuse({f'model.attention: "{asked}" {reason}': applies for reason, applies in reasons.items()})
-    if shared or ours:
+    if shared or asked == "varlen":
         return PACKED  # only our own attention knows what a rank has of the documents
     if asked != "auto":
         return asked
@@ -136,10 +133,10 @@ def choose_attention(
     return PACKED if fast and config.data.document_mask else "sdpa"
 
 
-def choose_kernels(config: Config, model_config: PretrainedConfig) -> str:
-    """Has FlashAttention 4 compute our attention where it can and nothing else is asked for; says what computes it."""
-    chosen, wanted = model_config._attn_implementation, config.model.attention in ("auto", "flash_attention_4")
-    if chosen != PACKED or not wanted or not has_flash_attention_4(head_dim(model_config.get_text_config())):
+def choose_kernels(model_config: PretrainedConfig) -> str:
+    """Has FlashAttention 4 compute our attention where that can be; says what computes the model's."""
+    chosen = model_config._attn_implementation
+    if chosen != PACKED or not has_flash_attention_4(head_dim(model_config.get_text_config())):
         return chosen
     use_flash_attention_4()
     return f"{chosen}, by FlashAttention 4"
