@@ -133,10 +133,13 @@ def choose_attention(
     return PACKED if fast and config.data.document_mask else "sdpa"
 
 
-def choose_kernels(model_config: PretrainedConfig) -> str:
-    """Has FlashAttention 4 compute our attention where that can be; says what computes the model's."""
-    chosen = model_config._attn_implementation
-    if chosen != PACKED or not has_flash_attention_4(head_dim(model_config.get_text_config())):
+def choose_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
+    """Has FlashAttention 4 compute our attention where that can be; says what computes the model's.
+
+    Not with context or pipeline parallelism, whose empty pieces of documents it has not been tried on.
+    """
+    chosen, whole = model_config._attn_implementation, layout.cp * layout.pp == 1
+    if chosen != PACKED or not whole or not has_flash_attention_4(head_dim(model_config.get_text_config())):
         return chosen
     use_flash_attention_4()
     return f"{chosen}, by FlashAttention 4"

@@ -101,7 +101,7 @@ def build_model(
     configuration gets wrong.
     """
     model = plan_model(config, tokenizer, mesh.layout, device.type)
-    logger.info("attention: %s", choose_kernels(model.config))
+    logger.info("attention: %s", choose_kernels(model.config, mesh.layout))
     probed = specimen(model, compute_dtype(config, device.type), device)
     head = probe_head(probed, compile_enabled(config, device.type))
     if config.data.document_mask:

@@ -21,7 +21,7 @@ def has_flash_attention_4(head_dim: int) -> bool:
 
 @cache
 def use_flash_attention_4(device_type: str = "cuda") -> Library:
-    """From now on has the package compute what torch's FlashAttention does, for `varlen_attn` and for rings.
+    """From now on has the package compute what torch's FlashAttention does, which `varlen_attn` is.
 
     torch's own `activate_flash_attention_impl` does not do it: torch 2.11's refuses the window by which `varlen_attn`
     says causal, and others take two results of a forward pass that has five.
