@@ -4,16 +4,17 @@ import multiprocessing
 import pickle
 from pathlib import Path
 
+import datasets
 import numpy as np
 import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig, Source
+from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.mixture import Mixture, Pool
-from lacuna.data.plan import Plan
+from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import open_rows
 from lacuna.data.sources import open_source
 from lacuna.data.tokenize import TokenTable, token_table
@@ -105,3 +106,27 @@ def test_the_documents_of_several_sources_stand_behind_each_other(
     assert [len(document.tokens) for document, _ in found] == [
         len(TEXTS[n]) + 1 if TEXTS[n] else 0 for n in (1, 2, *range(3, 9))
     ]
+
+
+def test_rows_are_fitted_once_for_each_length_and_nothing_is_tokenised_again(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    paths = [write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 20 * number]) for number in (1, 3)]
+    settings = [Source(dataset=str(path)) for path in paths]
+
+    def rows(seq_len: int, mode: str = "best_fit") -> list[list[list[int]]]:
+        config = Config(training=TrainingConfig(seq_len=seq_len), packing=PackingConfig(mode=mode))
+        return [pieces.tolist() for pieces in make_plan(config, tokenizer, settings, lanes=1).bins]
+
+    def written() -> dict[Path, int]:
+        return {file: file.stat().st_mtime_ns for kind in ("npz", "arrow") for file in tmp_path.rglob(f"*.{kind}")}
+
+    first = rows(50)
+    before = written()
+    assert rows(50) == first and written() == before
+    assert rows(30) != first and rows(50, "none") != first and rows(50) == first
+    after = written()
+    assert before.items() < after.items()
+    assert {file.suffix for file in after.keys() - before.keys()} == {".npz"}
+    assert len(after) == len(before) + 2

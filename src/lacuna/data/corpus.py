@@ -1,17 +1,15 @@
 """A corpus and a tokenizer that every Python brings along, so that a first run needs no download."""
 
 import hashlib
-import os
 import sysconfig
 import zlib
 from pathlib import Path
 
-import datasets
-from filelock import FileLock
 from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import logger
+from lacuna.data.cache import made_once
 
 # The dataset and the tokenizer of this name are the ones of this module.
 NAME = "python-stdlib"
@@ -39,17 +37,14 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
     """A byte-level BPE of 4,096 tokens trained on the train split, kept with the caches of `datasets`."""
     texts = [Path(file).read_bytes() for file in stdlib_files()["train"]]
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
-    file = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", f"{NAME}-{_VOCABULARY}-{digest}.json")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{file}.lock"):
-        if not file.exists():
-            logger.info("training the %s tokenizer, once, into %s", NAME, file)
-            step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
-            sample = [text.decode(errors="replace") for text in texts[::step]]
-            trained = ByteLevelBPETokenizer()
-            trained.train_from_iterator(
-                sample, _VOCABULARY, min_frequency=0, show_progress=False, special_tokens=[_END]
-            )
-            trained.save(f"{file}.new")
-            os.replace(f"{file}.new", file)
+
+    def train(file: str) -> None:
+        logger.info("training the %s tokenizer, once, into %s", NAME, file.removesuffix(".new"))
+        step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
+        sample = [text.decode(errors="replace") for text in texts[::step]]
+        trained = ByteLevelBPETokenizer()
+        trained.train_from_iterator(sample, _VOCABULARY, min_frequency=0, show_progress=False, special_tokens=[_END])
+        trained.save(file)
+
+    file = made_once(f"{NAME}-{_VOCABULARY}-{digest}.json", train)
     return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=_END, pad_token=_END)

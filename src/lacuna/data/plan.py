@@ -6,10 +6,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
+from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, logger
 from lacuna.config.documents import Source
+from lacuna.data.cache import made_once
 from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
 from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode
@@ -18,6 +20,7 @@ from lacuna.data.stream import Stream, number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
 from lacuna.data.tokenizer import grown_tokenizer
 
+_PACKING_VERSION = 1
 _CACHED_BELOW = 256 * 2**20
 # What decides which samples a step trains on, and must stay in a run that goes on (train_new_tokens_only because AdamW
 # goes on moving what it has moved).
@@ -73,7 +76,19 @@ class Plan:
         if long := int((lengths > most).sum()):
             way = self.config.packing.long_examples
             logger.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
-        return self.bins_of(np.arange(len(lengths)))
+        return self._cached_bins() if self.table.order is None else self.bins_of(np.arange(len(lengths)))
+
+    def _cached_bins(self) -> list[np.ndarray]:
+        settings = [packing_mode(self.config), repr(self.config.packing), self.config.training.seq_len]
+
+        def write(file: str) -> None:
+            rows = self.bins_of(np.arange(len(self.table.lengths)))
+            with open(file, "wb") as stream:
+                np.savez(stream, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
+
+        made_of = Hasher.hash([_PACKING_VERSION, self.table.dataset._fingerprint, *settings])
+        with np.load(made_once(f"{made_of}.npz", write)) as stored:
+            return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
         """The pieces in each row that these documents fill."""

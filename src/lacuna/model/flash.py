@@ -1,5 +1,6 @@
 """FlashAttention 4 where torch has FlashAttention 2, which is half as fast on the newest GPUs."""
 
+import warnings
 from functools import cache
 from importlib.util import find_spec
 from typing import Any
@@ -27,6 +28,8 @@ def use_flash_attention_4(device_type: str = "cuda") -> Library:
     says causal, and others take two results of a forward pass that has five.
     """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # of its compiler, on its own code
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, ...]:
         output, lse, *_ = _flash_attn_fwd(query, key, value, **_told(*settings, **options), return_lse=True)
