@@ -39,6 +39,9 @@ LATER = {
     "a missing tokenizer": (("--model.config", "{folder}/bare"), "model.tokenizer_path", "{folder}/bare"),
     "more tokens than positions": (("--training.seq_len", 300), "training.seq_len: 300 is more than the 256 positions"),
     "a setting for GPUs": (("--checkpoint.async_mode", "async_with_pinned_mem"), "async_with_pinned_mem", "GPU"),
+    "a budget for code that is not compiled": (
+        ("--activation_checkpoint.mode", "memory_budget"), "memory_budget", "compile.enable = true", "GPU",
+    ),
     "a batch that ranks do not divide": (
         ("--training.global_batch_size", 4, "--parallelism.data_parallel_replicate_degree", 2),
         "training.global_batch_size: 4 is no multiple", "4 × 2 = 8",
@@ -48,7 +51,7 @@ LATER = {
 
 BY_RANKS = [
     ("a missing tokenizer", 1), ("more tokens than positions", 2), ("a setting for GPUs", 1),
-    ("a setting for GPUs", 2), ("a batch that ranks do not divide", 2),
+    ("a budget for code that is not compiled", 1), ("a setting for GPUs", 2), ("a batch that ranks do not divide", 2),
 ]  # fmt: skip
 
 

@@ -129,7 +129,11 @@ def error_of(flags="", **kwargs):
         ),
         ("--validation.steps 0", "validation.steps", "-1 for all"),
         ("--job.task grpo", "job.task", "only pretrain and sft"),
-        ("--activation_checkpoint.mode memory_budget", "activation_checkpoint.mode", "compile.enable"),
+        (
+            "--activation_checkpoint.mode memory_budget --compile.enable false",
+            "activation_checkpoint.mode",
+            "compile.enable",
+        ),
         ("--float8.recipe_name rowwise", "float8.recipe_name", "not available yet"),
         ("--parallelism.expert_parallel_degree 2", "parallelism.expert_parallel_degree", "not available yet"),
     ],

@@ -46,7 +46,7 @@ CONTRADICTIONS: dict[str, str] = {
     "model.train_new_tokens_only & optimizer.early_step_in_backward": "early steps train all rows; drop one",
     "optimizer.early_step_in_backward & training.max_norm": "early steps leave nothing to clip; set max_norm = 0",
     "optimizer.early_step_in_backward & training.skip_nan_inf": "an early step cannot be skipped; drop one",
-    "activation_checkpoint.mode = memory_budget & no compile.enable": "needs torch.compile; set compile.enable = true",
+    "activation_checkpoint.mode = memory_budget & compile.enable = False": "needs torch.compile; drop the second",
     "activation_checkpoint.offload & no activation_checkpoint.mode = full": "full leaves what is moved; set that mode",
     "parallelism.zero_stage = [12] & parallelism.fsdp_reshard_after_forward = always": "they are opposites; keep one",
     "parallelism.zero_stage = 3 & parallelism.fsdp_reshard_after_forward = never": "they are opposites; keep one",

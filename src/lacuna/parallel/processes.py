@@ -45,6 +45,9 @@ def check_device(config: Config, kind: str) -> None:
         'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
+        'activation_checkpoint.mode = "memory_budget" without compile.enable = true': (
+            config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable
+        ),
     }
     needs = "needs a GPU, and this run is on the CPU: leave it out"
     refuse({f"{setting} {needs}": wanted and kind != "cuda" for setting, wanted in gpu_only.items()})
