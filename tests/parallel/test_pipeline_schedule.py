@@ -72,7 +72,7 @@ def test_a_number_of_microbatches_that_the_schedule_cannot_run_is_refused_with_o
 ) -> None:
     message = refusal(schedule, None, ranks, microbatches)
     assert message.startswith(f"parallelism.pipeline_parallel_schedule: {schedule} cannot run on {ranks} ranks: ")
-    assert f"make pipeline_parallel_microbatches a multiple of {multiple}, and give no split points." in message
+    assert f"make pipeline_parallel_microbatches a multiple of {multiple}, and give no split points" in message
     assert pipeline_order(pipeline(schedule, ranks), multiple) and pipeline_order(
         pipeline(schedule, ranks), 3 * multiple
     )

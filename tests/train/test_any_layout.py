@@ -12,6 +12,7 @@ from lacuna.config import Config
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.export.huggingface import export_model
 from lacuna.model.build import BuiltModel, build_model
+from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.processes import Process
 from lacuna.train.checkpoint import model_tensors, read_tensors, write_checkpoint
@@ -61,7 +62,7 @@ def fill(tensors: dict[str, Tensor]) -> None:
         if tensor.ndim:
             generator = torch.Generator().manual_seed(sum(map(ord, name)))
             full = torch.rand(tensor.shape, generator=generator)
-            tensor.copy_(torch.distributed.tensor.distribute_tensor(full, tensor.device_mesh, tensor.placements))
+            local(tensor).copy_(own_part(full, tensor))
         else:
             tensor.fill_(7.0)
 
