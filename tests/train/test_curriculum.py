@@ -92,6 +92,20 @@ def test_a_run_goes_on_within_any_stage_exactly(staged: Path) -> None:
     together(*(lambda s=s: goes_on(staged / "single", staged / str(s), staged, s, *CONSTANT) for s in steps))
 
 
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ("global_batch_size = 6", "training.global_batch_size: 6 is no multiple"),
+        ("seq_len = 999", "999 is more than the"),
+    ],
+)
+def test_what_is_wrong_with_a_stage_is_said_of_its_table(world: Path, tmp_path: Path, wrong: str, said: str) -> None:
+    tables = f"[[curriculum.stages]]\nfrom_step = 2\nseq_len = 16\n[[curriculum.stages]]\nfrom_step = 4\n{wrong}\n"
+    (tmp_path / "run.toml").write_text((world / "run.toml").read_text() + tables)
+    printed = train(tmp_path, tmp_path / "run", status=2)
+    assert "curriculum.stages, table 2: " in printed and said in printed and "change it in that table" in printed
+
+
 RANKED = ("--curriculum.rank_every", 3)
 
 
@@ -167,3 +181,6 @@ def test_a_ranked_run_goes_on_exactly(world: Path, tmp_path: Path) -> None:
     train(world, tmp_path / "straight", *RANKED, "--checkpoint.interval", 1)
     steps = (1, 3, 5)
     together(*(lambda s=s: goes_on(tmp_path / "straight", tmp_path / str(s), world, s, *RANKED) for s in steps))
+    shutil.rmtree(tmp_path / "straight" / "curriculum")
+    printed = train(world, tmp_path / "straight", *RANKED, "--checkpoint.load_step", 4, status=2)
+    assert "curriculum.rank_every: the order" in printed and "step-3.npz: No such file" in printed

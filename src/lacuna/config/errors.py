@@ -3,7 +3,7 @@
 import difflib
 import logging
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 logger = logging.getLogger("lacuna")
@@ -31,6 +31,12 @@ def explained(what: str, *kinds: type[Exception], mend: str) -> Iterator[None]:
     except kinds as error:
         reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0].rstrip(".")
         raise UserError(f"{what}: {' '.join(reason.split())}; {mend}") from error
+
+
+def of_stage(number: int) -> AbstractContextManager[None]:
+    """Within it, a `UserError` also tells the table of the curriculum; 0 is what was there before the first."""
+    where = f"curriculum.stages, table {number}"
+    return explained(where, UserError, mend="change it in that table") if number else nullcontext()
 
 
 class RunError(Exception):

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, refuse
+from lacuna.config.errors import of_stage
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels
@@ -81,8 +82,9 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     Raises `UserError` for a model that cannot be had like that.
     """
     model_config = architecture.load_model_config(config, tokenizer)
-    for stage in config.stages():
-        check_layout(stage, model_config, layout)
+    for number, stage in enumerate(config.stages()):
+        with of_stage(number):
+            check_layout(stage, model_config, layout)
     attention = choose_attention(config, model_config, device_type, compute_dtype(config, device_type), layout)
     return architecture.meta_model(model_config, attention, getattr(torch, config.training.dtype))
 

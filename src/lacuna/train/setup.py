@@ -12,8 +12,9 @@ import torch
 from rich.console import Console
 from torch import Tensor
 
-from lacuna.config import Config, logger, refuse
+from lacuna.config import Config, explained, logger, refuse
 from lacuna.config.describe import to_toml
+from lacuna.config.errors import of_stage
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
 from lacuna.model.architecture import attention_widths
@@ -35,8 +36,11 @@ def plan_stages(config: Config, layout: Layout, saved: int | None = None) -> lis
     batch = {"batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
     batch["global_batch_size"] = plan.global_batch
     first = config.model_copy(update={"training": config.training.model_copy(update=batch)})
-    later = ((stage, stage.training.global_batch_size) for stage in first.stages()[1:])
-    return [(first, plan)] + [(stage, plan_batch(stage, layout, saved and size)) for stage, size in later]
+    planned = [(first, plan)]
+    for number, stage in enumerate(first.stages()[1:], start=1):
+        with of_stage(number):
+            planned.append((stage, plan_batch(stage, layout, saved and stage.training.global_batch_size)))
+    return planned
 
 
 def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> BatchPlan:
@@ -207,7 +211,9 @@ class Run:
         config, self.plan = self.stages[self.state.stage]
         order = None
         if self.state.ranked is not None:
-            with np.load(ranking_file(config, self.state.ranked)) as ranking:
+            file = ranking_file(config, self.state.ranked)
+            lost = f"curriculum.rank_every: the order that the run goes by cannot be read from {file}"
+            with explained(lost, OSError, mend="put it back, or start anew"), np.load(file) as ranking:
                 order = np.lexsort((ranking["losses"], ranking["uses"]))
         self.loader.close()
         self.loader = build_loader(config, self.tokenizer, self.plan, self.data_rank, order)
