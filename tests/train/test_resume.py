@@ -27,7 +27,7 @@ class Resumed(NamedTuple):
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
 def run(request: pytest.FixtureRequest, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
     folder = tmp_path_factory.mktemp("resume")
-    model = write_model(folder / "model", attention_dropout=0.1)
+    model = write_model(folder / "model", attention_dropout=0.1, tie_word_embeddings=True)
     flags = (
         "--cpus", request.param, "--model.config", model, "--training.steps", STEPS, "--training.batch_size", 2,
         "--checkpoint.interval", 10, "--validation.dataset", world / "validation.jsonl",

@@ -36,6 +36,7 @@ def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fil
         load_weights(model, shadow, config.model, home)
     else:
         model.to_empty(device=home)
+        tie_weights(model)  # to_empty gives each of two names memory of its own, unless the model is sharded
     compute_buffers(model, shadow, device, loaded)
     if fill and not loaded:
         initialize_weights(model, shadow, device, config.training.seed)
