@@ -2,7 +2,7 @@
 
 import warnings
 from functools import cache
-from importlib.util import find_spec
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ _WIDEST = {9: 256, 10: 128}
 
 def has_flash_attention_4(head_dim: int) -> bool:
     """Whether the package flash-attn-4 is installed, and knows this GPU and heads this wide."""
-    if not (find_spec("flash_attn") and find_spec("flash_attn.cute") and torch.cuda.is_available()):
+    # By its name: packages of FlashAttention 2 have a module of the same name, which is older and lacks much.
+    if not (any(distributions(name="flash-attn-4")) and torch.cuda.is_available()):
         return False
     return head_dim % 8 == 0 and head_dim <= _WIDEST.get(torch.cuda.get_device_capability()[0], 0)
 
