@@ -53,7 +53,8 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
         file = packaged if packaged.is_file() else Path(settings.template)
         problem = f"chat.template: give chatml, llama3 or a file (got {settings.template})"
-        with explained(problem, OSError, ValueError, mend=nearby(file)):
+        mend = "write it in UTF-8" if file.is_file() else nearby(file)
+        with explained(problem, OSError, ValueError, mend=mend):
             tokenizer.chat_template = file.read_text(encoding="utf-8")
     refuse({
         "model.tokenizer_path: conversations need a fast tokenizer, which tells the place of each token":

@@ -63,7 +63,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     second copy of the model; an embedding casts what it has looked up.
     """
     for module in model.modules():
-        own = tuple(name for name, weight in module._parameters.items() if weight is not None and weight.dtype != dtype)
+        weights = [(name, weight) for name, weight in module._parameters.items() if weight is not None]
+        own = tuple(name for name, weight in weights if weight.is_floating_point() and weight.dtype != dtype)
         if own and isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _, __, found: found.to(dtype))
         elif own:
