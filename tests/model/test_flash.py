@@ -7,7 +7,11 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from lacuna.model import attention as attention_module
+from lacuna.model.attention import PACKED, choose_kernels
 from lacuna.model.flash import use_flash_attention_4
+from lacuna.parallel.mesh import Layout
+from tiny import tiny_config
 
 # Stands for the package, by the names and the results of its own: an output and log-sum-exps [heads, tokens].
 PACKAGE = """
@@ -54,6 +58,9 @@ def _flash_attn_bwd(
 """
 
 
+ALONE = Layout()
+
+
 @pytest.fixture
 def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     folder = tmp_path / "flash_attn" / "cute"
@@ -97,3 +104,31 @@ def test_varlen_attention_is_computed_by_the_package(window: int | None, compile
     grads = torch.autograd.grad(found, (query, key, value), grad)
     for one, other in zip(grads, torch.autograd.grad(expected, (query, key, value), grad), strict=True):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_the_package_is_used_where_it_is_installed_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[bool] = []
+    monkeypatch.setattr(attention_module, "use_flash_attention_4", lambda: used.append(True))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def install(name: str) -> None:
+        folder = tmp_path / f"{name}-4.0.dist-info"
+        folder.mkdir()
+        (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 4.0\n")
+
+    def chosen(layout: Layout = ALONE, attention: str = PACKED, **changes: float) -> bool:
+        model_config = tiny_config("llama", **changes)
+        model_config._attn_implementation = attention
+        used.clear()
+        return "FlashAttention 4" in choose_kernels(model_config, layout) and used == [True]
+
+    install("flash_attn")
+    assert not chosen(), "FlashAttention 2 has a module of the same name"
+    install("flash_attn_4")
+    assert chosen() and chosen(Layout(tp=2))
+    assert not (chosen(Layout(cp=2)) or chosen(Layout(pp=2)) or chosen(attention="sdpa"))
+    assert not chosen(attention_dropout=0.1) and not used
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    assert not chosen() and not used

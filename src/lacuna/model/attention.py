@@ -105,7 +105,7 @@ def choose_attention(
     asked, text_config = config.model.attention, model_config.get_text_config()
     model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
     soft_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
-    dropout = any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
+    dropout = _has_dropout(text_config)
     exchangeable = model_class._supports_attention_backend and (soft_capped or model_class._supports_sdpa)
     flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
     reasons = {
@@ -133,13 +133,19 @@ def choose_attention(
     return PACKED if fast and config.data.document_mask else "sdpa"
 
 
+def _has_dropout(text_config: PretrainedConfig) -> bool:
+    return any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
+
+
 def choose_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
     """Has FlashAttention 4 compute our attention where that can be; says what computes the model's.
 
-    Not with context or pipeline parallelism, whose empty pieces of documents it has not been tried on.
+    Not with context or pipeline parallelism, whose empty pieces of documents it has not been tried on, and not with
+    dropout, which it would leave out wherever else torch calls its FlashAttention.
     """
-    chosen, whole = model_config._attn_implementation, layout.cp * layout.pp == 1
-    if chosen != PACKED or not whole or not has_flash_attention_4(head_dim(model_config.get_text_config())):
+    chosen, text_config = model_config._attn_implementation, model_config.get_text_config()
+    suits = chosen == PACKED and layout.cp * layout.pp == 1 and not _has_dropout(text_config)
+    if not suits or not has_flash_attention_4(head_dim(text_config)):
         return chosen
     use_flash_attention_4()
     return f"{chosen}, by FlashAttention 4"

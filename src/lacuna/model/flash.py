@@ -53,6 +53,5 @@ def _told(
 ) -> dict[str, Any]:  # fmt: skip
     """Arguments of torch's operators by the package's names; torch says -1 for a window without end."""
     bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
-    windows = {"window_size_left": window_size_left, "window_size_right": window_size_right}
-    ends = {name: None if size == -1 else size for name, size in windows.items()}
-    return bounds | ends | {"causal": causal, "softmax_scale": scale}
+    left, right = (None if size == -1 else size for size in (window_size_left, window_size_right))
+    return bounds | {"window_size_left": left, "window_size_right": right, "causal": causal, "softmax_scale": scale}

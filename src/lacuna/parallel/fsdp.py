@@ -63,7 +63,7 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
     second copy of the model; an embedding casts what it has looked up.
     """
     for module in model.modules():
-        weights = [(name, weight) for name, weight in module._parameters.items() if weight is not None]
+        weights = module.named_parameters(recurse=False)
         own = tuple(name for name, weight in weights if weight.is_floating_point() and weight.dtype != dtype)
         if own and isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _, __, found: found.to(dtype))
