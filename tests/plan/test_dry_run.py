@@ -17,19 +17,20 @@ MODEL = LlamaConfig(
 )  # fmt: skip
 
 
-def estimate(layout: Layout, **parallelism: object) -> dict[str, float]:
+def estimate(layout: Layout, compiled: bool = True, **parallelism: object) -> dict[str, float]:
     config = Config(
         training={"seq_len": 2048, "batch_size": 16},
         parallelism=ParallelismConfig(pipeline_parallel_degree=layout.pp, **parallelism),
     )
     model = meta_model(MODEL, "sdpa", torch.float32)
-    return estimate_memory(config, layout, plan_batch(config, layout), model, torch.bfloat16, True)
+    return estimate_memory(config, layout, plan_batch(config, layout), model, torch.bfloat16, compiled)
 
 
 def test_one_rank_holds_everything() -> None:
     alone, parameters = estimate(Layout()), meta_model(MODEL, "sdpa", torch.float32).num_parameters()
     assert alone["weights"] == 4 * parameters and alone["optimizer"] == 8 * parameters
     assert alone["gathered"] == 0 and alone["gradients"] == 4 * parameters, "no copy, nothing to reduce"
+    assert estimate(Layout(), compiled=False)["gathered"] == 2 * parameters, "eager code keeps what it has cast"
     assert estimate(Layout(dp_replicate=2))["gathered"] == 2 * parameters, "a copy in the precision of matrix products"
 
 

@@ -79,7 +79,7 @@ class Plan:
         return self._cached_bins() if self.table.order is None else self.bins_of(np.arange(len(lengths)))
 
     def _cached_bins(self) -> list[np.ndarray]:
-        settings = [packing_mode(self.config), repr(self.config.packing), self.config.training.seq_len]
+        settings = [packing_mode(self.config), self.config.packing.long_examples, self.config.training.seq_len]
 
         def write(file: str) -> None:
             rows = self.bins_of(np.arange(len(self.table.lengths)))

@@ -107,7 +107,7 @@ def estimate_memory(
     stored = getattr(torch, config.training.dtype).itemsize
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     alone = is_alone(config, layout)
-    copies = not alone and (compute.itemsize != stored or shards > 1)
+    copies = not (alone and compiled) and (compute.itemsize != stored or shards > 1)
     at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
     unreduced = 0 if alone else outside + (inside if layout.pp > 1 else layer)  # a pipeline reduces at its end
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
