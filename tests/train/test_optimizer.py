@@ -15,7 +15,6 @@ from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import (
     build_optimizer,
     clip_gradients,
-    decay_steps,
     learning_rate,
     optimizer_step,
     optimizer_tensors,
@@ -272,13 +271,3 @@ def test_the_learning_rate_of_every_step(settings: dict, expected: list[float]) 
     config = Config(lr_scheduler=LRSchedulerConfig(**settings), optimizer=OptimizerConfig(lr=0.02))
     rates = [learning_rate(config, step, total=10) for step in range(10)]
     assert rates == pytest.approx([0.02 * factor for factor in expected], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("total", "warmup", "ratio", "expected"),
-    [(10, 2, None, 8), (10, 2, 0.3, 3), (10, 8, 0.5, 2), (10, 10, 0.5, 0), (10, 30, None, 0), (10, 2, 1.0, 8)],
-)
-def test_no_more_steps_decay_than_the_warmup_leaves(
-    total: int, warmup: int, ratio: float | None, expected: int
-) -> None:
-    assert decay_steps(total, warmup, ratio) == expected

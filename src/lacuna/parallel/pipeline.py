@@ -166,29 +166,36 @@ class Pipeline:
         self.total = sum(map(len, self.held.values()))
         self.stages = {stage.index: stage for stage in stages}
         self.inputs: Sequence[Any] = ()
-        self.divisor = torch.ones((), device=device)
+        self.divisor, self.graphs = torch.ones((), device=device), list[Any]()
         for stage in stages:
             stage.module.forward = partial(self._forward, stage)
         own = [PipelineStage(stage.module, stage.index, self.total, device, group=mesh.pipeline) for stage in stages]
         name, file = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_schedule_csv
         kind = schedules._PipelineScheduleRuntime if file else schedule_class(name)
         single = issubclass(kind, schedules.PipelineScheduleSingle)
-        options = {"loss_fn": lambda loss, _: loss / self.divisor, "scale_grads": False}
-        self.schedule: Any = kind(own[0] if single else own, microbatches, **options)
+        self.schedule: Any = kind(own[0] if single else own, microbatches, loss_fn=self._scaled, scale_grads=False)
         if file:
             self.schedule._load_csv(file)
 
-    def _forward(self, stage: Stage, received: Tensor, index: Tensor) -> Tensor:
+    def _forward(self, stage: Stage, received: Tensor, index: Tensor, judged: bool = False) -> Tensor:
         """torch hands tensors only from stage to stage; what else a micro-batch has is looked up by its number."""
         stage.entrance.received = received
-        return self.run(stage, self.inputs[int(index)])
+        result = self.run(stage, self.inputs[int(index)])
+        # torch 2.11 learns the shapes of a step without gradients, where the loss comes with a count of guesses.
+        return result[0] if result.dim() == 1 and not judged else result
+
+    def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
+        loss = loss / self.divisor
+        # torch 2.11 lets go of the graph before a zero-bubble schedule comes to the gradients of the weights.
+        self.graphs.append(loss.grad_fn)
+        return loss
 
     def step(self, inputs: Sequence[Any], divisor: Tensor) -> Tensor:
         """Forward and backward of all micro-batches of a step; returns the summed loss (0 but for the last stage).
 
         Gradients are those of the summed loss over `divisor`.
         """
-        self.inputs, self.divisor = inputs, divisor
+        self.inputs, self.divisor, self.graphs = inputs, divisor, []
         numbers = torch.arange(len(inputs))
         losses: list[Tensor] = []
         target = {"target": numbers, "losses": losses} if self.total - 1 in self.stages else {}
@@ -205,7 +212,7 @@ class Pipeline:
             if index and index - 1 not in self.stages:
                 hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
                 dist.recv(hidden, group=group, group_src=owner[index - 1])
-            hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64))
+            hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64), judged=True)
             if not stage.is_last and index + 1 not in self.stages:
                 dist.send(hidden, group=group, group_dst=owner[index + 1])
         return hidden if self.total - 1 in self.stages else torch.zeros(2, device=self.device)

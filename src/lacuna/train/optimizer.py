@@ -15,22 +15,18 @@ from lacuna.model.build import BuiltModel
 from lacuna.parallel.pipeline import tied_weights
 
 
-def decay_steps(total: int, warmup: int, decay_ratio: float | None) -> int:
-    """How many of `total` steps decay: the share `decay_ratio`, or all after the warmup; never more than are left."""
-    wanted = total - warmup if decay_ratio is None else round(total * decay_ratio)
-    return max(min(wanted, total - warmup), 0)
-
-
 def learning_rate(config: Config, step: int, total: int) -> float:
     """The learning rate used in `step` (from 0) of `total`, as flame and torchtitan define it.
 
     Times `optimizer.lr`: (s+1)/(W+1) during W warmup steps, then 1, then over D decay steps from 1 to
-    `lr_scheduler.lr_min` by p = (s+1−W−stable)/(D+1): 1−p, 1−√p, or ½(1+cos πp).
+    `lr_scheduler.lr_min` by p = (s+1−W−stable)/(D+1): 1−p, 1−√p, or ½(1+cos πp). D is the share
+    `lr_scheduler.decay_ratio` of all steps, or all after the warmup; never more than those.
     """
     peak, schedule = config.optimizer.lr, config.lr_scheduler
     if step < schedule.warmup_steps:
         return peak * (step + 1) / (schedule.warmup_steps + 1)
-    decaying = decay_steps(total, schedule.warmup_steps, schedule.decay_ratio)
+    left, ratio = total - schedule.warmup_steps, schedule.decay_ratio
+    decaying = max(min(left, left if ratio is None else round(total * ratio)), 0)
     progress = (step + 1 - (total - decaying)) / (decaying + 1)
     if schedule.decay_type == "constant" or progress <= 0:
         return peak

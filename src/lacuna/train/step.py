@@ -21,14 +21,12 @@ from lacuna.train.optimizer import clip_gradients, optimizer_step
 
 
 def agree(batches: list[Batch], stop: bool, save: bool, built: BuiltModel) -> Tensor:
-    """Float64 [tokens, trained tokens, stop, save, tokens of each source...] on the device.
+    """Float64 [tokens, trained tokens, tokens of each source..., stop, save] on the device.
 
     All are summed over micro-batches and data-parallel ranks.
     """
-    tokens = sum(batch.tokens for batch in batches)
-    trained = sum(batch.trained_tokens for batch in batches)
-    sources = map(sum, zip(*(batch.source_tokens for batch in batches), strict=True))
-    totals = to_device(torch.tensor([tokens, trained, stop, save, *sources], dtype=torch.float64), built.device)
+    counts = zip(*((each.tokens, each.trained_tokens, *each.source_tokens) for each in batches), strict=True)
+    totals = to_device(torch.tensor([*map(sum, counts), stop, save], dtype=torch.float64), built.device)
     dist.all_reduce(totals)
     return totals / built.mesh.layout.sharing  # ranks that share sequences or layers all count the same
 

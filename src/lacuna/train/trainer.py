@@ -114,7 +114,7 @@ def _catch_up(run: Run) -> None:
 def _take(run: Run, news: list[float]) -> None:
     """Acts on a step's numbers; every rank gets the same, at the same step."""
     state, training = run.state, run.config.training
-    tokens, _, stop, save, *sources, finite, skipped = news
+    tokens, _, *sources, stop, save, finite, skipped = news
     state.tokens += int(tokens)
     state.source_tokens = [seen + int(more) for seen, more in zip(state.source_tokens, sources, strict=True)]
     state.skipped_steps += int(skipped)
@@ -178,8 +178,7 @@ def _validate(run: Run) -> None:
             _save(run)
     sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, config.job.task == "sft")
     for prompt in settings.prompts:
-        text = generate_text(run.built.model, run.tokenizer, prompt, *sampling)
-        run.metrics.write_sample(state.step, prompt, text)
+        run.metrics.write_sample(state.step, prompt, generate_text(run.built.model, run.tokenizer, prompt, *sampling))
 
 
 def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
