@@ -142,12 +142,14 @@ def test_the_kernel_for_gpus_is_told_what_the_mask_for_others_says(
     bounds = torch.tensor([0, 5, 14, 16, 23, 24, 25, 32, 32], dtype=torch.int32)
     generator = torch.Generator().manual_seed(0)
     key, value = torch.randn(2, 2, 2, LENGTH, 8, generator=generator)
+    module = torch.nn.Module()
+    module.num_key_value_groups = 2
     for part in causal_parts(bounds, LENGTH, ranks, rank, 10):
         query = torch.randn(2, 4, LENGTH // 2 // ranks, 8, generator=generator)
         seen = (query, key[:, :, : part.stop], value[:, :, : part.stop], part, 0.3, window)
-        expected = attention_module._plain(*seen, None, 0.0)
+        expected = attention_module._plain(*seen, None, 0.0, module)
         assert torch.allclose(attention_module._flash(*seen), expected, atol=1e-6)
-        capped = attention_module._plain(*seen, 1e6, 0.0)
+        capped = attention_module._plain(*seen, 1e6, 0.0, module)
         assert torch.allclose(capped, expected, atol=1e-5), "a soft cap far away changes nothing"
 
 

@@ -1,11 +1,13 @@
 """The chunked loss and its gradients are those of torch's cross-entropy over the whole matrix of logits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lacuna.model.head import IGNORED, Head, chunked_linear_cross_entropy
+from lacuna.model.head import IGNORED, Head, chunked_cross_entropy
 from tiny import relative_error
 
 TOKENS, WIDTH, WORDS = 50, 24, 97
@@ -33,6 +35,11 @@ def gradients_of(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
 
 
+def chunked(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int) -> Tensor:
+    linear = SimpleNamespace(weight=tensors["weight"], bias=tensors["bias"] if bias else None)
+    return chunked_cross_entropy(linear, head, tensors["hidden"], labels, chunk)
+
+
 def truth(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients in float64 from the whole matrix of logits."""
     exact = with_gradients(tensors, torch.float64)
@@ -58,9 +65,7 @@ def test_loss_and_gradients_equal_cross_entropy(head: Head, chunk: int, bias: bo
     tensors, labels = problem(), some_labels()
     expected, expected_gradients = truth(tensors, labels, bias, head)
     given = with_gradients(tensors, torch.float32)
-    loss = chunked_linear_cross_entropy(
-        given["hidden"], given["weight"], labels, given["bias"] if bias else None, head, chunk
-    )
+    loss = chunked(given, labels, bias, head, chunk)
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     gradients = gradients_of(loss, given)
     for name in expected_gradients:
@@ -71,7 +76,7 @@ def test_a_scaled_loss_scales_its_gradients() -> None:
     tensors, labels = problem(), some_labels()
     _, expected = truth(tensors, labels, True, Head())
     given = with_gradients(tensors, torch.float32)
-    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=8)
+    loss = chunked(given, labels, True, Head(), 8)
     gradients = gradients_of(loss / 37, given)
     assert relative_error(gradients, {name: gradient / 37 for name, gradient in expected.items()}) < 2e-6
 
@@ -79,7 +84,7 @@ def test_a_scaled_loss_scales_its_gradients() -> None:
 def test_rows_without_a_single_label_give_zero_and_no_gradient() -> None:
     given = with_gradients(problem(), torch.float32)
     labels = torch.full((TOKENS,), IGNORED)
-    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=8)
+    loss = chunked(given, labels, True, Head(), 8)
     assert loss.item() == 0.0
     assert all(not gradient.any() for gradient in gradients_of(loss, given).values())
 
@@ -88,7 +93,7 @@ def test_ignored_rows_get_no_gradient_even_from_hidden_states_that_are_not_finit
     tensors, labels = problem(), some_labels()
     tensors["hidden"][labels == IGNORED] = 1e30
     given = with_gradients(tensors, torch.float32)
-    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, chunk=8)
+    loss = chunked(given, labels, False, Head(), 8)
     gradients = gradients_of(loss, given)
     assert torch.isfinite(loss) and torch.isfinite(gradients["weight"]).all()
     assert not gradients["hidden"][labels == IGNORED].any()
@@ -101,9 +106,7 @@ def test_the_loss_without_gradients_is_the_same_and_labels_that_are_likeliest_ar
         logits = head.logits(F.linear(tensors["hidden"], tensors["weight"], tensors["bias"]))
         labels[1::3] = logits.argmax(-1)[1::3]
         expected = F.cross_entropy(logits.double(), labels, ignore_index=IGNORED, reduction="sum").item()
-        loss, right = chunked_linear_cross_entropy(
-            tensors["hidden"], tensors["weight"], labels, tensors["bias"], head, chunk=7
-        )
+        loss, right = chunked(tensors, labels, True, head, 7)
     assert right == (logits.argmax(-1) == labels).sum() > 0
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert loss.dtype == torch.float32 and not loss.requires_grad
@@ -113,7 +116,7 @@ def test_a_frozen_head_still_passes_gradients_on() -> None:
     tensors, labels = problem(), some_labels()
     _, expected = truth(tensors, labels, False, Head())
     hidden = tensors["hidden"].requires_grad_()
-    chunked_linear_cross_entropy(hidden, tensors["weight"], labels, chunk=8).backward()
+    chunked(tensors, labels, False, Head(), 8).backward()
     assert tensors["weight"].grad is None
     assert relative_error({"hidden": hidden.grad}, {"hidden": expected["hidden"]}) < 2e-6
 
@@ -130,7 +133,7 @@ def test_half_precision_accumulates_the_gradient_of_the_weight_in_float32() -> N
     labels = torch.randint(0, WORDS // 2, (tokens,), generator=generator)
     _, expected = truth(tensors, labels, True, Head())
     given = with_gradients(tensors, torch.bfloat16)
-    loss = chunked_linear_cross_entropy(given["hidden"], given["weight"], labels, given["bias"], chunk=chunk)
+    loss = chunked(given, labels, True, Head(), chunk)
     assert loss.dtype == torch.float32
     ours = gradients_of(loss, given)
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
+from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as soft_capped_attention
 
 from lacuna.config import Config, refuse
 from lacuna.model.architecture import head_dim
@@ -55,7 +56,7 @@ def packed_attention(
         if flash and not (part.whole and sliding_window is None):
             outputs.append(_flash(*seen))
         else:
-            outputs.append(_plain(*seen, softcap, dropout))
+            outputs.append(_plain(*seen, softcap, dropout, module))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
@@ -74,24 +75,19 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float
 
 def _plain(
     query: Tensor, key: Tensor, value: Tensor, part: Part,
-    scaling: float | None, window: int | None, softcap: float | None, dropout: float,
+    scaling: float | None, window: int | None, softcap: float | None, dropout: float, module: nn.Module,
 ) -> Tensor:  # fmt: skip
-    """torch's own attention, or with a soft cap the formula. Returns [B, T, heads, D].
+    """torch's own attention, or with a soft cap transformers'. Returns [B, T, heads, D].
 
     Without a mask where rows are one document each: torch then chooses among all its kernels (cuDNN's on new GPUs).
     """
     unmasked = part.whole and window is None and softcap is None
     mask = None if unmasked else visible(part, query.shape[0], query.shape[2], window)[:, None]
-    groups = query.shape[1] // key.shape[1]
-    if softcap is None:
-        output = F.scaled_dot_product_attention(
-            query, key, value, mask, dropout, unmasked, scale=scaling, enable_gqa=groups > 1
-        )
-    else:
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        scores = torch.tanh(query @ key.transpose(2, 3) * scaling / softcap) * softcap
-        weights = scores.masked_fill(~mask, -torch.inf).softmax(-1, dtype=torch.float32).to(query.dtype)
-        output = F.dropout(weights, dropout) @ value
+    if softcap is not None:
+        added = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -torch.inf)
+        return soft_capped_attention(module, query, key, value, added, dropout, scaling, softcap)[0]
+    options = {"scale": scaling, "enable_gqa": query.shape[1] != key.shape[1]}
+    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, unmasked, **options)
     return output.transpose(1, 2).contiguous()
 
 

@@ -103,18 +103,16 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
         return (*scaled, None, None, None)
 
 
-def chunked_linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None = None, head: Head | None = None, chunk: int = 0
-) -> Tensor:
-    """Summed cross-entropy (nats) of `head.logits(hidden @ weight.T + bias)` against `labels`, in float32.
+def chunked_cross_entropy(linear: nn.Linear, head: Head, hidden: Tensor, labels: Tensor, chunk: int = 0) -> Tensor:
+    """Summed cross-entropy (nats) of `head.logits(linear(hidden))` against `labels`, in float32.
 
-    `hidden` [tokens, width], `weight` [vocabulary, width], `labels` int64 [tokens], `IGNORED` where not trained.
+    `hidden` [tokens, width], the weight [vocabulary, width], `labels` int64 [tokens], `IGNORED` where not trained.
     Equals `F.cross_entropy(..., reduction="sum")`; logits exist for `chunk` tokens at a time (0: as many as
     fit `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32. `head.compiled` fuses the
     elementwise work (GPU). Gradients are computed in the forward pass, as in Liger (arXiv 2410.10989). Where none are
     wanted the result is `head.tried`.
     """
-    head = head or Head()
+    weight, bias = linear.weight, linear.bias
     chunk = chunk or max(256, CHUNK_BYTES // (4 * len(weight)) // 256 * 256)
     if torch.is_grad_enabled():
         return _ChunkedLinearCrossEntropy.apply(hidden, weight, bias, labels, head, chunk)
@@ -145,16 +143,12 @@ def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
     return loss if gather is None else loss / gather.size()
 
 
-def _loss_of_head(linear: nn.Linear, head: Head, states: Tensor, labels: Tensor) -> Tensor:
-    return chunked_linear_cross_entropy(states, linear.weight, labels, linear.bias, head)
-
-
 def attach_loss(model: PreTrainedModel) -> None:
     """Gives `model` the method `summed_loss(head, inputs)`, in place.
 
     Methods of the model and of its head and not functions around them, so that sharding gathers what they need.
     """
-    for module, method in ((model, summed_loss), (model.get_output_embeddings(), _loss_of_head)):
+    for module, method in ((model, summed_loss), (model.get_output_embeddings(), chunked_cross_entropy)):
         if module is not None:
             module.summed_loss = MethodType(method, module)
             register_fsdp_forward_method(module, "summed_loss")

@@ -10,9 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives  # makes the collectives differentiable
-import torch.nn.functional as F
 from torch import Tensor
-from torch.backends.cuda import SDPAParams
+from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.distributed import ProcessGroup
 
 _collectives = torch.ops._c10d_functional
@@ -136,7 +135,7 @@ def _ring_part(bounds: Tensor, rows: int, size: int, cp: int, rank: int, origin:
         starts = torch.arange(0, rows * length, length, dtype=torch.int32, device=bounds.device)
         place = torch.searchsorted(bounds, starts + (keys[-1] + 1) * size - 1, right=True)
         pieces = torch.stack((bounds[place - 1], bounds[place], starts + length), 1)
-        bounds, longest = F.pad(pieces.flatten(), (1, 0)), length
+        bounds, longest = torch.cat((starts[:1], pieces.flatten())), length
     cu_q, cu_k = _among(bounds, length, size, queries), _among(bounds, length, size, keys)
     return 2 * size - count, Part(cu_q, cu_k, min(longest, count), min(longest, stop), stop, own, whole)
 
@@ -272,10 +271,8 @@ def _attend_backward(
 
 def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
     """Whether cuDNN's kernel, the fastest on the newest GPUs, can do a part; it knows no pieces of rows."""
-    if not part.whole:
-        return False
     tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return torch.backends.cuda.can_use_cudnn_attention(SDPAParams(*tensors, None, 0.0, part.causal, True))
+    return part.whole and can_use_cudnn_attention(SDPAParams(*tensors, None, 0.0, part.causal, True))
 
 
 def _takes_flash(tensor: Tensor) -> bool:

@@ -3,7 +3,6 @@
 import math
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -107,11 +106,8 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     # is about to drop slices of flattened dimensions.
     cuts = ("pp", "dp_replicate", "fsdp", "tp")
     split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=cuts)
-    root = split
-    if tp > 1:
-        root = init_device_mesh(device_type, (pp, replicate, shard * cp * tp), mesh_dim_names=cuts[:3])
-    ends = None
-    if pp > 1:
-        stages = named.mesh.flatten(1)
-        ends, _ = dist.new_subgroups_by_enumeration(torch.stack([stages[0], stages[-1]], dim=1).tolist())
+    whole = (pp, replicate, shard * cp * tp)
+    root = init_device_mesh(device_type, whole, mesh_dim_names=cuts[:3]) if tp > 1 else split
+    pairs = named.mesh.flatten(1)[[0, -1]].T.tolist()  # the ranks of the first stage beside those of the last
+    ends = dist.new_subgroups_by_enumeration(pairs)[0] if pp > 1 else None
     return Mesh(layout, named, split["dp_replicate", "fsdp"], split["tp"], root["dp_replicate", "fsdp"], ends)

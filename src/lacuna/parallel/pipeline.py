@@ -71,11 +71,13 @@ def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Confi
     path = [module for module in model.modules() if layers in module.modules()]
     homes, stages = _homes(model, path, ranges), []
     for index in own:
-        entrance = PassThrough()
+        entrance, own_layers = PassThrough(), [layers[place] for place in ranges[index]]
         elsewhere = {module: min(home) for module, home in homes.items() if index not in home}
         stand_ins = {module: entrance if home < index else PassThrough() for module, home in elsewhere.items()}
-        module = _copy_with(stand_ins, path, model)
-        stages.append(Stage(index, module, [layers[place] for place in ranges[index]], entrance, index == last))
+        for module in reversed(path):  # outwards: a copy holds the copy of what is in it
+            stand_ins[module] = copied = copy.copy(module)
+            copied._modules = {name: stand_ins.get(child, child) for name, child in module._modules.items()}
+        stages.append(Stage(index, stand_ins[model], own_layers, entrance, index == last))
     for name, module in [*model.named_modules()]:
         if module in homes and homes[module].isdisjoint(own):
             model.set_submodule(name, PassThrough())
@@ -101,15 +103,6 @@ def _homes(model: PreTrainedModel, path: Sequence[nn.Module], ranges: Sequence[r
                 })  # fmt: skip
                 homes[child] = {last}
     return homes
-
-
-def _copy_with(stand_ins: dict[nn.Module, nn.Module], path: Sequence[nn.Module], module: nn.Module) -> nn.Module:
-    """A module on the `path` to the layers as a shallow copy, with `stand_ins` for what is in it; any other itself."""
-    if module not in path:
-        return stand_ins.get(module, module)
-    copied = copy.copy(module)
-    copied._modules = {name: _copy_with(stand_ins, path, child) for name, child in module._modules.items()}
-    return copied
 
 
 def check_pipeline(config: Config, model_config: PretrainedConfig) -> None:
