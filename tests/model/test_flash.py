@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from lacuna.model import attention as attention_module
-from lacuna.model.attention import PACKED, choose_kernels
-from lacuna.model.flash import use_flash_attention_4
+from lacuna.model.attention import PACKED, choose_kernels, use_flash_attention_4
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 

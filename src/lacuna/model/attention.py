@@ -1,24 +1,29 @@
-"""Attention that keeps packed documents apart: which implementation, and the one of ours."""
+"""Attention that keeps packed documents apart: which implementation, the one of ours, and what kernel computes it."""
 
 import inspect
+import warnings
+from functools import cache
+from importlib.metadata import distributions
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.library import Library
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as soft_capped_attention
 
 from lacuna.config import Config, refuse
 from lacuna.model.architecture import head_dim
-from lacuna.model.flash import has_flash_attention_4, use_flash_attention_4
 from lacuna.parallel.context import Part, flash_bounds, gather_sequence, ring_attention, visible
 from lacuna.parallel.mesh import Layout
 
 PACKED = "lacuna_packed"
 HALF = (torch.bfloat16, torch.float16)
+# The widest heads that FlashAttention 4 knows, by the GPU's major compute capability.
+_WIDEST = {9: 256, 10: 128}
 # torch 2.11 takes grouped heads without being told; later versions want the argument.
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
@@ -141,7 +146,46 @@ def choose_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
     """
     chosen, text_config = model_config._attn_implementation, model_config.get_text_config()
     suits = chosen == PACKED and layout.cp * layout.pp == 1 and not _has_dropout(text_config)
-    if not suits or not has_flash_attention_4(head_dim(text_config)):
+    # By its name: packages of FlashAttention 2 have a module of the same name, which is older and lacks much.
+    installed = any(distributions(name="flash-attn-4")) and torch.cuda.is_available()
+    widest = _WIDEST.get(torch.cuda.get_device_capability()[0], 0) if suits and installed else 0
+    if head_dim(text_config) > widest or head_dim(text_config) % 8:
         return chosen
     use_flash_attention_4()
     return f"{chosen}, by FlashAttention 4"
+
+
+@cache
+def use_flash_attention_4(device_type: str = "cuda") -> Library:
+    """From now on has the package flash-attn-4 compute what torch's FlashAttention does, which `varlen_attn` is.
+
+    On the newest GPUs it is twice as fast. torch's own `activate_flash_attention_impl` does not do it: torch 2.11's
+    refuses the window by which `varlen_attn` says causal, and others take two results of a forward pass that has five.
+    """
+    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+
+    warnings.filterwarnings("ignore", message="Argument aux_data")  # of its compiler, on its own code
+
+    def forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, ...]:
+        output, lse, *_ = _flash_attn_fwd(query, key, value, **_told(*settings, **options), return_lse=True)
+        return output, lse, *[query.new_empty(0)] * 3  # torch's state of the dropout, of which there is none
+
+    def backward(grad: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
+        query, key, value, output, lse, *settings = given
+        told = _told(*settings, **options) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        return _flash_attn_bwd(query, key, value, output, grad, lse, **told)
+
+    library = Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", forward, device_type.upper())
+    library.impl("_flash_attention_backward", backward, device_type.upper())
+    return library
+
+
+def _told(
+    cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, dropout: float, causal: bool, *_: Any,
+    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None, **__: Any,
+) -> dict[str, Any]:  # fmt: skip
+    """Arguments of torch's operators by the package's names; torch says -1 for a window without end."""
+    bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    left, right = (None if size == -1 else size for size in (window_size_left, window_size_right))
+    return bounds | {"window_size_left": left, "window_size_right": right, "causal": causal, "softmax_scale": scale}
