@@ -13,10 +13,9 @@ import torch
 import torch.distributed as dist
 
 from lacuna.config import UserError
-from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.config.machine import SCHEDULES, ActivationCheckpointConfig
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.parallel.schedule import SCHEDULES
 from lacuna.train.optimizer import build_optimizer
 from lacuna.train.step import accumulate_gradients, agree, update
 from layouts import FOUR_LAYERS, Case, configuration, own_batches, pipelined

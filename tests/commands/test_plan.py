@@ -36,8 +36,8 @@ def test_any_number_of_processes_is_planned_for(world: Path, tmp_path: Path) -> 
 
 def test_what_cannot_be_drawn_is_refused_in_one_message(world: Path, tmp_path: Path) -> None:
     run = ("plan", world / "run.toml", "--draw", "--job.dump_folder", tmp_path / "run", *PIPELINE)
-    outcome = run_to_end(*run, "--parallelism.pipeline_parallel_schedule", "2F2B")
-    assert outcome.status == 2 and "known: GPipe, 1F1B, Interleaved1F1B, LoopedBFS" in outcome.output
+    outcome = run_to_end(*run, "--parallelism.pipeline_parallel_schedule_csv", "absent.csv")
+    assert outcome.status == 2 and "absent.csv cannot run on 2 ranks: No such file" in outcome.output
     assert outcome.output.count("lacuna: ") == 1 and "Traceback" not in outcome.output
 
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lacuna.config import UserError
-from lacuna.parallel.schedule import SCHEDULES, Action, held_stages, pipeline_order
+from lacuna.config import UserError, load_config
+from lacuna.config.machine import SCHEDULES
+from lacuna.parallel.schedule import Action, held_stages, pipeline_order
 from layouts import pipeline
 
 RANKS = (2, 3, 4, 8)
@@ -58,7 +59,9 @@ def test_the_order_of_1f1b() -> None:
 
 
 def test_an_unknown_schedule_is_refused_with_the_known_ones() -> None:
-    message = refusal("Interleaved1F2B", None, 2, 4)
+    with pytest.raises(UserError) as raised:
+        load_config(None, ["--parallelism.pipeline_parallel_schedule", "Interleaved1F2B"])
+    message = str(raised.value)
     assert "parallelism.pipeline_parallel_schedule" in message and "did you mean Interleaved1F1B?" in message
     assert all(schedule in message for schedule in SCHEDULES)
 

@@ -14,8 +14,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from lacuna.config import Config, UserError
-from lacuna.config.machine import ParallelismConfig
-from lacuna.parallel.schedule import SCHEDULES, Action, held_stages, pipeline_order
+from lacuna.config.machine import SCHEDULES, ParallelismConfig
+from lacuna.parallel.schedule import Action, held_stages, pipeline_order
 from lacuna.plan.draw import Slot, bubble_share, draw, makespan, simulate
 from layouts import pipeline
 from runs import write_model

@@ -2,9 +2,12 @@
 
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt
+from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, WithJsonSchema
 
 from lacuna.config.fields import Names, Path, Section, also
+
+SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+_Schedule = Annotated[Literal[SCHEDULES], also(afab="GPipe", **{name.lower(): name for name in SCHEDULES})]
 
 
 class ParallelismConfig(Section):
@@ -47,7 +50,7 @@ class ParallelismConfig(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "alltoall"
     pipeline_parallel_degree: PositiveInt = 1
     pipeline_parallel_split_points: Names = ()
-    pipeline_parallel_schedule: str = "1F1B"
+    pipeline_parallel_schedule: Annotated[_Schedule, WithJsonSchema({"type": "string"})] = "1F1B"  # too many to list
     pipeline_parallel_schedule_csv: Path | None = None
     pipeline_parallel_microbatches: PositiveInt | None = None
     enable_compiled_autograd: bool = False

@@ -16,7 +16,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lacuna.config import Config, refuse
 from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Mesh
-from lacuna.parallel.schedule import held_stages, pipeline_order, schedule_class, splits_backward
+from lacuna.parallel.schedule import held_stages, pipeline_order, splits_backward
 
 
 class PassThrough(nn.Module):
@@ -164,7 +164,7 @@ class Pipeline:
             stage.module.forward = partial(self._forward, stage)
         own = [PipelineStage(stage.module, stage.index, self.total, device, group=mesh.pipeline) for stage in stages]
         name, file = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_schedule_csv
-        kind = schedules._PipelineScheduleRuntime if file else schedule_class(name)
+        kind = schedules._PipelineScheduleRuntime if file else schedules.get_schedule_class(name)
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self.schedule: Any = kind(own[0] if single else own, microbatches, loss_fn=self._scaled, scale_grads=False)
         if file:

@@ -8,10 +8,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.pipelining import schedules
 
-from lacuna.config.errors import did_you_mean, explained, refuse
+from lacuna.config.errors import explained
 from lacuna.config.machine import ParallelismConfig
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 _CELL = re.compile(r"\d+[FBIW]\d+|\(\d+F\d+;\d+B\d+\)OVERLAP_F_B|")
 
 
@@ -23,22 +22,11 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def schedule_class(name: str) -> type:
-    """torch's class for `parallelism.pipeline_parallel_schedule`, whose case does not matter.
-
-    Raises `UserError` for an unknown one.
-    """
-    known = {schedule.lower(): schedule for schedule in SCHEDULES} | {"afab": "GPipe"}
-    mend = f"there is no schedule {name!r}{did_you_mean(name, SCHEDULES)}; known: {', '.join(SCHEDULES)}"
-    refuse({f"parallelism.pipeline_parallel_schedule: {mend}": name.lower() not in known})
-    return schedules.get_schedule_class(known[name.lower()])
-
-
 def pipeline_order(settings: ParallelismConfig, microbatches: int | None = None) -> dict[int, list[Action]]:
     """What each rank of a pipeline does, in order; a schedule in a file goes before one by name.
 
-    Without `microbatches` there is one per stage, or as many as the file has. Raises `UserError` for an unknown
-    schedule, a number of micro-batches or stages that it cannot take, and a file that is no schedule for these ranks.
+    Without `microbatches` there is one per stage, or as many as the file has. Raises `UserError` for a number of
+    micro-batches or stages that the schedule cannot take, and a file that is no schedule for these ranks.
     """
     pp, file = settings.pipeline_parallel_degree, settings.pipeline_parallel_schedule_csv
     setting = f"pipeline_parallel_schedule{'_csv' if file else ''}: {file or settings.pipeline_parallel_schedule}"
@@ -62,7 +50,7 @@ def held_stages(order: dict[int, list[Action]]) -> dict[int, list[int]]:
 def _order_by_name(settings: ParallelismConfig, microbatches: int | None) -> dict[int, list[Action]]:
     """torch's own schedule. Raises `ValueError` for stages or micro-batches that it cannot run."""
     pp, points = settings.pipeline_parallel_degree, settings.pipeline_parallel_split_points
-    kind = schedule_class(settings.pipeline_parallel_schedule)
+    kind = schedules.get_schedule_class(settings.pipeline_parallel_schedule)
     single = issubclass(kind, schedules.PipelineScheduleSingle)
     usual = pp if single else 2 * pp
     stages = len(points) + 1 if points else usual
