@@ -225,7 +225,7 @@ def change_by_dropout() -> float:
     """How far a mean of ones is from one on a rank of a ring that is asked to drop half of the weights."""
     group, bounds = dist.group.WORLD, torch.tensor([0, 64], dtype=torch.int32)
     query, key, value = torch.zeros(3, 1, 2, 64 // group.size(), 8).unbind()
-    parts = causal_parts(bounds, 64, group.size(), group.rank(), 64)
+    parts = tuple(causal_parts(bounds, 64, group.size(), group.rank(), 64))
     asked = {"scaling": 1.0, "dropout": 0.5, "parts": parts, "group": group, "ring": (bounds, 64)}
     output, _ = packed_attention(torch.nn.Module(), query, key, value + 1, None, **asked)
     return (output - 1).abs().max().item()

@@ -34,7 +34,7 @@ def document_mask(window: int | None) -> Tensor:
 def test_the_parts_of_all_ranks_are_the_mask_of_the_documents(cp: int, window: int | None) -> None:
     mask = document_mask(window)
     for rank in range(cp):
-        parts = causal_parts(BOUNDS, LENGTH, cp, rank, LENGTH)
+        parts = tuple(causal_parts(BOUNDS, LENGTH, cp, rank, LENGTH))
         own = shard_sequence(torch.arange(LENGTH), 0, cp, rank)
         for part, queries in zip(parts, own.chunk(len(parts)), strict=True):
             seen = visible(part, len(ROWS), len(queries), window)
@@ -64,7 +64,7 @@ def on_one_device(query: Tensor, key: Tensor, value: Tensor, window: int | None)
 def by_gathering(query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
     group = dist.group.WORLD
     key, value = (gather_sequence(tensor, 2, group) for tensor in (key, value))
-    parts = causal_parts(BOUNDS, LENGTH, group.size(), group.rank(), LENGTH)
+    parts = tuple(causal_parts(BOUNDS, LENGTH, group.size(), group.rank(), LENGTH))
     outputs = []
     for part, queries in zip(parts, query.chunk(len(parts), 2), strict=True):
         mask = visible(part, len(ROWS), queries.shape[2], window)[:, None]

@@ -47,8 +47,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    name = type(model).__name__
-    raise UserError(f"model: {name} has no list of {count} decoder layers, so it cannot be sharded layer by layer.")
+    raise UserError(f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded.")
 
 
 def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

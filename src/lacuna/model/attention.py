@@ -70,12 +70,11 @@ AttentionInterface.register(PACKED, packed_attention)
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None, window: int | None) -> Tensor:
     """torch's `varlen_attn` (FlashAttention); half precision on a GPU only. Returns [B, T, heads, D]."""
-    batch, heads, length, width = query.shape
-    flat = [tensor.transpose(1, 2).reshape(-1, tensor.shape[1], width) for tensor in (query, key, value)]
-    grouped = {"enable_gqa": True} if _TAKES_GQA and key.shape[1] != heads else {}
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+    grouped = {"enable_gqa": True} if _TAKES_GQA and query.shape[1] != key.shape[1] else {}
     sees = (-1 if window is None else window - 1, 0)
     output = varlen_attn(*flat, *flash_bounds(part), scale=scaling, window_size=sees, **grouped)
-    return output.view(batch, length, heads, width)
+    return output.unflatten(0, (len(query), query.shape[2]))
 
 
 def _plain(
@@ -109,17 +108,15 @@ def choose_attention(
     dropout = _has_dropout(text_config)
     exchangeable = model_class._supports_attention_backend and (soft_capped or model_class._supports_sdpa)
     flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
+    uncapped = soft_capped and not shared and asked in ("sdpa", "varlen")
+    unshared = shared and asked not in ("auto", "varlen")
     reasons = {
         'needs a GPU; this run is on the CPU: use "auto" or "sdpa"': flash and device_type != "cuda",
         'has half precision only: drop training.mixed_precision_param, or use "sdpa"': flash and dtype not in HALF,
         'has no backward pass on a CPU: use "auto" or "sdpa"': asked == "flex_attention" and device_type != "cuda",
         'has no dropout, and the model has: set it to 0, or use "sdpa"': asked == "varlen" and dropout,
-        'would leave out the model\'s soft cap: use "auto" or "eager"': (
-            soft_capped and not shared and asked in ("sdpa", "varlen")
-        ),
-        'needs whole sequences, which tensor, context and pipeline parallelism share out: use "auto"': (
-            shared and asked not in ("auto", "varlen")
-        ),
+        'would leave out the model\'s soft cap: use "auto" or "eager"': uncapped,
+        'needs whole sequences, which tensor, context and pipeline parallelism share out: use "auto"': unshared,
         f"cannot be had: {model_class.__name__} computes its attention by code of its own, which knows nothing of "
         "shares of a sequence: use data parallelism only": shared and not exchangeable,
     }

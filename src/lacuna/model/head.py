@@ -223,9 +223,7 @@ def probe_packing(model: PreTrainedModel) -> None:
     first = torch.arange(16) + 3
     second = torch.cat([first[:8] + 7, first[8:]])
     states = [hidden_states(model, _probe_inputs(model, ids))[:, 8:] for ids in (first, second)]
-    attention = model.config._attn_implementation
-    refuse({
-        f"data.document_mask: {type(model).__name__} with attention {attention!r} lets packed documents see each other "
-        "(it does not follow position ids): set data.document_mask = false to accept that, or choose another "
-        "model.attention": _relative_difference(*states) > 1e-3
-    })  # fmt: skip
+    kind, attention = type(model).__name__, model.config._attn_implementation
+    problem = f"{kind} with attention {attention!r} lets packed documents see each other (it follows no position ids)"
+    mend = "set data.document_mask = false to accept that, or choose another model.attention"
+    refuse({f"data.document_mask: {problem}: {mend}": _relative_difference(*states) > 1e-3})

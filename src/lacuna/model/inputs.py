@@ -49,7 +49,7 @@ def packing_arguments(
         longest = min(1 << (max_seqlen - 1).bit_length(), length)  # an upper bound that takes few values
         if mesh is None or mesh.layout.cp == 1:
             return {"parts": (Part(bounds, bounds, longest, longest, length, whole=whole),)}
-        parts = causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest)
+        parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
         ring = (bounds, longest) if mesh.layout.ring else None
         return {"parts": parts, "group": mesh.named["cp"].get_group(), "ring": ring}
     if attention.startswith("flash_attention"):

@@ -44,18 +44,16 @@ class Part(NamedTuple):
     whole: bool = False
 
 
-def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) -> tuple[Part, ...]:
+def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) -> Iterator[Part]:
     """A rank's queries among the keys of whole rows of `length` tokens: its head and its tail.
 
     No document has more than `longest` tokens.
     """
     size = length // (2 * cp)
-    parts = []
     for chunk in _chunks(cp, rank):
         stop = (chunk + 1) * size
         cu_q, cu_k = _among(bounds, length, size, (chunk,)), _among(bounds, length, stop, (0,))
-        parts.append(Part(cu_q, cu_k, min(longest, size), min(longest, stop), stop))
-    return tuple(parts)
+        yield Part(cu_q, cu_k, min(longest, size), min(longest, stop), stop)
 
 
 def flash_bounds(part: Part) -> tuple[Tensor, Tensor, int, int]:

@@ -54,11 +54,9 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
         degrees["dp_shard"] = max(world_size // others, 1)
     product = math.prod(degrees.values())
     shown = {name: setting for name, setting in AXES.items() if degrees[name] > 1 or name.startswith("dp")}
-    refuse({
-        f"parallelism: {' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}, "
-        f"but there are {world_size} processes: choose degrees whose product is {world_size}, or set "
-        "data_parallel_shard_degree = -1 for the rest": product != world_size
-    })  # fmt: skip
+    arithmetic = f"{' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}"
+    mend = f"choose degrees whose product is {world_size}, or set data_parallel_shard_degree = -1 for the rest"
+    refuse({f"parallelism: {arithmetic}, but there are {world_size} processes: {mend}": product != world_size})
     return Layout(**degrees, ring=config.parallelism.context_parallel_rotate_method == "alltoall")
 
 

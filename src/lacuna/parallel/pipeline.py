@@ -48,11 +48,10 @@ def balanced_stages(layers: int, stages: int, head_cost: float) -> list[range]:
     A layer counts 1, the head `head_cost`; an embedding only looks up and counts nothing. Among equals the later stage
     gets one more, since earlier ones keep more micro-batches in memory.
     """
-    counts, loads = [1] * stages, [1.0] * (stages - 1) + [1.0 + head_cost]
+    counts = [1] * stages
     for _ in range(layers - stages):
-        fastest = min(range(stages), key=lambda index: (loads[index], -index))
+        fastest = min(range(stages), key=lambda index: (counts[index] + head_cost * (index == stages - 1), -index))
         counts[fastest] += 1
-        loads[fastest] += 1
     return [range(*bounds) for bounds in pairwise(accumulate(counts, initial=0))]
 
 
@@ -96,11 +95,9 @@ def _homes(model: PreTrainedModel, path: Sequence[nn.Module], ranges: Sequence[r
                 # A tied weight stays known by the embedding's name where the head is.
                 homes[child] = {0, last} if tied and child is embedding else {0}
             elif child is not inner and [*child.parameters()]:
-                unknown = f"{type(model).__name__} has a {type(child).__name__} before its layers, and lacuna does not"
-                refuse({
-                    f"parallelism.pipeline_parallel_degree: {unknown} know which stage that belongs to: use other "
-                    "parallelisms": place < children.index(inner)
-                })  # fmt: skip
+                early = place < children.index(inner)
+                unknown = f"{type(model).__name__} has a {type(child).__name__} before its layers, of no known stage"
+                refuse({f"parallelism.pipeline_parallel_degree: {unknown}: use other parallelisms": early})
                 homes[child] = {last}
     return homes
 

@@ -41,13 +41,12 @@ def device_type() -> str:
 
 def check_device(config: Config, kind: str) -> None:
     """Raises `UserError` for settings that need a GPU where there is none."""
+    uncompiled = config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable
     gpu_only = {
         'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
-        'activation_checkpoint.mode = "memory_budget" without compile.enable = true': (
-            config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable
-        ),
+        'activation_checkpoint.mode = "memory_budget" without compile.enable = true': uncompiled,
     }
     needs = "needs a GPU, and this run is on the CPU: leave it out"
     refuse({f"{setting} {needs}": wanted and kind != "cuda" for setting, wanted in gpu_only.items()})
@@ -72,14 +71,13 @@ def start_process(config: Config) -> Process:
         os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", dump_prefix)
         if config.comm.trace_buf_size:
             os.makedirs(os.path.dirname(dump_prefix), exist_ok=True)
-    device = torch.device(kind, local_rank) if kind == "cuda" else torch.device("cpu")
+    gpu = torch.device(kind, local_rank) if kind == "cuda" else None
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
     store = None if "RANK" in os.environ else dist.HashStore()
-    place = {"store": store, "rank": rank, "world_size": world_size, "device_id": device if kind == "cuda" else None}
-    dist.init_process_group(backend, timeout=timeout, **place)
+    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=gpu)
     # A save of a large model may outlast any step: these groups wait as long as the longest of them.
     control, background = (dist.new_group(backend="gloo", timeout=timedelta(hours=2)) for _ in range(2))
-    return Process(rank, world_size, device, control, background)
+    return Process(rank, world_size, gpu or torch.device("cpu"), control, background)
 
 
 def stop_process() -> None:
