@@ -132,15 +132,14 @@ def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
     gradients the result has two elements: the loss, and of how many labels the likeliest token is right.
     """
     states = hidden_states(model, inputs) if head.chunked else type(model).forward(model, **inputs.arguments).logits
-    gather = inputs.gather
-    if gather is not None:
-        states = gather_sequence_slices(states, gather)
+    if inputs.gather is not None:
+        states = gather_sequence_slices(states, inputs.gather)
     states, labels = states.flatten(0, 1), inputs.labels.flatten()
     if head.chunked:
         loss = model.get_output_embeddings().summed_loss(head, states, labels)
     else:
         loss = (head.loss if torch.is_grad_enabled() else head.tried)(states, labels)
-    return loss if gather is None else loss / gather.size()
+    return loss if inputs.gather is None else loss / inputs.gather.size()
 
 
 def attach_loss(model: PreTrainedModel) -> None:

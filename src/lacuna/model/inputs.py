@@ -68,8 +68,7 @@ def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mes
         tensors = tuple(shard_sequence(tensor, 1, mesh.layout.cp, mesh.rank("cp")) for tensor in tensors)
     input_ids, labels, position_ids = (to_device(tensor, device) for tensor in tensors)
     input_ids, own_labels = (tensor.chunk(mesh.layout.tp, dim=1)[mesh.rank("tp")] for tensor in (input_ids, labels))
-    length = batch.input_ids.shape[1]
-    told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, length, device, mesh)
+    told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, batch.input_ids.shape[1], device, mesh)
     arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
     if gather and mesh.layout.tp > 1:
         return Inputs(arguments, labels, mesh.tensor)

@@ -235,7 +235,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: floa
         output, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *settings, scale=scaling)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of a query that sees no key
         return output.unflatten(0, query.shape[:2]), lse.T.unflatten(0, query.shape[:2])
-    query, key, value = (_grouped(tensor, key.shape[2]) for tensor in (query, key, value))
+    query, key, value = _grouped(key.shape[2], query, key, value)
     scores = _scores(query, key, part, scaling)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()  # zero where all scores are -inf
@@ -259,8 +259,7 @@ def _attend_backward(
         settings = (lse.flatten(0, 1).T.contiguous(), *flash_bounds(part), 0.0, part.causal, *dropout_state)
         grads = torch.ops.aten._flash_attention_backward(*tensors, *settings, scale=scaling)
         return tuple(tensor.unflatten(0, (len(query), -1)) for tensor in grads)
-    tensors = (_grouped(tensor, key.shape[2]) for tensor in (grad, output, lse, query, key, value))
-    grad, output, lse, query, key, value = tensors
+    grad, output, lse, query, key, value = _grouped(key.shape[2], grad, output, lse, query, key, value)
     weights = (_scores(query, key, part, scaling) - lse[..., None]).exp()
     of_scores = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * scaling
     of_key, of_value = (product.sum(2, keepdim=True) for product in (of_scores.mT @ query, weights.mT @ grad))
@@ -277,9 +276,9 @@ def _takes_flash(tensor: Tensor) -> bool:
     return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
-def _grouped(tensor: Tensor, heads: int) -> Tensor:
-    """[B, tokens, heads, ...] to float32 [B, key heads, query heads for each (1 for keys), tokens, ...]."""
-    return tensor.float().unflatten(2, (heads, -1)).movedim(1, 3)
+def _grouped(key_heads: int, *tensors: Tensor) -> list[Tensor]:
+    """Each [B, tokens, heads, ...] as float32 [B, key heads, query heads for each (1 for keys), tokens, ...]."""
+    return [tensor.float().unflatten(2, (key_heads, -1)).movedim(1, 3) for tensor in tensors]
 
 
 def _ungrouped(tensor: Tensor) -> Tensor:
