@@ -5,7 +5,6 @@ import os
 import re
 from collections.abc import Iterator
 from itertools import product
-from typing import NamedTuple
 
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.table import Table
@@ -45,7 +44,7 @@ def draw(config: Config, processes: int, device: str) -> None:
     rows = list(holdings(config, layout, model, plan.micro_batch * plan.accumulation, held_stages(order) or {0: [0]}))
     words = explain(config, layout, decoder_layers(model), plan.accumulation, device)
     timeline = simulate(order)
-    lines = [timeline_line(rank, slots, makespan(timeline)) for rank, slots in timeline.items()]
+    lines = [timeline_line(rank, ends, makespan(timeline)) for rank, ends in timeline.items()]
     if timeline:
         words.append(
             f"Pipeline: {plan.accumulation} micro-batches take {makespan(timeline)} units, 1 for F (forward), 2 for B "
@@ -119,54 +118,47 @@ def explain(config: Config, layout: Layout, layers: nn.ModuleList, microbatches:
     ]
 
 
-class Slot(NamedTuple):
-    """An action and its time."""
+def simulate(order: dict[int, list[Action]]) -> dict[int, dict[Action, int]]:
+    """When each action of each rank ends, in units, if it starts as soon as its rank is free and its inputs are sent.
 
-    action: Action
-    start: int
-    end: int
-
-
-def simulate(order: dict[int, list[Action]]) -> dict[int, list[Slot]]:
-    """Starts every action as soon as its rank is free and the stage before has sent; sending takes no time.
-
-    The order of a rank must have every action after those of the same stage that it needs, as torch's check sees to.
+    Sending takes no time. The order of a rank must have every action after those of the same stage that it needs, as
+    torch's check sees to.
     """
     stages = {action.stage for actions in order.values() for action in actions}
-    done: dict[Action, int] = {}
-    timeline: dict[int, list[Slot]] = {rank: [] for rank in order}
-    while any(len(slots) < len(order[rank]) for rank, slots in timeline.items()):
-        for rank, slots in timeline.items():
-            for action in order[rank][len(slots) :]:
+    sent: dict[Action, int] = {}
+    timeline: dict[int, dict[Action, int]] = {rank: {} for rank in order}
+    while any(len(ends) < len(order[rank]) for rank, ends in timeline.items()):
+        for rank, ends in timeline.items():
+            for action in order[rank][len(ends) :]:
                 stage, kind, microbatch = action
-                # In `done`, B stands for I too: either gives the gradient that the stage before waits for.
+                # In `sent`, B stands for I too: either gives the gradient that the stage before waits for.
                 sender = Action(stage - 1, "F", microbatch) if kind == "F" else Action(stage + 1, "B", microbatch)
-                if sender.stage in stages and sender not in done:
+                if sender.stage in stages and sender not in sent:
                     break
-                start = max(done.get(sender, 0), slots[-1].end if slots else 0)
-                slots.append(Slot(action, start, start + UNITS[kind]))
-                done[action._replace(kind=kind.replace("I", "B"))] = slots[-1].end
+                free = next(reversed(ends.values()), 0)
+                ends[action] = max(sent.get(sender, 0), free) + UNITS[kind]
+                sent[action._replace(kind=kind.replace("I", "B"))] = ends[action]
     return timeline
 
 
-def makespan(timeline: dict[int, list[Slot]]) -> int:
+def makespan(timeline: dict[int, dict[Action, int]]) -> int:
     """When the last rank is done, in units."""
-    return max(slots[-1].end for slots in timeline.values())
+    return max(max(ends.values()) for ends in timeline.values())
 
 
-def bubble_share(timeline: dict[int, list[Slot]]) -> float:
+def bubble_share(timeline: dict[int, dict[Action, int]]) -> float:
     """The share of the ranks' time in which they wait."""
-    busy = sum(slot.end - slot.start for slots in timeline.values() for slot in slots)
+    busy = sum(UNITS[action.kind] for ends in timeline.values() for action in ends)
     return 1 - busy / (len(timeline) * makespan(timeline))
 
 
-def timeline_line(rank: int, slots: list[Slot], end: int) -> Text:
-    """A rank's line of the timeline until `end`, with a cell for every unit."""
-    cell = 2 + len(str(max(slot.action.microbatch for slot in slots)))
-    line, now = Text(f"pp {rank:<3} "), 0
-    for (stage, kind, microbatch), start, stop in slots:
-        label = f"{kind if stage == slots[0].action.stage else kind.lower()}{microbatch}"
-        line.append("·".ljust(cell) * (start - now), "dim")
-        line.append(label.ljust(cell * (stop - start) - 1, "─"), STYLES[kind]).append(" ")
-        now = stop
-    return line.append("·".ljust(cell) * (end - now), "dim")
+def timeline_line(rank: int, ends: dict[Action, int], last: int) -> Text:
+    """A rank's line of the timeline until `last`, with a cell for every unit."""
+    cell = 2 + len(str(max(action.microbatch for action in ends)))
+    line, now, first = Text(f"pp {rank:<3} "), 0, next(iter(ends)).stage
+    for (stage, kind, microbatch), end in ends.items():
+        label = f"{kind if stage == first else kind.lower()}{microbatch}"
+        line.append("·".ljust(cell) * (end - UNITS[kind] - now), "dim")
+        line.append(label.ljust(cell * UNITS[kind] - 1, "─"), STYLES[kind]).append(" ")
+        now = end
+    return line.append("·".ljust(cell) * (last - now), "dim")

@@ -38,7 +38,8 @@ def learning_rate(config: Config, step: int, total: int) -> float:
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only: not on embeddings (tied heads included), norms and biases.
 
-    Nor on the head where only rows of new tokens are trained.
+    Nor on the head where only rows of new tokens are trained. With `optimizer.early_step_in_backward` the backward pass
+    updates each parameter as soon as its gradient is complete, which then is dropped.
     """
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if config.model.train_new_tokens_only:
@@ -53,22 +54,15 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     optimizer = torch.optim.AdamW(
         groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay, **kernels
     )
-    if settings.early_step_in_backward:
-        step_in_backward(optimizer)
-    return optimizer
 
-
-def step_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """Lets the backward pass update each parameter as soon as its gradient is complete, which then is dropped."""
-
-    def update(_: Tensor) -> None:
+    def step_in_backward(_: Tensor) -> None:
         optimizer.found_inf = None  # the last step may have been skipped
         optimizer.step()  # only those that have a gradient
         optimizer.zero_grad(set_to_none=True)
 
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(update)
+    for parameter in (*decayed, *free) if settings.early_step_in_backward else ():
+        parameter.register_post_accumulate_grad_hook(step_in_backward)
+    return optimizer
 
 
 def _norm(gradients: list[Tensor]) -> Tensor:

@@ -90,9 +90,8 @@ def _train(config: Config, process: Process, console: Console, stop: list[int]) 
             source, pipeline = config.model.name_or_path, built.mesh.pipeline
             export_model(built.model, run.tokenizer, model, dtype, process.is_first, source, pipeline)
             on_first(process, lambda: mark_finished(config, state.step))
-            seconds = time.monotonic() - started
             console.print(
-                f"Done: {state.step:,} steps, {state.tokens:,} tokens in {seconds:.0f} s.\n"
+                f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s.\n"
                 f"  model      {model}, which transformers' AutoModelForCausalLM.from_pretrained opens\n"
                 f"  curves     {folder}/metrics.jsonl; tensorboard --logdir {folder}\n"
                 f"  try it     lacuna generate {folder} --prompt 'def main():' --temperature 0.8\n"

@@ -141,18 +141,17 @@ def find_start(config: Config, folder: str, process: Process) -> tuple[str | Non
         path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
     elif settings.enable_checkpoint:
         path = checkpoint.newest_complete(folder, process)
-    state = {"step": 0} if path is None else checkpoint.read_state(path)
+    if path is not None and (state := checkpoint.read_state(path))["step"] > 0:
+        wrong = f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only)"
+        mend = f"start a new run with checkpoint.initial_load_path = {path!r}"
+        refuse({f"{wrong}, so the run cannot go on from it: {mend}": "data" not in state})
+        logger.info("resuming after step %d from %s", state["step"], path)
+        return path, state
     if path is None and settings.initial_load_path:
         path = checkpoint.require_complete(settings.initial_load_path, "checkpoint.initial_load_path", process)
-    if state["step"] == 0:
-        if path is not None:
-            logger.info("starting from the weights in %s", path)
-        return path, None
-    wrong = f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only)"
-    mend = f"start a new run with checkpoint.initial_load_path = {path!r}"
-    refuse({f"{wrong}, so the run cannot go on from it: {mend}": "data" not in state})
-    logger.info("resuming after step %d from %s", state["step"], path)
-    return path, state
+    if path is not None:
+        logger.info("starting from the weights in %s", path)
+    return path, None
 
 
 class Run:
@@ -190,13 +189,11 @@ class Run:
                 self.open_data()
             self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
         on_first(process, lambda: _write_config(config))
-        read = partial(checkpoint.read_tensors, str(start), process=process)
         built = self.built = build_model(config, tokenizer, mesh, process.device, self.plan.accumulation, start is None)
-        if start is not None:
-            read(checkpoint.model_tensors(built.model))
         self.optimizer = build_optimizer(built.model, config)
-        if saved is not None:
-            read(optimizer_tensors(built.model, self.optimizer))
+        moments = {} if saved is None else optimizer_tensors(built.model, self.optimizer)
+        if start is not None:
+            checkpoint.read_tensors(start, checkpoint.model_tensors(built.model) | moments, process)
         wanted = config.validation.resolved_source()
         self.validation = wanted and build_validation(config, tokenizer, plan, mesh.data_rank)
         describe = partial(save_model_description, built.model.config, tokenizer, config.model.name_or_path)
