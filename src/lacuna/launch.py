@@ -1,6 +1,5 @@
 """Starts one process per GPU on this machine and looks after them."""
 
-import math
 import os
 import signal
 import socket
@@ -8,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 from lacuna.config import UserError
@@ -70,7 +68,7 @@ def launch(words: list[str], processes: int, folder: str) -> int:
     threads = max(1, (os.cpu_count() or 1) // processes)
     # Standard input is never written to: it ends with us, as `die_with_launcher` notices. Ctrl-C comes once, from us.
     command = [sys.executable, "-m", "lacuna", *words]
-    start = partial(subprocess.Popen, command, stdin=subprocess.PIPE, start_new_session=True)
+    apart = {"stdin": subprocess.PIPE, "start_new_session": True}
     workers = []
     with socket.socket() as reserved:  # bound but not listening: the first rank may listen on it, and nobody gets it
         reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,7 +79,7 @@ def launch(words: list[str], processes: int, folder: str) -> int:
         for rank, log in enumerate(logs):
             output = None if rank == 0 else open(log, "w")  # noqa: SIM115 (the child's from here)
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            workers.append(start(env=common | own, stdout=output, stderr=output))
+            workers.append(subprocess.Popen(command, env=common | own, stdout=output, stderr=output, **apart))
         return _look_after(workers, logs)
 
 
@@ -95,7 +93,7 @@ def _look_after(workers: list[subprocess.Popen], logs: list[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
     first: list[int] = []
-    deadline = math.inf
+    deadline = float("inf")
     while None in (codes := [worker.poll() for worker in workers]) and time.monotonic() < deadline:
         if any(codes) and not first:
             first, deadline = [rank for rank, code in enumerate(codes) if code], time.monotonic() + GRACE_SECONDS

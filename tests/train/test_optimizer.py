@@ -18,7 +18,6 @@ from lacuna.train.optimizer import (
     learning_rate,
     optimizer_step,
     optimizer_tensors,
-    set_learning_rate,
 )
 from lacuna.train.step import update
 from tiny import CPU, differing, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words, whole
@@ -98,13 +97,12 @@ def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], d
     optimizer = build_optimizer(built.model, config)
     for step in range(3):
         give_gradients(built.model, step + 0.5)
-        set_learning_rate(optimizer, 1e-2 * (step + 1))
+        for group in (*optimizer.param_groups, *reference.param_groups):
+            group["lr"] = 1e-2 * (step + 1)
         norm, _ = update(built, optimizer, TRAINED)
         give_gradients(plain, step + 0.5)
         expected = nn.utils.clip_grad_norm_(plain.parameters(), config.training.max_norm)
         assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
-        for group in reference.param_groups:
-            group["lr"] = 1e-2 * (step + 1)
         reference.step()
     assert all(parameter.grad is None for parameter in built.model.parameters())
     return snapshot(built, optimizer), {name: p.detach() for name, p in plain.named_parameters()}
@@ -214,7 +212,6 @@ def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None
     config = Config(optimizer=OptimizerConfig(implementation=implementation))
     allocated, stepped = build_optimizer(model, config), build_optimizer(model, config)
     give_gradients(model)
-    set_learning_rate(stepped, 1e-3)
     optimizer_step(stepped, torch.zeros(()))
     ours, theirs = (optimizer_tensors(model, optimizer) for optimizer in (allocated, stepped))
     described = [{name: (t.shape, t.dtype, t.device) for name, t in state.items()} for state in (ours, theirs)]

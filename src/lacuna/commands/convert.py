@@ -20,8 +20,7 @@ def run(words: list[str]) -> None:
     parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint step, or HF folder or Hub id")
     parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
     parser.add_argument("--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted")
-    dtypes = ("float32", "bfloat16", "float16")
-    parser.add_argument("--dtype", choices=dtypes, help="of the weights; default: as they are")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as is")
     given = parser.parse_args(words)
     if given.to == "gguf":
         raise UserError("convert: --to gguf is not available yet.")

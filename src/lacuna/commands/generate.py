@@ -16,13 +16,11 @@ def run(words: list[str]) -> None:
     given = parser.parse_args(words)
     if given.max_new_tokens < 1 or given.temperature < 0:
         raise UserError("generate: --max-new-tokens must be at least 1 and --temperature not negative.")
-    import torch  # takes seconds: not before the words are known to be right
-
-    from lacuna.parallel.processes import device_type
+    from lacuna.parallel.processes import device_type  # torch takes seconds to import: not before the words are right
     from lacuna.rollout.generate import generate_text
     from lacuna.train.forms import load_any_model
 
-    model, tokenizer, _ = load_any_model(given.model, torch.device(device_type()))
+    model, tokenizer, _ = load_any_model(given.model, device_type())
     if given.chat and not tokenizer.chat_template:
         raise UserError("generate: --chat: the tokenizer has no chat template: drop it, or train with job.task = sft.")
     sampling = (given.max_new_tokens, given.temperature, given.seed, given.chat)

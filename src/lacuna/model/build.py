@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lacuna.config import Config, refuse
-from lacuna.config.errors import of_stage
+from lacuna.config import Config, of_stage, refuse
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels

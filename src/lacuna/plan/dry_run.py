@@ -34,11 +34,9 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     model = plan_model(config, tokenizer, layout, device)
     if config.model.name_or_path:
         weight_files(config.model.name_or_path)
-    loader = build_loader(config, tokenizer, plan, dp_rank=0)
+    steps = total_steps(config, build_loader(config, tokenizer, plan, dp_rank=0))
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, plan, dp_rank=0)
-    steps = total_steps(config, loader)
-    loader.close()
     compute = compute_dtype(config, device)
     estimate = estimate_memory(config, layout, plan, model, compute, compile_enabled(config, device))
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
@@ -58,8 +56,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
-    console = Console(no_color=config.metrics.disable_color_printing, highlight=False)
-    console.print(table, "Nothing was started.")
+    Console(no_color=config.metrics.disable_color_printing, highlight=False).print(table, "Nothing was started.")
 
 
 def layers_in_flight(config: Config, layout: Layout, microbatches: int, layers: int) -> float:

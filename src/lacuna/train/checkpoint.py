@@ -148,12 +148,9 @@ def _seal(
     """Adds state, description and manifest, which has the checksums of tensors, then gives the folder its name."""
     torch.save(state, os.path.join(unfinished, STATE))
     describe(os.path.join(unfinished, DESCRIPTION))
-    for file in Path(unfinished).rglob("*"):
-        name = str(file.relative_to(unfinished))
-        if file.is_file() and name not in manifest:
-            manifest[name] = _checksum(file)
-    with open(os.path.join(unfinished, MANIFEST), "w") as file:
-        json.dump(manifest, file)
+    files = {str(file.relative_to(unfinished)): file for file in Path(unfinished).rglob("*") if file.is_file()}
+    manifest |= {name: _checksum(file) for name, file in files.items() if name not in manifest}
+    Path(unfinished, MANIFEST).write_text(json.dumps(manifest))
     _sync(os.path.join(unfinished, MANIFEST))
     _sync(unfinished)
     if os.path.isdir(path):  # a damaged one that was skipped, or the same step saved again
@@ -215,8 +212,7 @@ class CheckpointSaver:
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         started = time.monotonic()
-        path = checkpoint_path(self.folder, step)
-        write_checkpoint(path, tensors, state, self.describe, self.process)
+        write_checkpoint(checkpoint_path(self.folder, step), tensors, state, self.describe, self.process)
         on_first(self.process, lambda: self._remove_old(step, state))
         logger.info("saved step-%d in %.1f s", step, time.monotonic() - started)
 

@@ -32,7 +32,7 @@ def find_form(source: str) -> tuple[str, bool]:
     return source, False
 
 
-def load_any_model(source: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
+def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
     """A model on `device`, ready to generate, its tokenizer, and the folder or Hub id of its description.
 
     `source` may have any form. Raises `UserError` when it cannot be opened.
@@ -45,7 +45,7 @@ def load_any_model(source: str, device: torch.device) -> tuple[PreTrainedModel, 
         if not is_checkpoint:
             return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval(), tokenizer, description
         model_config = AutoConfig.from_pretrained(description)
-    with device, no_init_weights():
+    with torch.device(device), no_init_weights():
         model = AutoModelForCausalLM.from_config(model_config)
     model.tie_weights()
     checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
@@ -54,7 +54,7 @@ def load_any_model(source: str, device: torch.device) -> tuple[PreTrainedModel, 
 
 def convert(source: str, target: str, form: str, dtype: str | None) -> None:
     """Writes the model at `source` to `target` as `form`: `hf`, or `dcp`, a checkpoint of weights to start from."""
-    model, tokenizer, description = load_any_model(source, torch.device("cpu"))
+    model, tokenizer, description = load_any_model(source, "cpu")
     if dtype is not None:
         model = model.to(getattr(torch, dtype))
     if form == "hf":

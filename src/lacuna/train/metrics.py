@@ -44,11 +44,10 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    for part, peak in PEAK_TFLOPS.items():
-        if re.search(rf"\b{part}\b", name):
-            return peak * 1e12
-    logger.warning("no bf16 peak is known for %r: mfu stays null", name)
-    return None
+    peak = next((peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None)
+    if peak is None:
+        logger.warning("no bf16 peak is known for %r: mfu stays null", name)
+    return peak
 
 
 def peak_memory(device: torch.device) -> float:

@@ -50,10 +50,9 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
             (decayed if parameter.ndim >= 2 and id(parameter) not in embeddings else free).append(parameter)
     settings = config.optimizer
     groups = [{"params": decayed}, {"params": free, "weight_decay": 0.0}]
+    betas = settings.beta1, settings.beta2
     kernels = {kind: settings.implementation == kind for kind in ("fused", "foreach")}
-    optimizer = torch.optim.AdamW(
-        groups, settings.lr, (settings.beta1, settings.beta2), settings.eps, settings.weight_decay, **kernels
-    )
+    optimizer = torch.optim.AdamW(groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels)
 
     def step_in_backward(_: Tensor) -> None:
         optimizer.found_inf = None  # the last step may have been skipped
@@ -92,12 +91,6 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
         for part in parts.values():
             clip_grads_with_norm_(part, max_norm, norm, foreach=True)
     return norm.to(built.device)
-
-
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Sets it for every parameter, in place; before the backward pass, which may be what updates them."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
 
 
 def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:

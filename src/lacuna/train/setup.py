@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 from rich.console import Console
-from torch import Tensor
 
-from lacuna.config import Config, explained, logger, refuse
+from lacuna.config import Config, explained, logger, of_stage, refuse
 from lacuna.config.describe import to_toml
-from lacuna.config.errors import of_stage
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
 from lacuna.model.architecture import attention_widths
@@ -59,20 +57,19 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
     if layout.pp > 1:
         stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
         pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
-    resumed, early = saved is not None, config.optimizer.early_step_in_backward
     refuse({
         f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
-        f"{saved}: remove the setting, or choose another job.dump_folder": resumed and asked not in (None, saved),
+        f"{saved}: remove the setting, or choose another job.dump_folder": saved and asked not in (None, saved),
         f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
-        f"share evenly: resume with a number of ranks that divides {saved}": resumed and saved % ranks > 0,
+        f"share evenly: resume with a number of ranks that divides {saved}": saved and saved % ranks > 0,
         f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
         f"{micro} × {ranks} = {micro * ranks}: change one of them": total % (micro * ranks) > 0,
         f"training.gradient_accumulation_steps: {given} does not fit training.global_batch_size = {total}, which "
         f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two":
-            not resumed and given not in (None, accumulation),
+            not saved and given not in (None, accumulation),
         "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
         "no gradient that is complete before its end: use one micro-batch, or drop the setting":
-            early and (accumulation > 1 or layout.pp > 1),
+            config.optimizer.early_step_in_backward and (accumulation > 1 or layout.pp > 1),
         f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = {rows} sequences of a step "
         f"do not cut into {pieces} equal micro-batches: choose one that divides {rows}": rows % pieces > 0,
     })  # fmt: skip
@@ -121,14 +118,6 @@ def ranking_file(config: Config, step: int) -> str:
     return os.path.join(str(config.job.dump_folder), "curriculum", f"step-{step}.npz")
 
 
-def _write_config(config: Config) -> None:
-    """Writes every setting to the run folder."""
-    resolved = to_toml(config)
-    Path(str(config.job.dump_folder), "config.toml").write_text(resolved)
-    if config.job.print_args:
-        print(resolved)
-
-
 def find_start(config: Config, folder: str, process: Process) -> tuple[str | None, dict[str, Any] | None]:
     """The checkpoint that the weights come from, if any, and its state where everything else does too.
 
@@ -162,7 +151,7 @@ class Run:
 
     interval: Interval
     built: BuiltModel | None = None
-    pending: tuple[Tensor, torch.cuda.Event] | None = None
+    pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
     stopping = save_wanted = False
     skipped_in_a_row = 0
 
@@ -188,7 +177,10 @@ class Run:
             if self.state.stage or self.state.ranked is not None:
                 self.open_data()
             self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
-        on_first(process, lambda: _write_config(config))
+        settings = to_toml(config)
+        on_first(process, lambda: Path(str(config.job.dump_folder), "config.toml").write_text(settings))
+        if config.job.print_args and process.is_first:
+            print(settings)
         built = self.built = build_model(config, tokenizer, mesh, process.device, self.plan.accumulation, start is None)
         self.optimizer = build_optimizer(built.model, config)
         moments = {} if saved is None else optimizer_tensors(built.model, self.optimizer)

@@ -1,7 +1,6 @@
 """The one loop: step, log, validate, save."""
 
 import gc
-import math
 import time
 
 import torch
@@ -18,7 +17,7 @@ from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
 from lacuna.train.curriculum import follow
 from lacuna.train.metrics import peak_memory, profiled
-from lacuna.train.optimizer import learning_rate, optimizer_tensors, set_learning_rate
+from lacuna.train.optimizer import learning_rate, optimizer_tensors
 from lacuna.train.setup import Interval, Run
 from lacuna.train.step import accumulate_gradients, agree, evaluate, update
 
@@ -39,14 +38,13 @@ def train(run: Run, stop: list[int]) -> bool:
             _step(run, bool(stop))
             after_step(run.state.step)
     gc.enable()
-    _catch_up(run)
     # The last validation, unless it was made by the run that got here, by us now, or just before.
     if run.state.step >= max(run.total_steps, run.first_step) and run.state.step % run.config.validation.freq > 0:
         _validate(run)
     ended = run.state.step >= run.total_steps
     _save(run, wait=True, weights_only=ended and run.config.checkpoint.model_weights_only)
     run.saver.wait()
-    if math.isfinite(run.state.best_loss):
+    if run.state.best_step is not None:
         logger.info("best validation loss: %.4f, after step %s", run.state.best_loss, run.state.best_step)
     return ended
 
@@ -58,7 +56,8 @@ def _step(run: Run, stop: bool) -> None:
     save = run.process.is_first and run.saver.due_by_time()  # clocks differ: the first rank's counts
     totals = agree(batches, stop, save, run.built)
     rate = learning_rate(config, state.step, run.total_steps)
-    set_learning_rate(run.optimizer, rate)
+    for group in run.optimizer.param_groups:  # before the backward pass, which may be what updates
+        group["lr"] = rate
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
     set_seed(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
     loss = accumulate_gradients(run.built, batches, totals[1])
