@@ -47,8 +47,7 @@ def adopt_slurm() -> None:
         return
     if "MASTER_ADDR" not in environment:
         command = ["scontrol", "show", "hostnames", environment.get("SLURM_JOB_NODELIST", "")]
-        hosts = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-        environment["MASTER_ADDR"] = hosts[0]
+        environment["MASTER_ADDR"], *_ = subprocess.check_output(command, text=True).split()
     environment.setdefault("MASTER_PORT", str(20000 + int(environment.get("SLURM_JOB_ID", 0)) % 20000))
     environment["RANK"] = environment["SLURM_PROCID"]
     environment["WORLD_SIZE"] = environment["SLURM_NTASKS"]

@@ -31,7 +31,7 @@ WRONG = {
     ),
     "a value of the wrong kind": (("--optimizer.lr", "fast"), "optimizer.lr:", "fast"),
     "no number of processes": (("--cpus", 0), "--cpus: wants a number of processes of at least 1"),
-    "GPUs and CPUs": (("--gpus", 2, "--cpus", 2), "--gpus and --cpus exclude each other"),
+    "GPUs and CPUs": (("--gpus", 2, "--cpus", 2), "--cpus: not allowed with argument --gpus"),
 }  # fmt: skip
 """Flags that are refused before anything is started, and what must be said."""
 

@@ -30,12 +30,11 @@ def parse_run(command: str, doc: str, words: list[str], *flag: str) -> tuple[arg
     parser = CommandParser(prog=f"lacuna {command}", add_help=False, allow_abbrev=False)
     if flag:
         parser.add_argument(*flag, action="store_true")
-    parser.add_argument("--gpus", type=_count)
-    parser.add_argument("--cpus", type=_count)
+    processes = parser.add_mutually_exclusive_group()
+    processes.add_argument("--gpus", type=_count)
+    processes.add_argument("--cpus", type=_count)
     parser.add_argument("--job.config_file", "--job.config-file", dest="files", action="append", default=[])
     options, rest = parser.parse_known_args(words)
-    if options.gpus and options.cpus:
-        raise UserError("--gpus and --cpus exclude each other: give one.")
     files = options.files + ([rest.pop(0)] if rest and not rest[0].startswith("-") else [])
     if len(set(map(os.path.normpath, files))) > 1:
         raise UserError(f"--job.config_file: there are different TOML files, {' and '.join(files)}: give one.")

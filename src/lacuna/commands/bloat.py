@@ -9,14 +9,14 @@ from pathlib import Path
 from lacuna.commands.arguments import CommandParser
 
 LIMIT = 5000
-_NOT_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def code_lines(source: str) -> int:
     """Lines that hold code: not blank, not comment, not the docstring of a module, class or function."""
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.type not in _NOT_CODE]
-    code = {line for token in tokens for line in range(token.start[0], token.end[0] + 1)}
+    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.string.strip()]
+    shown = [token for token in tokens if token.type != tokenize.COMMENT]
+    code = {line for token in shown for line in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
             code -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))

@@ -18,8 +18,8 @@ from lacuna.commands.arguments import parse_run
 from lacuna.launch import launch, runs_here
 
 
-def run(words: list[str]) -> int:
-    """Runs the command; returns its exit status."""
+def run(words: list[str]) -> int | None:
+    """Runs the command; returns the exit status of the processes that it starts, if it starts any."""
     options, config = parse_run("train", str(__doc__), words, "--dry-run", "--dry_run")
     processes = runs_here(options.gpus, options.cpus)
     if options.dry_run or config.memory_estimation.enabled:  # torch takes seconds to import: not before it is needed
@@ -32,4 +32,3 @@ def run(words: list[str]) -> int:
         from lacuna.train.session import train_here
 
         train_here(config)
-    return 0

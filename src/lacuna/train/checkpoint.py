@@ -196,8 +196,7 @@ class CheckpointSaver:
         self.wait()
         self.last_time = time.monotonic()
         if self.settings.async_mode == "disabled" or wait:
-            self._write(step, tensors, state)
-            return
+            return self._write(step, tensors, state)
         # Copied without waiting, tensors go to page-locked memory, which torch keeps for the next time.
         pinned = self.settings.async_mode == "async_with_pinned_mem"
         copies = {name: tensor.to("cpu", non_blocking=pinned, copy=True) for name, tensor in tensors.items()}

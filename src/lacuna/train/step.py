@@ -98,7 +98,7 @@ def document_losses(built: BuiltModel, plan: Plan, documents: np.ndarray) -> np.
             place = first + built.mesh.data_rank
             document, source = table.document(int(documents[min(place, len(documents) - 1)]))
             batch = alone.batch([[document.span(0, length, source)]])
-            loss = language_modelling_loss(built, batch)[0] / batch.trained_tokens
-            losses[place : place + 1] = loss  # nothing beyond the last, which others have: all must make the same calls
+            # Nothing beyond the last, which others have: all must make the same calls.
+            losses[place : place + 1] = language_modelling_loss(built, batch)[0] / batch.trained_tokens
     dist.all_reduce(losses)
     return losses.cpu().numpy()

@@ -1,8 +1,10 @@
-"""The one loop: step, log, validate, save."""
+"""The one loop: step, log, validate, follow the curriculum, save."""
 
 import gc
+import os
 import time
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -11,15 +13,15 @@ from transformers import set_seed
 from lacuna.config import RunError, logger
 from lacuna.data import Batch, merge_states
 from lacuna.data.mixture import random_key
+from lacuna.data.rows import documents_begun
 from lacuna.model.architecture import step_flops
-from lacuna.parallel.processes import gather_objects, tighten_timeout
+from lacuna.parallel.processes import gather_objects, on_first, tighten_timeout
 from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
-from lacuna.train.curriculum import follow
 from lacuna.train.metrics import peak_memory, profiled
 from lacuna.train.optimizer import learning_rate, optimizer_tensors
-from lacuna.train.setup import Interval, Run
-from lacuna.train.step import accumulate_gradients, agree, evaluate, update
+from lacuna.train.setup import Interval, Run, ranking_file
+from lacuna.train.step import accumulate_gradients, agree, document_losses, evaluate, update
 
 
 def train(run: Run, stop: list[int]) -> bool:
@@ -32,7 +34,7 @@ def train(run: Run, stop: list[int]) -> bool:
     with profiled(run.config, run.process.rank, run.state.step) as after_step:
         if run.state.step == 0:
             _validate(run)
-        follow(run)  # also where a run that had come to its end is made longer
+        _follow(run)  # also where a run that had come to its end is made longer
         run.interval = Interval()
         while run.state.step < run.total_steps and not run.stopping:
             _step(run, bool(stop))
@@ -75,7 +77,7 @@ def _step(run: Run, stop: bool) -> None:
     if state.step % config.validation.freq == 0:
         _validate(run)
     if not run.stopping:
-        follow(run)
+        _follow(run)
     due = run.save_wanted or run.saver.due_by_steps(state.step)
     if due and not run.stopping and state.step < run.total_steps:
         _save(run)
@@ -172,12 +174,60 @@ def _validate(run: Run) -> None:
         if settings.patience is not None and state.worse_validations >= settings.patience:
             logger.info("stopping early: no better validation loss for %d validations", settings.patience)
             run.total_steps = state.step
-        follow(run, measured["val_loss"])
+        _follow(run, measured["val_loss"])
         if config.checkpoint.keep_best and state.best_step == state.step > 0:
             _save(run)
     sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, config.job.task == "sft")
     for prompt in settings.prompts:
         run.metrics.write_sample(state.step, prompt, generate_text(run.built.model, run.tokenizer, prompt, *sampling))
+
+
+def _follow(run: Run, loss: float = np.inf) -> None:
+    """Between two steps: opens the data anew where a stage begins, by the steps done or the validation `loss`.
+
+    So it does where a ranking is due, which it makes first.
+    """
+    state, settings, stage = run.state, run.config.curriculum, run.state.stage
+    if state.step >= run.total_steps:
+        return
+    for begins in settings.stages[stage:]:
+        if state.step < (begins.from_step or np.inf) and not loss <= (begins.from_loss or -np.inf):
+            break
+        state.stage += 1
+        logger.info("stage %d of the curriculum begins after step %d", state.stage, state.step)
+    ranking = settings.rank_every is not None and state.step % settings.rank_every == 0 and state.ranked != state.step
+    if ranking:
+        _rank(run)
+    if ranking or state.stage > stage:
+        run.open_data()
+
+
+def _rank(run: Run) -> None:
+    """Measures the loss of the documents that this pass has left, and writes it to the run folder.
+
+    Beside it goes how often each document was used, which comes first in the order; those of which no pass begins any
+    (empty ones, or too long) are last.
+    """
+    state, plan = run.state, run.loader.plan
+    usable = documents_begun(plan, plan.rows_per_pass) > 0
+    uses, losses = np.where(usable, 0, np.inf), np.full(len(usable), np.nan)
+    if state.ranked is not None:
+        with np.load(ranking_file(run.config, state.ranked)) as before:
+            uses, losses = before["uses"], before["losses"]
+    uses = uses + run.loader.documents_begun()
+    begun = usable & (uses == uses.max(where=usable, initial=0))
+    left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
+    losses[left] = document_losses(run.built, run.loader.plan, left)
+    state.ranked = state.step
+    path = ranking_file(run.config, state.step)
+
+    def write() -> None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        np.savez(f"{path}.new.npz", uses=uses, losses=losses)
+        os.replace(f"{path}.new.npz", path)
+
+    on_first(run.process, write)
+    logger.info("step %d: %d documents ranked, loss %.3f on average", state.step, len(left), np.nanmean(losses[left]))
 
 
 def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
