@@ -16,8 +16,8 @@ from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
-from lacuna.train.optimizer import build_optimizer
-from lacuna.train.step import accumulate_gradients, agree, update
+from lacuna.train.optimizer import build_optimizer, update
+from lacuna.train.step import accumulate_gradients, agree
 from tiny import CPU, VOCABULARY, differing, relative_error, run_ranks, tokenizer_of_words, whole
 
 LENGTH = 24

@@ -16,8 +16,8 @@ from lacuna.config import UserError
 from lacuna.config.machine import SCHEDULES, ActivationCheckpointConfig
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.train.optimizer import build_optimizer
-from lacuna.train.step import accumulate_gradients, agree, update
+from lacuna.train.optimizer import build_optimizer, update
+from lacuna.train.step import accumulate_gradients, agree
 from layouts import FOUR_LAYERS, Case, configuration, own_batches, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 

@@ -13,8 +13,8 @@ from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
 from lacuna.data import Batch, run_tokenizer
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.train.optimizer import build_optimizer
-from lacuna.train.step import accumulate_gradients, agree, update
+from lacuna.train.optimizer import build_optimizer, update
+from lacuna.train.step import accumulate_gradients, agree
 from layouts import LENGTH, Case, own_batches, pipelined
 from runs import lacuna, together, train, weights, write_model
 from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words, whole

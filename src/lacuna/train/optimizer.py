@@ -1,4 +1,4 @@
-"""What moves the weights: learning rates, and AdamW over a sharded model without waiting for the device."""
+"""What moves the weights: learning rates, clipping, and AdamW over a sharded model without waiting for the device."""
 
 import math
 
@@ -93,16 +93,21 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     return norm.to(built.device)
 
 
-def optimizer_step(optimizer: torch.optim.Optimizer, skip: Tensor) -> None:
-    """One update in place, left out where `skip` (a float scalar on the device) is 1.
+def update(built: BuiltModel, optimizer: torch.optim.AdamW, trained: Tensor) -> tuple[Tensor, Tensor]:
+    """Clips and updates in place. Returns the gradient norm before clipping, and whether the step was skipped (1, 0).
 
-    The fused kernel reads `skip` on the device, so that nobody waits; the others have to ask.
+    A step without trained tokens is skipped; so is one whose norm is not finite, with `training.skip_nan_inf`. The
+    fused kernel reads that on the device, so that nobody waits; the others have to ask.
     """
+    norm = clip_gradients(built, built.config.training.max_norm)
+    broken = ~torch.isfinite(norm) & built.config.training.skip_nan_inf
+    skip = ((trained == 0) | broken).float()
     if optimizer.defaults["fused"]:
         optimizer.found_inf = skip
     if optimizer.defaults["fused"] or not skip.item():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+    return norm, skip
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Batches through the model: gradients summed over ranks and one update, or losses of held-out ones or of documents."""
+"""Batches through the model: gradients summed over ranks, or the losses of held-out ones or of documents."""
 
 import math
 from collections.abc import Iterable
@@ -17,7 +17,6 @@ from lacuna.model.inputs import to_device
 from lacuna.objective.language_modelling import language_modelling_loss
 from lacuna.parallel.fsdp import exchange_gradients, inference
 from lacuna.parallel.pipeline import add_tied_gradients
-from lacuna.train.optimizer import clip_gradients, optimizer_step
 
 
 def agree(batches: list[Batch], stop: bool, save: bool, built: BuiltModel) -> Tensor:
@@ -50,18 +49,6 @@ def accumulate_gradients(built: BuiltModel, batches: list[Batch], trained: Tenso
         (loss / divisor).backward()
         total += loss.detach()
     return total
-
-
-def update(built: BuiltModel, optimizer: torch.optim.Optimizer, trained: Tensor) -> tuple[Tensor, Tensor]:
-    """Clips and updates in place. Returns the gradient norm before clipping, and whether the step was skipped (1, 0).
-
-    A step without trained tokens is skipped; so is one whose norm is not finite, with `training.skip_nan_inf`.
-    """
-    norm = clip_gradients(built, built.config.training.max_norm)
-    broken = ~torch.isfinite(norm) & built.config.training.skip_nan_inf
-    skip = ((trained == 0) | broken).float()
-    optimizer_step(optimizer, skip)
-    return norm, skip
 
 
 def evaluate(built: BuiltModel, batches: Iterable[Batch]) -> dict[str, float | None]:

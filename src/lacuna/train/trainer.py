@@ -19,9 +19,9 @@ from lacuna.parallel.processes import gather_objects, on_first, tighten_timeout
 from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
 from lacuna.train.metrics import peak_memory, profiled
-from lacuna.train.optimizer import learning_rate, optimizer_tensors
+from lacuna.train.optimizer import learning_rate, optimizer_tensors, update
 from lacuna.train.setup import Interval, Run, ranking_file
-from lacuna.train.step import accumulate_gradients, agree, document_losses, evaluate, update
+from lacuna.train.step import accumulate_gradients, agree, document_losses, evaluate
 
 
 def train(run: Run, stop: list[int]) -> bool:
