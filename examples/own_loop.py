@@ -16,9 +16,9 @@ from lacuna.model.build import build_model
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
 from lacuna.train.checkpoint import model_tensors, newest_complete, read_state, read_tensors, write_checkpoint
-from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors, set_learning_rate
+from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors, update
 from lacuna.train.setup import plan_batch
-from lacuna.train.step import accumulate_gradients, agree, update
+from lacuna.train.step import accumulate_gradients, agree
 
 path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".toml") else None
 config = load_config(path, sys.argv[1:])
@@ -43,7 +43,8 @@ batches = iter(loader)
 for step in range(first_step, config.training.steps):
     micro_batches = [next(batches) for _ in range(plan.accumulation)]
     tokens, trained, *_ = agree(micro_batches, False, False, built)  # over all ranks
-    set_learning_rate(optimizer, learning_rate(config, step, config.training.steps))
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(config, step, config.training.steps)
     loss = accumulate_gradients(built, micro_batches, trained)
     norm, skipped = update(built, optimizer, trained)
     if process.is_first and step % config.metrics.log_freq == 0:
