@@ -59,9 +59,9 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
         pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
     refuse({
         f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
-        f"{saved}: remove the setting, or choose another job.dump_folder": saved and asked not in (None, saved),
+        f"{saved}: remove the setting, or choose another job.dump_folder": asked not in (None, saved or asked),
         f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
-        f"share evenly: resume with a number of ranks that divides {saved}": saved and saved % ranks > 0,
+        f"share evenly: resume with a number of ranks that divides {saved}": saved is not None and saved % ranks > 0,
         f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
         f"{micro} × {ranks} = {micro * ranks}: change one of them": total % (micro * ranks) > 0,
         f"training.gradient_accumulation_steps: {given} does not fit training.global_batch_size = {total}, which "

@@ -217,7 +217,7 @@ def _rank(run: Run) -> None:
     uses = uses + run.loader.documents_begun()
     begun = usable & (uses == uses.max(where=usable, initial=0))
     left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
-    losses[left] = document_losses(run.built, run.loader.plan, left)
+    losses[left] = document_losses(run.built, plan, left)
     state.ranked = state.step
     path = ranking_file(run.config, state.step)
 
