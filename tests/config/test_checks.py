@@ -98,7 +98,7 @@ def error_of(flags="", **kwargs):
             "data.data_files",
             "has 2 values for 3 datasets",
         ),
-        ("--data.dataset a/b,c/d --data.data_probs 1,-1", "data.data_probs", "none below 0"),
+        ("--data.dataset a/b,c/d --data.data_probs 1,-1", "data.data_probs[1]", "greater than or equal to 0"),
         ("--data.dataset a/b,c/d --data.data_probs 0,0", "data.data_probs", "not all 0"),
         ("--data.dataset none", "data.dataset", "data.sources"),
         ("--data.dataset none --data.data_files a.jsonl", "data.data_files", "data.dataset"),
@@ -110,7 +110,7 @@ def error_of(flags="", **kwargs):
         (
             "--validation.dataset a/b --validation.enable false --validation.patience 2",
             "validation.patience",
-            "validation.dataset",
+            "validation.enable: needs the validation; drop the second",
         ),
         (
             "--checkpoint.enable_checkpoint false --checkpoint.create_seed_checkpoint",
@@ -205,7 +205,7 @@ def test_one_dataset_takes_all_files_and_needs_no_weight():
         ),
         ("from_loss = 2.5\nseq_len = 9", "table 1: from_loss needs the validation loss; set validation.dataset"),
         ("from_step = 3\ndata_probs = [1, 2]", "table 1: data_probs needs a share for each of the 1 sources"),
-        ("from_step = 3\ndata_probs = [0]", "none below 0 and not all 0"),
+        ("from_step = 3\ndata_probs = [0]", "and not all 0"),
         ("from_steps = 3\nseq_len = 9", "did you mean from_step?"),
     ],
 )

@@ -24,15 +24,13 @@ CONTRADICTIONS: dict[str, str] = {
     "training.steps & training.epochs": "both are given; keep one (--training.steps none takes the file's away)",
     "training.epochs & data.streaming": "a stream has no known length; give training.steps instead",
     "training.epochs & data.tokenization = online": "only the cache knows how long an epoch is; drop data.tokenization",
-    "training.epochs & data.data_probs": "whole passes and shares contradict each other; keep one",
     "no training.batch_size = 1 & training.varlen": "the first must be 1; raise training.seq_len instead",
     "training.varlen & no data.document_mask": "varlen masks documents; drop varlen, or keep the mask",
     "data.dataset & data.sources": "two spellings of the same; keep one",
     "data.data_files & no data.dataset & no data.sources": f"set the second to the files' reader: {', '.join(READERS)}",
     "data.streaming & data.tokenization = cache": "a stream cannot be cached; keep one of them",
     "checkpoint.keep_best | validation.patience & no validation.dataset": "needs the validation loss; set the second",
-    "checkpoint.keep_best & validation.enable = False": "needs the loss on validation.dataset; drop the second",
-    "validation.patience & validation.enable = False": "needs the loss on validation.dataset; drop the second",
+    "checkpoint.keep_best | validation.patience & validation.enable = False": "needs the validation; drop the second",
     "validation.enable | validation.dataset_name & no validation.dataset": "set the second, or drop both",
     "validation.data_dir | validation.data_files & no validation.dataset": "set the second, or drop both",
     "curriculum.stages & training.epochs": "a pass is not known where data is drawn anew; set training.steps",
@@ -40,8 +38,7 @@ CONTRADICTIONS: dict[str, str] = {
     "curriculum.difficulty_column | curriculum.rank_every & data.streaming": "a stream has no order; drop one of them",
     "curriculum.difficulty_column | curriculum.rank_every & data.tokenization = online": "needs the cache; drop either",
     "curriculum.rank_every & curriculum.stages": "a ranking is of one pass, stages draw anew; drop one of them",
-    "checkpoint.keep_best & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
-    "checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "nothing is saved; drop one of them",
+    "checkpoint.keep_best | checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "needs the second",
     "model.train_new_tokens_only & no model.new_tokens": "the second names the rows that the first trains; set it",
     "model.train_new_tokens_only & optimizer.early_step_in_backward": "early steps train all rows; drop one",
     "optimizer.early_step_in_backward & training.max_norm": "early steps leave nothing to clip; set max_norm = 0",
@@ -87,13 +84,13 @@ def _data(config: Config) -> Iterator[str]:
     needless = config.memory_estimation.enabled or config.checkpoint.create_seed_checkpoint
     if not (data.dataset or data.sources or data.data_files or needless):
         yield "data.dataset: no data is given; set data.dataset, or write [[data.sources]] tables"
-    if config.training.epochs and any(source.weight for source in data.sources):
-        yield "training.epochs, data.sources: whole passes and weights contradict each other; keep one"
     try:
         sources = data.resolved_sources()
     except UserError as error:
         yield str(error)
         return
+    if config.training.epochs and any(source.weight for source in sources):
+        yield "training.epochs, data.data_probs, data.sources: whole passes and shares contradict each other; keep one"
     if len(sources) > 1 and sources[0].weight is None and config.training.epochs is None:
         ways = "the second, a weight in every [[data.sources]], or training.epochs for whole passes"
         yield f"data.dataset, data.data_probs: several datasets need their shares; set {ways}"
@@ -113,8 +110,8 @@ def _stages(config: Config) -> Iterator[str]:
             yield f"{where} from_step = {stage.from_step} is not after the {steps} of the stage before; raise it"
         if stage.from_loss is not None and config.validation.resolved_source() is None:
             yield f"{where} from_loss needs the validation loss; set validation.dataset"
-        if shares and (len(shares) != count or min(shares) < 0 or not any(shares)):
-            yield f"{where} data_probs needs a share for each of the {count} sources, none below 0 and not all 0"
+        if shares and (len(shares) != count or not any(shares)):
+            yield f"{where} data_probs needs a share for each of the {count} sources, and not all 0"
         steps = stage.from_step or steps
 
 

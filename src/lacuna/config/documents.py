@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from lacuna.config.errors import UserError, refuse
-from lacuna.config.fields import Names, Numbers, Path, Paths, Section, Texts
+from lacuna.config.fields import Names, Path, Paths, Section, Shares, Texts
 
 
 class Source(Section):
@@ -59,7 +59,7 @@ class DataConfig(Section):
     dataset_split: Names = ("train",)
     data_dir: Paths = ()
     data_files: Paths = ()
-    data_probs: Numbers = ()
+    data_probs: Shares = ()
     sources: tuple[Source, ...] = Field((), strict=False)
     streaming: bool = False
     num_workers: NonNegativeInt | None = None
@@ -85,14 +85,12 @@ class DataConfig(Section):
 
     def _sources_of_lists(self) -> tuple[Source, ...]:
         count, shares = len(self.dataset), self.data_probs
-        if shares and (len(shares) != count or min(shares) < 0 or max(shares) == 0):
-            wanted = f"each of the {count} datasets needs a share, none below 0 and not all 0"
-            raise UserError(f"data.data_probs, data.dataset: {wanted} (got {list(shares)})")
+        wrong = f"data.data_probs, data.dataset: each of the {count} datasets needs a share, not all 0 (got {shares})"
+        refuse({wrong: shares != () and (len(shares) != count or not any(shares))})
         columns: dict[str, tuple[Any, ...]] = {"dataset": self.dataset, "weight": shares}
         for field, setting in _LISTS.items():
             values = getattr(self, setting)
-            if field == "files" and count == 1:
-                values = (values,)
+            values = (values,) if field == "files" and count == 1 else values
             wrong = f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets"
             refuse({f"{wrong}; give one for each, or one for all": len(values) not in (0, 1, count)})
             columns[field] = values * count if len(values) == 1 else values
@@ -197,7 +195,7 @@ class Stage(Section):
 
     from_step: PositiveInt | None = None
     from_loss: PositiveFloat | None = None
-    data_probs: Numbers = ()
+    data_probs: Shares = ()
     seq_len: PositiveInt | None = None
     batch_size: PositiveInt | None = None
     global_batch_size: PositiveInt | None = None

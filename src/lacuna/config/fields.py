@@ -6,7 +6,7 @@ import pathlib
 from contextlib import suppress
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Strict, TypeAdapter, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, NonNegativeFloat, Strict, TypeAdapter, ValidationError
 from pydantic.fields import FieldInfo
 
 # The recipes and model configurations that ship with the package.
@@ -21,7 +21,7 @@ class Words(tuple[str, ...]):
     """The words after a flag; unlike the elements of a TOML list, each may hold several values."""
 
 
-def _split_commas(value: Any) -> Any:
+def _listed(value: Any) -> Any:
     """A comma-separated string, or words, as a tuple; a list as it is."""
     if isinstance(value, Words):
         value = value[0] if len(value) == 1 else ",".join(word.strip(",") for word in value)
@@ -41,9 +41,9 @@ def packaged(name: str) -> str:
 
 
 Path = Annotated[str, AfterValidator(os.path.expanduser)]
-Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_split_commas)]
-Paths = Annotated[tuple[Path, ...], Strict(False), BeforeValidator(_split_commas)]
-Numbers = Annotated[tuple[Annotated[float, Strict(False)], ...], Strict(False), BeforeValidator(_split_commas)]
+Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_listed)]
+Paths = Annotated[tuple[Path, ...], Strict(False), BeforeValidator(_listed)]
+Shares = Annotated[tuple[Annotated[NonNegativeFloat, Strict(False)], ...], Strict(False), BeforeValidator(_listed)]
 Texts = Annotated[tuple[str, ...], Strict(False), BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)]
 
 
