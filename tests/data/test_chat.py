@@ -355,7 +355,7 @@ def test_renamed_columns_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize("row, wrong", [
     ({"messages": None}, "column messages: should be a list, not None"),
     ({"messages": "Hi"}, "column messages: should be a list, not 'Hi'"),
-    ({"messages": []}, "column messages: the conversation is empty; leave the row out"),
+    ({"messages": []}, "column messages: no message is the assistant's; leave the row out"),
     ({"messages": [HI, BYE]}, "column messages: no message is the assistant's; leave the row out"),
     ({"messages": ["Hi"]}, "column messages, message 1: should be a table, not 'Hi'"),
     ({"messages": [HI, {"content": "Yes"}]}, "column messages, message 2, role: should be text, not None"),
@@ -369,7 +369,7 @@ def test_renamed_columns_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
     ({"messages": [HI, YES | {"tool_calls": [{"function": {"name": "f", "arguments": "1"}}]}]},
      "message 2, arguments of f: should be a table, not 1"),
     ({"messages": [HI, CALL]}, "column messages: the chat template does not write tool_calls; set chat.template"),
-    ({"messages": TALK, "tools": [WEATHER]}, "column messages: the chat template does not write the tools"),
+    ({"messages": TALK, "tools": [WEATHER]}, "column messages: the chat template does not write tools; set"),
     ({"messages": TALK, "tools": "weather"}, "column tools: should be a list, not 'weather'"),
     ({"messages": TALK, "tools": ["weather"]}, "column tools: should be a table, not 'weather'"),
     ({"messages": [{"role": "alien", "content": ""}, YES]}, "column messages: the chat template refuses it: No aliens"),

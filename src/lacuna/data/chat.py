@@ -62,8 +62,8 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
         "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file": not tokenizer.chat_template,
     })  # fmt: skip
     trial = _Chat("chat.template, tried on a question", tokenizer, tokenizer.get_chat_template(), _TRIAL)
-    end = _end_token(tokenizer, trial.template)
-    wrong = f"chat.template: after an answer there is {_after_answer(trial)!r}; this must begin with one special token"
+    end, after = _end_of_answer(tokenizer, trial.template)
+    wrong = f"chat.template: after an answer there is {after!r}; this must begin with one special token"
     marks = "of the tokenizer, within the {% generation %} marks where there are any, for a model to learn to stop"
     mend = "name the token in model.new_tokens, or give another template"
     refuse({f"{wrong} {marks}; {mend}": end is None or end not in _encode_chat(trial, 0, settings)})
@@ -73,20 +73,17 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """The tokens at which an answer ends: the end of text, and what the chat template puts after an answer."""
     ends = [tokenizer.eos_token_id]
     with suppress(UserError, ValueError):  # a template that nobody trains on may refuse the trial, or be one of several
-        ends.append(_end_token(tokenizer, tokenizer.get_chat_template()))
+        ends.append(_end_of_answer(tokenizer, tokenizer.get_chat_template())[0])
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 
 @lru_cache
-def _end_token(tokenizer: PreTrainedTokenizerBase, template: str) -> int | None:
-    """The special token that a template puts after an answer, None where it puts another text there."""
-    after = _after_answer(_Chat("chat.template", tokenizer, template, _TRIAL))
-    first = tokenizer.encode(after, add_special_tokens=False)[:1]
-    return first[0] if first and first[0] in tokenizer.added_tokens_decoder else None
-
-
-def _after_answer(trial: _Chat) -> str:
-    return _render(trial)[0].rpartition(_TRIAL[-1]["content"])[2].strip()
+def _end_of_answer(tokenizer: PreTrainedTokenizerBase, template: str) -> tuple[int | None, str]:
+    """What a template puts after an answer: its first token if that is a special one, else None; and the text."""
+    text = _render(_Chat("chat.template", tokenizer, template, _TRIAL))[0]
+    after = text.rpartition(_TRIAL[-1]["content"])[2].strip()
+    first = [*tokenizer.encode(after, add_special_tokens=False), None][0]
+    return (first if first in tokenizer.added_tokens_decoder else None), after
 
 
 def conversation_columns(columns: Collection[str], settings: ChatConfig) -> tuple[tuple[str, ...], dict[str, str]]:
@@ -142,14 +139,10 @@ def _encode_chat(chat: _Chat, first: int, settings: ChatConfig) -> np.ndarray:
     answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
     turns = [turn for turn in answers if turn >= first][-1 if settings.train_on == "last" else 0 :]
     calls = [call["function"] for message in chat.messages for call in message.get("tool_calls", ())]
-    refuse({
-        f"{chat.where}: the conversation is empty; leave the row out": not chat.messages,
-        f"{chat.where}: no message is the assistant's; leave the row out": not turns,
-        f"{chat.where}: the chat template does not write tool_calls; set chat.template":
-            bool(calls) and "tool_calls" not in chat.template,
-        f"{chat.where}: the chat template does not write the tools; set chat.template":
-            bool(chat.tools) and "tools" not in chat.template,
-    })  # fmt: skip
+    given = {"tool_calls": calls, "tools": chat.tools}
+    unwritten = " and ".join(name for name in given if given[name] and name not in chat.template)
+    refuse({f"{chat.where}: no message is the assistant's; leave the row out": not turns})
+    refuse({f"{chat.where}: the chat template does not write {unwritten}; set chat.template": unwritten != ""})
     if _JOINS_ARGUMENTS.search(chat.template):
         for function in calls:
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
@@ -174,7 +167,7 @@ def _answer(chat: _Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, 
 
     Raises UserError unless `whole` begins with the conversation before the message, and with that up to its end.
     """
-    end = chat.tokenizer.convert_ids_to_tokens(_end_token(chat.tokenizer, chat.template))
+    end = chat.tokenizer.convert_ids_to_tokens(_end_of_answer(chat.tokenizer, chat.template)[0])
     asked = _render(chat, turn, asks=True)[0]
     answered = whole if turn + 1 == len(chat.messages) else _render(chat, turn + 1)[0]
     ended = answered.rfind(end, len(asked))
