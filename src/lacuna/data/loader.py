@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import Config, UserError, refuse
 from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
-from lacuna.data.rows import LaneState, documents_begun, open_rows
+from lacuna.data.rows import LaneState, documents_begun, open_rows, rows_from_the_start
 from lacuna.data.tokenize import add_broken, usable_cores
 
 _STEPS_BEFORE_A_LANE_RETURNS = 8
@@ -184,19 +184,12 @@ def build_validation(
     rows of padding, whose labels are all -100. Raises UserError when the data cannot be opened or holds no text.
     """
     plan = make_plan(config, tokenizer, [config.validation.resolved_source()], lanes=1, endless=False)
-    most, size = config.validation.steps, batch.global_batch // batch.accumulation
+    most = None if config.validation.steps < 0 else config.validation.steps
     own = slice(dp_rank * batch.micro_batch, (dp_rank + 1) * batch.micro_batch)
 
     def batches() -> Iterator[Batch]:
-        places: list[str] = []
-        known: dict[str, None] = {}
-        row = open_rows(plan, {0: None}, places)
-        for number in range(most) if most >= 0 else itertools.count():
-            group = [row(number * size + within) for within in range(size)]
-            add_broken(known, places, config.data.max_broken_records)
-            if not any(group):
-                return
-            yield plan.batch(group[own])
+        for rows in itertools.islice(rows_from_the_start(plan, batch.global_batch // batch.accumulation), most):
+            yield plan.batch(rows[own])
 
     return batches
 

@@ -50,6 +50,22 @@ def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]
     return row
 
 
+def rows_from_the_start(plan: Plan, count: int) -> Iterator[list[list[Span]]]:
+    """The rows of a plan as `open_rows` gives them, `count` at a time, until all documents are used up.
+
+    Raises UserError when more records are unreadable than `data.max_broken_records`.
+    """
+    broken: list[str] = []
+    known: dict[str, None] = {}
+    row = open_rows(plan, dict.fromkeys(range(plan.mixture.lanes)), broken)
+    for first in itertools.count(0, count):
+        rows = [row(number) for number in range(first, first + count)]
+        add_broken(known, broken, plan.config.data.max_broken_records)
+        if not any(rows):
+            return
+        yield rows
+
+
 def documents_begun(plan: Plan, rows: int) -> np.ndarray:
     """How often the first `rows` rows begin each document, int64 [documents], whatever order these come in."""
     begun = np.zeros(len(plan.table.lengths), dtype=np.int64)

@@ -12,8 +12,7 @@ from lacuna.config import Config
 from lacuna.data import run_tokenizer
 from lacuna.data.packing import Span
 from lacuna.data.plan import Plan, make_plan
-from lacuna.data.rows import open_rows
-from lacuna.data.tokenize import add_broken
+from lacuna.data.rows import rows_from_the_start
 from lacuna.parallel.mesh import resolve_layout
 from lacuna.train.setup import plan_batch
 
@@ -29,10 +28,7 @@ def show_data(config: Config, processes: int) -> None:
     size = plan_batch(config, resolve_layout(config, processes)).global_batch
     tokenizer = run_tokenizer(config)
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), size)
-    broken: list[str] = []
-    row = open_rows(plan, dict.fromkeys(range(plan.mixture.lanes)), broken)
-    rows = [row(number) for number in range(size)]
-    add_broken({}, broken, config.data.max_broken_records)
+    rows = next(rows_from_the_start(plan, size))
     console = Console(no_color=config.metrics.disable_color_printing, highlight=False)
     for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
         console.print(f"[bold]example {number}[/bold]: {len(span.tokens)} tokens, [green]trained[/green] and not")
