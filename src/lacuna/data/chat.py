@@ -223,8 +223,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
     message = _without_none(_read(value, dict, where))
     if "from" in message and "role" not in message:
         speaker, content = message.pop("from"), message.pop("value", None)
-        if speaker not in _SHAREGPT:
-            raise UserError(f"{where}: is from {speaker!r}; known are {', '.join(_SHAREGPT)}")
+        refuse({f"{where}: is from {speaker!r}; known are {', '.join(_SHAREGPT)}": speaker not in _SHAREGPT})
         called = {"tool_calls": [content]} if speaker == "function_call" else {"content": content}
         message |= {"role": _SHAREGPT[speaker]} | called
     _read(message.get("role"), str, f"{where}, role")

@@ -71,22 +71,24 @@ class Plan:
 
     @cached_property
     def bins(self) -> list[np.ndarray]:
-        """The pieces of documents in each row of a pass over all of them; only neighbours share rows if in order."""
-        most, lengths = self.config.training.seq_len, self.table.lengths
-        if long := int((lengths > most).sum()):
-            way = self.config.packing.long_examples
-            logger.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
-        return self._cached_bins() if self.table.order is None else self.bins_of(np.arange(len(lengths)))
+        """The pieces of documents in each row of a pass over all of them; only neighbours share rows if in order.
 
-    def _cached_bins(self) -> list[np.ndarray]:
-        settings = [packing_mode(self.config), self.config.packing.long_examples, self.config.training.seq_len]
+        They are fitted once and kept, but for those in an order, which is of this run.
+        """
+        most, lengths, way = self.config.training.seq_len, self.table.lengths, self.config.packing.long_examples
+        documents = np.arange(len(lengths))
+        if long := int((lengths > most).sum()):
+            logger.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
+        if self.table.order is not None:
+            return self.bins_of(documents)
 
         def write(file: str) -> None:
-            rows = self.bins_of(np.arange(len(self.table.lengths)))
+            rows = self.bins_of(documents)
             with open(file, "wb") as stream:
                 np.savez(stream, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
 
-        made_of = Hasher.hash([_PACKING_VERSION, self.table.dataset._fingerprint, *settings])
+        mode, made_from = packing_mode(self.config), self.table.dataset._fingerprint
+        made_of = Hasher.hash([_PACKING_VERSION, made_from, mode, way, most])
         with np.load(made_once(f"{made_of}.npz", write)) as stored:
             return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
 

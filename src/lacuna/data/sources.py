@@ -12,7 +12,7 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.load import infer_module_for_data_files_list
 from fsspec.core import url_to_fs
 
-from lacuna.config import UserError, logger
+from lacuna.config import UserError, logger, refuse
 from lacuna.config.checks import READERS
 from lacuna.config.documents import ChatConfig, DataConfig, Source
 from lacuna.data import corpus, files
@@ -101,8 +101,7 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
     kind, options = infer_module_for_data_files_list([source.dataset])
     if kind is not None and not Path(source.dataset).is_dir():
         return datasets.load_dataset_builder(kind, data_files={split: [source.dataset]}, **options)
-    if source.dataset in READERS and not source.files:
-        raise UserError("a reader of local files needs data.data_files")
+    refuse({"a reader of local files needs data.data_files": source.dataset in READERS and not source.files})
     chosen = {split: list(source.files)} if source.files else None
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
@@ -113,8 +112,7 @@ def _from_files(
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
     whole, kind = split.partition("[")[0], builder.name
     found = builder.config.data_files.get(whole)
-    if not found:
-        raise UserError(f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}")
+    refuse({f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}": not found})
     wanted = data.text_column if kind == "json" else None
     columns = _used_columns(files.columns_of(found, kind), wanted, chat, numbers)
     column = columns[0] if chat is None else files.RECORD
@@ -136,15 +134,14 @@ def _part(splits: dict[str, Dataset], split: str) -> Dataset:
 
 
 def _used_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None, numbers: Sequence[str]) -> list[str]:
-    if absent := [name for name in numbers if name not in columns]:
-        raise UserError(f"curriculum.difficulty_column: no column {absent[0]}; there are {', '.join(columns)}")
+    known = ", ".join(columns)
+    refuse({f"curriculum.difficulty_column: no column {name}; it has {known}": name not in columns for name in numbers})
     if chat is not None:
         return [*conversation_columns(columns, chat)[1].values(), *numbers]
     candidates = (wanted,) if wanted else _COLUMNS
-    for candidate in candidates:
-        if candidate in columns:
-            return [candidate, *numbers]
-    raise UserError(f"no column {' or '.join(candidates)}; it has {', '.join(columns)}; name one by data.text_column")
+    found = [name for name in candidates if name in columns]
+    refuse({f"no column {' or '.join(candidates)}; it has {known}; name one by data.text_column": not found})
+    return [found[0], *numbers]
 
 
 def may_pass(error: BaseException) -> bool:

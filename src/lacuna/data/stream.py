@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from lacuna.config import UserError, logger
+from lacuna.config import logger, refuse
 from lacuna.data.mixture import Pool, shuffled
 from lacuna.data.sources import Documents, with_retries
 
@@ -94,8 +94,7 @@ class Stream(Pool):
                 block = [(records[n], f"{index - epoch_start + n} of {where}") for n in order]
                 yield (index, epoch_start, state), block
                 index, state = index + len(records), shard.state_dict()
-            if index == epoch_start:
-                raise UserError(f"{name}: {where} holds no documents; leave out empty files")
+            refuse({f"{name}: {where} holds no documents; leave out empty files": index == epoch_start})
             if not self.endless:
                 return
             if not epoch_start and index < fewest:

@@ -104,8 +104,7 @@ def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase
     add_broken({}, pc.drop_null(dataset.data.column(BROKEN)).to_pylist(), most_broken)
     table = TokenTable(dataset, list(accumulate(map(len, parts))))
     for source, tokens in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
-        if not tokens.any():
-            raise UserError(f"{source.name}: no record holds any text; check data.text_column")
+        refuse({f"{source.name}: no record holds any text; check data.text_column": not tokens.any()})
     return table
 
 
