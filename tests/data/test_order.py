@@ -77,7 +77,7 @@ def test_what_was_begun_is_counted_by_the_documents_own_numbers(
 def test_a_column_that_cannot_be_sorted_by_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a", "level": "easy"}\n')
-    with pytest.raises(UserError, match=r"curriculum\.difficulty_column: no column hard; there are text, level"):
+    with pytest.raises(UserError, match=r"curriculum\.difficulty_column: no column hard; it has text, level"):
         loader_of(path, tokenizer, difficulty_column="hard")
     with pytest.raises(UserError, match="easy"):
         loader_of(path, tokenizer)

@@ -21,15 +21,12 @@ def help_text(width: int = 100) -> str:
         lines += ["", f"[{section}]  {heading}"]
         for name, field in schema["properties"].items():
             default = "" if field.get("default") in (None, []) else f" (default: {shown(field['default'])})"
-            lines.append(f"  --{section}.{name} {_type_name(field)}")
+            kind = field.get("anyOf", [field])[0]
+            words = kind.get("enum", [kind.get("const", _TYPES[kind["type"]])])
+            lines.append(f"  --{section}.{name} {'|'.join(map(str, words))}")
             lines.append(textwrap.indent(textwrap.fill(re.sub(r"\s+", " ", about[name] + default), width - 6), " " * 6))
     lines += ["", "The names that flame and torchtitan use (training.dataset, experimental.*, ...) work too."]
     return "\n".join(lines)
-
-
-def _type_name(schema: dict[str, Any]) -> str:
-    kind = schema.get("anyOf", [schema])[0]
-    return "|".join(map(str, kind.get("enum", [kind.get("const", _TYPES[kind["type"]])])))
 
 
 def to_toml(config: Config) -> str:

@@ -19,14 +19,6 @@ RECORD = "record"
 BROKEN = "broken"
 
 
-def columns_of(files: list[str], kind: str) -> list[str]:
-    """The columns of the records, as the first readable one has them. Raises UserError when there is none."""
-    for record, _ in _records(files, kind):
-        if isinstance(record, dict):
-            return list(record)
-    raise UserError(f"{files[0]}: holds no JSON objects; give one object with a text per line")
-
-
 def read_records(
     files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int
 ) -> Iterator[dict[str, Any]]:
@@ -35,7 +27,7 @@ def read_records(
     RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or text (each file is
     a record); `version` that of this reader: a part of what caches are keyed by.
     """
-    for record, place in _records(files, kind):
+    for record, place in records_of(files, kind):
         value = None
         if isinstance(record, dict):
             value = json.dumps(record) if column == RECORD else record.get(column)
@@ -44,8 +36,8 @@ def read_records(
         yield found | {name: record.get(name) if isinstance(record, dict) else None for name in numbers}
 
 
-def _records(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
-    """Each record, None where it cannot be parsed, with its place."""
+def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
+    """Each record, None where it cannot be parsed, with its place. Raises UserError when a file is damaged."""
     for path in files:
         with _opened(path) as stream:
             if kind == "text":

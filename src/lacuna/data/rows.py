@@ -37,8 +37,7 @@ def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]
     """
     if plan.table is None:
         return _LaneRows(plan, states, broken).row
-    made = itertools.chain(_made_of_table(plan), itertools.repeat(()))  # after the last document there are empty rows
-    rows = enumerate(made)
+    rows = enumerate(itertools.chain(_made_of_table(plan), itertools.repeat(())))  # empty after the last document
 
     def row(wanted: int) -> list[Span]:
         spans = []

@@ -114,7 +114,9 @@ def _from_files(
     found = builder.config.data_files.get(whole)
     refuse({f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}": not found})
     wanted = data.text_column if kind == "json" else None
-    columns = _used_columns(files.columns_of(found, kind), wanted, chat, numbers)
+    first = next((record for record, _ in files.records_of(found, kind) if isinstance(record, dict)), None)
+    refuse({f"{found[0]}: holds no JSON objects; give one object with a text per line": first is None})
+    columns = _used_columns(list(first), wanted, chat, numbers)
     column = columns[0] if chat is None else files.RECORD
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features({column: value, files.BROKEN: Value("string")} | dict.fromkeys(numbers, Value("float64")))
