@@ -33,22 +33,19 @@ RENAMED: dict[str, str] = {
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
 _TO_COME = ("lora", "quantization", "distillation", "grpo", "ppo")
-_ALWAYS_EXPORTED = "the final model is always exported to hf/; `lacuna convert` exports any other checkpoint"
-_HUGGING_FACE = "the Hugging Face configuration decides; set model.config or model.name_or_path"
+_EXPORTING = ("checkpoint.convert_to_hf_on_save", "checkpoint.last_save_in_hf")
+_ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 
 # Pattern of a name that nothing here answers to, or of a setting and a value other than its default -> why it cannot
 # be had; the first that fits counts, and leaving it out is the mending.
 REFUSED: dict[str, str] = {
-    "model.norm_type": _HUGGING_FACE,
-    "model.name": _HUGGING_FACE,
-    "model.flavor": _HUGGING_FACE,
+    **dict.fromkeys(_ARCHITECTURE, "the Hugging Face configuration decides; set model.config or model.name_or_path"),
     "job.config_file": "a TOML file cannot name another; give it on the command line",
     "job.use_for_integration_test": "no test suite is chosen by configuration",
     "training.pin_memory": "batches are always pinned on a GPU",
     "training.persistent_workers": "data workers always stay alive",
     "checkpoint.hf_*": "models cannot be sent to the Hub yet; upload the folder hf/ of the run yourself",
-    "checkpoint.convert_to_hf_on_save": _ALWAYS_EXPORTED,
-    "checkpoint.last_save_in_hf": _ALWAYS_EXPORTED,
+    **dict.fromkeys(_EXPORTING, "the final model is always exported to hf/; `lacuna convert` exports any other"),
     "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
     **{f"{section}*": f"the section {section} is not available yet" for section in _TO_COME},

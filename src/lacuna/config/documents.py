@@ -87,17 +87,15 @@ class DataConfig(Section):
         count, shares = len(self.dataset), self.data_probs
         wrong = f"data.data_probs, data.dataset: each of the {count} datasets needs a share, not all 0 (got {shares})"
         refuse({wrong: shares != () and (len(shares) != count or not any(shares))})
-        columns: dict[str, tuple[Any, ...]] = {"dataset": self.dataset, "weight": shares}
+        columns: dict[str, tuple[Any, ...]] = {"dataset": self.dataset, "weight": shares or ("",) * count}
         for field, setting in _LISTS.items():
             values = getattr(self, setting)
             values = (values,) if field == "files" and count == 1 else values
             wrong = f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets"
             refuse({f"{wrong}; give one for each, or one for all": len(values) not in (0, 1, count)})
-            columns[field] = values * count if len(values) == 1 else values
-        return tuple(
-            Source(**{field: values[row] for field, values in columns.items() if values and values[row] != ""})
-            for row in range(count)
-        )
+            columns[field] = values if len(values) == count else (values or ("",)) * count
+        tables = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        return tuple(Source(**{field: value for field, value in row.items() if value != ""}) for row in tables)
 
 
 # Our names of the columns of conversations.

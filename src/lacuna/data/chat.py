@@ -56,11 +56,9 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
         mend = "write it in UTF-8" if file.is_file() else nearby(file)
         with explained(problem, OSError, ValueError, mend=mend):
             tokenizer.chat_template = file.read_text(encoding="utf-8")
-    refuse({
-        "model.tokenizer_path: conversations need a fast tokenizer, which tells the place of each token":
-            not tokenizer.is_fast,
-        "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file": not tokenizer.chat_template,
-    })  # fmt: skip
+    slow = "model.tokenizer_path: conversations need a fast tokenizer, which tells the place of each token"
+    absent = "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file"
+    refuse({slow: not tokenizer.is_fast, absent: not tokenizer.chat_template})
     trial = _Chat("chat.template, tried on a question", tokenizer, tokenizer.get_chat_template(), _TRIAL)
     end, after = _end_of_answer(tokenizer, trial.template)
     wrong = f"chat.template: after an answer there is {after!r}; this must begin with one special token"
@@ -175,11 +173,9 @@ def _answer(chat: _Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, 
     for beginning, stop, asks in ((asked, turn, True), (answered, turn + 1, False)):
         if not whole.startswith(beginning):
             last = ', or set chat.train_on = "last"' if is_earlier else ""
-            raise UserError(
-                f"{chat.where}, message {turn + 1}: where it begins and ends cannot be told, because the chat template "
-                f"rewrites: {_parting(chat, stop, asks)}; give a template with {{% generation %}} marks, such as "
-                f'chat.template = "chatml"{last}'
-            )
+            wrong = "where it begins and ends cannot be told, because the chat template rewrites"
+            mend = f'give a template with {{% generation %}} marks, such as chat.template = "chatml"{last}'
+            raise UserError(f"{chat.where}, message {turn + 1}: {wrong}: {_parting(chat, stop, asks)}; {mend}")
     return len(asked), len(answered)
 
 

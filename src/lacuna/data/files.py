@@ -19,9 +19,7 @@ RECORD = "record"
 BROKEN = "broken"
 
 
-def read_records(
-    files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int
-) -> Iterator[dict[str, Any]]:
+def read_records(files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int) -> Iterator[dict]:
     """Yield `column` (None where unreadable), BROKEN (None where readable) and the `numbers` of every record.
 
     RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or text (each file is

@@ -98,11 +98,8 @@ class Stream(Pool):
             if not self.endless:
                 return
             if not epoch_start and index < fewest:
-                logger.warning(
-                    "%s: %s has only %d documents for %d sequences packed in parallel, so that some are seen "
-                    "again before others are seen at all; set data.streaming=false for small data",
-                    name, where, index, fewest,
-                )  # fmt: skip
+                few = "%s: %s has only %d documents for %d sequences packed in parallel, so that some repeat early"
+                logger.warning(f"{few}; set data.streaming=false for small data", name, where, index, fewest)
             epoch_start, state = index, None
 
 
