@@ -5,8 +5,7 @@ import shlex
 import pytest
 
 from lacuna.commands.arguments import parse_run
-from lacuna.config import Config, UserError, load_config
-from lacuna.config.describe import to_toml
+from lacuna.config import Config, UserError, load_config, to_toml
 
 BASE = '[model]\nconfig = "org/model"\n[data]\ndataset = "org/data"\n'
 

@@ -1,11 +1,14 @@
-"""The words after a command: its options, and those that describe a run."""
+"""The words after a command: its options, those that describe a run, and the help of all of these."""
 
 import argparse
 import os
+import re
+import textwrap
 
 from lacuna.config import Config, UserError, load_config
-from lacuna.config.describe import help_text
-from lacuna.config.fields import RECIPES
+from lacuna.config.fields import RECIPES, shown
+
+_TYPES = {"boolean": "true|false", "integer": "int", "number": "float", "array": "list", "string": "text"}
 
 
 class CommandParser(argparse.ArgumentParser):
@@ -42,6 +45,24 @@ def parse_run(command: str, doc: str, words: list[str], *flag: str) -> tuple[arg
     if options.cpus:
         os.environ["LACUNA_DEVICE"] = "cpu"
     return options, config
+
+
+def help_text(width: int = 100) -> str:
+    """Every flag with its type, default and description as plain text, a group per section."""
+    lines = ["Settings, in the TOML file or as flags; the word none is the default, where it is no value itself."]
+    for section, info in Config.model_fields.items():
+        schema = info.annotation.model_json_schema()
+        heading, *texts = re.split(r"\n+(\w+): ", schema["description"])
+        about = dict(zip(texts[::2], texts[1::2], strict=True))
+        lines += ["", f"[{section}]  {heading}"]
+        for name, field in schema["properties"].items():
+            default = "" if field.get("default") in (None, []) else f" (default: {shown(field['default'])})"
+            kind = field.get("anyOf", [field])[0]
+            words = kind.get("enum", [kind.get("const", _TYPES[kind["type"]])])
+            lines.append(f"  --{section}.{name} {'|'.join(map(str, words))}")
+            lines.append(textwrap.indent(textwrap.fill(re.sub(r"\s+", " ", about[name] + default), width - 6), " " * 6))
+    lines += ["", "The names that flame and torchtitan use (training.dataset, experimental.*, ...) work too."]
+    return "\n".join(lines)
 
 
 def _count(text: str) -> int:

@@ -1,4 +1,4 @@
-"""TOML and flags to one checked, frozen `Config`."""
+"""TOML and flags to one checked, frozen `Config`, and back to TOML."""
 
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
@@ -135,3 +135,20 @@ def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
         hint = did_you_mean(str(detail["loc"][-1]), {*Source.model_fields, *Stage.model_fields})
     name = f", as {spelling}" if spelling != setting else ""
     return f"{setting}{part}: {wanted} (got {shown(value)} {where}{name}){hint}"
+
+
+def to_toml(config: Config) -> str:
+    """Every setting as TOML that `load_config` reads back to an equal configuration."""
+    sections = config.model_dump().items()
+    return "\n".join(line for name, table in sections for line in (f"[{name}]", *_lines(name, table), ""))
+
+
+def _lines(name: str, table: dict[str, Any]) -> Iterator[str]:
+    """The settings of a table, and behind them its lists of tables."""
+    lists = {key: value for key, value in table.items() if isinstance(value, tuple) and {*map(type, value)} == {dict}}
+    for key, value in table.items():
+        if key not in lists:
+            yield f"# {key} is not set" if value is None else f"{key} = {shown(value)}"
+    for key, tables in lists.items():
+        for each in tables:
+            yield from ("", f"[[{name}.{key}]]", *_lines(f"{name}.{key}", each))

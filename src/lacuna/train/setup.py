@@ -11,8 +11,7 @@ import numpy as np
 import torch
 from rich.console import Console
 
-from lacuna.config import Config, explained, logger, of_stage, refuse
-from lacuna.config.describe import to_toml
+from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
 from lacuna.model.architecture import attention_widths
