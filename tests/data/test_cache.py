@@ -11,7 +11,7 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig, PackingConfig, Source
+from lacuna.config.documents import PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.plan import Plan, make_plan
@@ -24,7 +24,7 @@ TEXTS = [f"text {n}" * (n % 7) for n in range(2500)]
 
 
 def table_of(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int = 0) -> TokenTable:
-    source = open_source(Source(dataset=str(path)), DataConfig())
+    source = open_source(Source(dataset=str(path)), Config())
     return token_table([source], tokenizer, limit)
 
 
@@ -99,7 +99,7 @@ def test_the_documents_of_several_sources_stand_behind_each_other(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     paths = [write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 3 * number]) for number in (1, 3)]
-    sources = [open_source(Source(dataset=str(path)), DataConfig()) for path in paths]
+    sources = [open_source(Source(dataset=str(path)), Config()) for path in paths]
     table = token_table(sources, tokenizer, most_broken=0)
     found = [table.document(index) for index in range(8)]
     assert [source for _, source in found] == [0] * 2 + [1] * 6

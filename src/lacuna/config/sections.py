@@ -161,6 +161,11 @@ class Config(Section):
     comm: machine.CommConfig = machine.CommConfig()
     memory_estimation: machine.MemoryEstimationConfig = machine.MemoryEstimationConfig()
 
+    @property
+    def conversations(self) -> ChatConfig | None:
+        """How conversations become tokens; None where the task is to train on texts."""
+        return self.chat if self.job.task == "sft" else None
+
     def stages(self) -> "list[Config]":
         """The configuration of each stage of the curriculum, beginning with that before the first of its tables.
 

@@ -37,8 +37,8 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
     Raises UserError for whatever the configuration gets wrong of them.
     """
     tokenizer = grown_tokenizer(config.model)
-    if config.job.task == "sft":
-        use_template(tokenizer, config.chat)
+    if config.conversations is not None:
+        use_template(tokenizer, config.conversations)
     return tokenizer
 
 
@@ -124,9 +124,8 @@ def make_plan(
     What is not endless comes in the sources' own order; with an `order`, int64 [documents], documents come in that.
     """
     data, seed, table = config.data, config.training.seed, None
-    chat = config.chat if config.job.task == "sft" else None
     difficulty = config.curriculum.difficulty_column if endless else None
-    sources = tuple(open_source(setting, data, chat, [difficulty] if difficulty else []) for setting in settings)
+    sources = tuple(open_source(setting, config, [difficulty] if difficulty else []) for setting in settings)
     if difficulty:
         values = [np.array(source.dataset[difficulty], dtype=np.float64) for source in sources]
         order = np.argsort(np.concatenate(values), kind="stable")

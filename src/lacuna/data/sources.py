@@ -12,9 +12,9 @@ from datasets.exceptions import DatasetGenerationError
 from datasets.load import infer_module_for_data_files_list
 from fsspec.core import url_to_fs
 
-from lacuna.config import UserError, logger, refuse
+from lacuna.config import Config, UserError, logger, refuse
 from lacuna.config.checks import READERS
-from lacuna.config.documents import ChatConfig, DataConfig, Source
+from lacuna.config.documents import ChatConfig, Source
 from lacuna.data import corpus, files
 from lacuna.data.chat import conversation_columns
 
@@ -45,17 +45,15 @@ class Documents:
     chat: ChatConfig | None = None
 
 
-def open_source(
-    source: Source, data: DataConfig, chat: ChatConfig | None = None, numbers: Sequence[str] = ()
-) -> Documents:
-    """Open a source of documents, of conversations where there are settings of a `chat`; with its columns of `numbers`.
+def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> Documents:
+    """Open a source of documents, or of conversations, as the task wants them; with its columns of `numbers`.
 
     Raises UserError when there is no such dataset, file, split or column, or nothing in it.
     """
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        [documents] = with_retries(lambda: [_open(name, source, data, chat, numbers)], data.retries, name)
+        [documents] = with_retries(lambda: [_open(name, source, config, numbers)], config.data.retries, name)
     except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         if isinstance(cause, UserError):
@@ -63,35 +61,36 @@ def open_source(
         reason = str(cause).strip().partition("\n")[0]
         mend = "check data.dataset or validation.dataset, name, split, folder, files, and if the Hub can be reached"
         raise UserError(f"{name}: cannot be opened: {reason}; {mend}") from error
-    if not data.streaming and not len(documents.dataset):
+    if not config.data.streaming and not len(documents.dataset):
         raise UserError(f"{name}: holds no documents; check data.dataset_split, data.data_dir and data.data_files")
     return documents
 
 
-def _open(name: str, source: Source, data: DataConfig, chat: ChatConfig | None, numbers: Sequence[str]) -> Documents:
+def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> Documents:
+    streaming = config.data.streaming
     split, bracket, _ = source.split.partition("[")
-    if bracket and data.streaming:
+    if bracket and streaming:
         raise UserError("a stream has no length to take a part of; give a whole split, or set data.streaming=false")
     folder = Path(source.dataset, source.dir or "")
     if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
         saved = datasets.load_from_disk(str(folder))
         dataset: Any = _part(saved if isinstance(saved, DatasetDict) else {split: saved}, source.split)
-        if data.streaming:
+        if streaming:
             dataset = dataset.to_iterable_dataset(min(_STREAMED_SHARDS, len(dataset)))
     else:
         builder = _builder(source, split)
         if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(name, builder, source.split, data, chat, numbers)
-        if not data.streaming:
+            return _from_files(name, builder, source.split, config, numbers)
+        if not streaming:
             builder.download_and_prepare()
-        dataset = (builder.as_streaming_dataset if data.streaming else builder.as_dataset)(source.split)
+        dataset = (builder.as_streaming_dataset if streaming else builder.as_dataset)(source.split)
     found = dataset.column_names or list(next(iter(dataset), {}))
-    columns = _used_columns(found, data.text_column, chat, numbers)
-    shard_sizes = (1,) * dataset.num_shards if data.streaming else ()
+    columns = _used_columns(found, config.data.text_column, config.conversations, numbers)
+    shard_sizes = (1,) * dataset.num_shards if streaming else ()
     dataset = dataset.select_columns(columns)
     for column in numbers:
         dataset = dataset.cast_column(column, Value("float64"))
-    return Documents(name, dataset, columns[0], shard_sizes, chat)
+    return Documents(name, dataset, columns[0], shard_sizes, config.conversations)
 
 
 def _builder(source: Source, split: str) -> DatasetBuilder:
@@ -106,14 +105,12 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
 
-def _from_files(
-    name: str, builder: DatasetBuilder, split: str, data: DataConfig, chat: ChatConfig | None, numbers: Sequence[str]
-) -> Documents:
+def _from_files(name: str, builder: DatasetBuilder, split: str, config: Config, numbers: Sequence[str]) -> Documents:
     """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
-    whole, kind = split.partition("[")[0], builder.name
+    whole, kind, chat = split.partition("[")[0], builder.name, config.conversations
     found = builder.config.data_files.get(whole)
     refuse({f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}": not found})
-    wanted = data.text_column if kind == "json" else None
+    wanted = config.data.text_column if kind == "json" else None
     first = next((record for record, _ in files.records_of(found, kind) if isinstance(record, dict)), None)
     refuse({f"{found[0]}: holds no JSON objects; give one object with a text per line": first is None})
     columns = _used_columns(list(first), wanted, chat, numbers)
@@ -121,9 +118,9 @@ def _from_files(
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features({column: value, files.BROKEN: Value("string")} | dict.fromkeys(numbers, Value("float64")))
     arguments = {"files": found, "kind": kind, "column": column, "numbers": tuple(numbers), "version": _READER_VERSION}
-    opener = IterableDataset if data.streaming else Dataset
+    opener = IterableDataset if config.data.streaming else Dataset
     dataset = opener.from_generator(files.read_records, features=features, gen_kwargs=arguments)
-    if data.streaming:
+    if config.data.streaming:
         return Documents(name, dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found), chat)
     return Documents(name, _part({whole: dataset}, split), column, chat=chat)
 
