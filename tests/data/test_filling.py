@@ -65,6 +65,8 @@ def test_without_packing_every_example_has_its_own_row() -> None:
 def test_what_is_left_without_a_trained_token_is_left_out() -> None:
     untrained = [~1] * 9 + [1]  # the label of the eighth is untrained as well
     assert filled([untrained, [1]], mode="best_fit") == [[[1, 0, 1]]]
+    first_of_next = [~1] * 8 + [1] + [~1] * 3  # a label of the first piece alone, which predicts it
+    assert filled([first_of_next, [1] * 9], mode="best_fit", long_examples="split") == [[[0, 0, 8]], [[1, 0, 8]]]
     with pytest.raises(UserError, match="packing.long_examples: none of 1 examples has a trained token within 8"):
         filled([untrained], mode="best_fit")
 

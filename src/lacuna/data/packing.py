@@ -45,10 +45,6 @@ class Document:
         following = int(self.tokens[stop]) if stop < size else IGNORED
         return Span(tokens, following, source, self.text_bytes * len(tokens) / size)
 
-    def trains(self, start: int, stop: int) -> bool:
-        """Whether the tokens [start, stop) give a label: the first of a document is predicted by none."""
-        return bool((self.tokens[max(start, 1) : stop + 1] >= 0).any())
-
 
 @dataclass(frozen=True)
 class Batch:
@@ -110,9 +106,9 @@ def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Confi
     pieces = [np.stack([fitting, np.zeros_like(fitting), lengths[fitting]], axis=1)]
     for number in long.tolist() if long_examples != "drop" else ():
         stop = int(lengths[number]) if long_examples == "split" else most
-        whole = document(number)
-        parts = [(number, start, min(start + most, stop)) for start in range(0, stop, most)]
-        pieces.append(np.array([part for part in parts if whole.trains(*part[1:])], dtype=np.int64).reshape(-1, 3))
+        labelled = np.flatnonzero(document(number).tokens[1 : stop + 1] >= 0)  # each token is predicted before it
+        starts = np.unique(labelled // most) * most
+        pieces.append(np.stack([np.full_like(starts, number), starts, np.minimum(starts + most, stop)], axis=1))
     return np.concatenate(pieces)
 
 

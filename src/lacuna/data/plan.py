@@ -20,7 +20,7 @@ from lacuna.data.stream import Stream, number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
 from lacuna.data.tokenizer import grown_tokenizer
 
-_PACKING_VERSION = 1
+_PACKING_VERSION = 2
 _CACHED_BELOW = 256 * 2**20
 # What decides which samples a step trains on, and must stay in a run that goes on (train_new_tokens_only because AdamW
 # goes on moving what it has moved).
