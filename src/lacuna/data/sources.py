@@ -86,11 +86,10 @@ def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> 
         dataset = (builder.as_streaming_dataset if streaming else builder.as_dataset)(source.split)
     found = dataset.column_names or list(next(iter(dataset), {}))
     columns = _used_columns(found, config.data.text_column, config.conversations, numbers)
-    shard_sizes = (1,) * dataset.num_shards if streaming else ()
     dataset = dataset.select_columns(columns)
     for column in numbers:
         dataset = dataset.cast_column(column, Value("float64"))
-    return Documents(name, dataset, columns[0], shard_sizes, config.conversations)
+    return Documents(name, dataset, columns[0], (1,) * dataset.num_shards if streaming else (), config.conversations)
 
 
 def _builder(source: Source, split: str) -> DatasetBuilder:
