@@ -355,7 +355,7 @@ def test_renamed_columns_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
 @pytest.mark.parametrize("row, wrong", [
     ({"messages": None}, "column messages: should be a list, not None"),
     ({"messages": "Hi"}, "column messages: should be a list, not 'Hi'"),
-    ({"messages": []}, "column messages: no message is the assistant's; leave the row out"),
+    ({"messages": []}, "column messages: the conversation is empty; leave the row out"),
     ({"messages": [HI, BYE]}, "column messages: no message is the assistant's; leave the row out"),
     ({"messages": ["Hi"]}, "column messages, message 1: should be a table, not 'Hi'"),
     ({"messages": [HI, {"content": "Yes"}]}, "column messages, message 2, role: should be text, not None"),

@@ -139,7 +139,8 @@ def _encode_chat(chat: _Chat, first: int, settings: ChatConfig) -> np.ndarray:
     calls = [call["function"] for message in chat.messages for call in message.get("tool_calls", ())]
     given = {"tool_calls": calls, "tools": chat.tools}
     unwritten = " and ".join(name for name in given if given[name] and name not in chat.template)
-    refuse({f"{chat.where}: no message is the assistant's; leave the row out": not turns})
+    lacking = "no message is the assistant's" if chat.messages else "the conversation is empty"
+    refuse({f"{chat.where}: {lacking}; leave the row out": not turns})
     refuse({f"{chat.where}: the chat template does not write {unwritten}; set chat.template": unwritten != ""})
     if _JOINS_ARGUMENTS.search(chat.template):
         for function in calls:
