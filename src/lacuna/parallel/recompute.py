@@ -47,15 +47,16 @@ def recompute(layers: Sequence[nn.Module], config: Config) -> None:
 def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
     """Makes a decoder, in place, keep the inputs of its layers [B, T, width] in CPU memory until the backward pass.
 
-    On a CPU they are there already. The hooks are around the decoder and not its layers, since compiled layers must
-    not contain them.
+    The hooks are around the decoder and not its layers, since compiled layers must not contain them.
     """
     base, width = model.base_model, model.config.get_text_config().hidden_size
     forward, stream = base.forward, torch.cuda.Stream() if device_type == "cuda" else None
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if stream is None or tensor.ndim != 3 or tensor.shape[-1] != width or not tensor.is_floating_point():
+        if tensor.ndim != 3 or tensor.shape[-1] != width or not tensor.is_floating_point():
             return tensor
+        if stream is None:
+            return tensor.device, tensor.clone()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             kept = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
@@ -65,7 +66,8 @@ def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
     def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        torch.cuda.current_stream().wait_stream(stream)
+        if stream is not None:
+            torch.cuda.current_stream().wait_stream(stream)
         return kept[1].to(kept[0], non_blocking=True)
 
     def offloading(*arguments: Any, **named: Any) -> Any:
