@@ -1,6 +1,7 @@
 """Stages share the layers evenly, and a pipeline that a model cannot have is refused with its reason."""
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +10,11 @@ from transformers import PretrainedConfig
 from lacuna.config import Config, UserError
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
 from lacuna.model.architecture import decoder_layers, meta_model
+from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.pipeline import balanced_stages, check_pipeline, cut, stage_ranges
-from layouts import pipeline
-from tiny import run_ranks, tiny_config
+from layouts import configuration, own_batches, pipeline, pipelined
+from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 
 
 @pytest.mark.parametrize(
@@ -54,6 +56,25 @@ def refusal_of_a_projection() -> str:
 def test_a_model_with_unknown_parts_before_its_layers_is_refused() -> None:
     for text in run_ranks(2, refusal_of_a_projection):
         assert "OPTForCausalLM has a Linear before its layers" in text and text.endswith("use other parallelisms.")
+
+
+def shapes_of_the_loss(model_config: Path) -> tuple[list[int], list[int]]:
+    """Without gradients: what the last stage gives to the schedule, and what a validation gets."""
+    case = pipelined(Layout(pp=2), 2)
+    mesh = build_mesh(case.layout, "cpu")
+    built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU, 2)
+    batch, _ = own_batches(case, mesh)
+    with torch.no_grad():
+        judged = built.pipeline.evaluate(built.inputs(batch))
+        hidden = torch.zeros(*batch.input_ids.shape, built.pipeline.width)
+        given = built.stages[0].module(hidden, torch.zeros(1, dtype=torch.int64))
+    return [*given.shape], [*judged.shape]
+
+
+def test_a_schedule_that_learns_shapes_without_gradients_gets_a_loss_alone(tmp_path: Path) -> None:
+    tiny_config("llama").to_json_file(tmp_path / "config.json")
+    *_, last = run_ranks(2, shapes_of_the_loss, tmp_path / "config.json")
+    assert last == ([], [2])  # torch 2.11 does so, and holds training to what it learnt
 
 
 def refused(model_config: PretrainedConfig, schedule: str, ranks: int, **sections: object) -> str:
