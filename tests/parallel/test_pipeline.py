@@ -1,10 +1,13 @@
 """Stages share the layers evenly, and a pipeline that a model cannot have is refused with its reason."""
 
+import gc
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig
 
 from lacuna.config import Config, UserError
@@ -13,6 +16,7 @@ from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.pipeline import balanced_stages, check_pipeline, cut, stage_ranges
+from lacuna.train.step import accumulate_gradients, agree
 from layouts import configuration, own_batches, pipeline, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 
@@ -93,3 +97,39 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
     assert 'mode = "full"' in refused(untied, "InterleavedZeroBubble", 2, activation_checkpoint=by_operation)
     for schedule, model_config in (("1F1B", tied), ("ZBVZeroBubble", untied)):
         check_pipeline(Config(parallelism=pipeline(schedule, 2)), model_config)
+
+
+class Kept:
+    """A tensor that autograd keeps."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # an output that held its own graph would never go
+
+
+def most_kept(model_config: Path) -> tuple[float, int]:
+    """How many graphs of a micro-batch a step with a zero-bubble schedule keeps at most, and how many tensors after."""
+    case = pipelined(Layout(pp=2), 8, "InterleavedZeroBubble")
+    mesh = build_mesh(case.layout, "cpu")
+    built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU, 8)
+    kept, counts = weakref.WeakSet[Kept](), list[int]()
+
+    def keep(tensor: Tensor) -> Kept:
+        holder = Kept(tensor)
+        kept.add(holder)
+        counts.append(len(kept))
+        return holder
+
+    batches = own_batches(case, mesh)
+    gc.disable()  # as in training
+    hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda holder: holder.tensor)
+    for layer in [layer for stage in built.stages for layer in stage.layers]:
+        layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
+        layer.register_forward_hook(lambda *_: hooks.__exit__())
+    accumulate_gradients(built, batches, agree(batches, False, False, built)[1])
+    return max(counts) / len(counts) * 8, len(kept)
+
+
+def test_zero_bubble_keeps_a_micro_batch_no_longer_than_to_its_gradients_of_weights(tmp_path: Path) -> None:
+    tiny_config("llama", num_hidden_layers=4).to_json_file(tmp_path / "config.json")
+    for most, after in run_ranks(2, most_kept, tmp_path / "config.json"):
+        assert most < 3 and after == 0

@@ -1,6 +1,7 @@
 """Pipeline parallelism of any Hugging Face decoder: the model cut into stages from outside, and a step through them."""
 
 import copy
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -152,11 +153,15 @@ class Pipeline:
         self.device, self.mesh, self.run = device, mesh, run
         self.dtype = compute_dtype(config, device.type)
         self.width = stages[0].module.config.get_text_config().hidden_size
-        self.held = held_stages(pipeline_order(config.parallelism, microbatches))
+        order = pipeline_order(config.parallelism, microbatches)
+        self.held = held_stages(order)
         self.total = sum(map(len, self.held.values()))
+        changes = {"F": 1, "I": 0, "B": -1, "W": -1}
+        own_last = [action for action in order[mesh.rank("pp")] if action.stage == self.total - 1]
+        unfinished = max(accumulate((changes[action.kind] for action in own_last), initial=0))
         self.stages = {stage.index: stage for stage in stages}
         self.inputs: Sequence[Any] = ()
-        self.divisor, self.graphs = torch.ones((), device=device), list[Any]()
+        self.divisor, self.graphs = torch.ones((), device=device), deque[Any](maxlen=unfinished)
         for stage in stages:
             stage.module.forward = partial(self._forward, stage)
         own = [PipelineStage(stage.module, stage.index, self.total, device, group=mesh.pipeline) for stage in stages]
@@ -176,7 +181,8 @@ class Pipeline:
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         loss = loss / self.divisor
-        # torch 2.11 lets go of the graph before a zero-bubble schedule comes to the gradients of the weights.
+        # torch 2.11 lets go of the graph before a zero-bubble schedule comes to the gradients of the weights; kept
+        # longer than that, it would keep its activations.
         self.graphs.append(loss.grad_fn)
         return loss
 
@@ -185,11 +191,12 @@ class Pipeline:
 
         Gradients are those of the summed loss over `divisor`.
         """
-        self.inputs, self.divisor, self.graphs = inputs, divisor, []
+        self.inputs, self.divisor = inputs, divisor
         numbers = torch.arange(len(inputs))
         losses: list[Tensor] = []
         target = {"target": numbers, "losses": losses} if self.total - 1 in self.stages else {}
         self.schedule.step(*((numbers,) if 0 in self.stages else ()), index=numbers, return_outputs=False, **target)
+        self.graphs.clear()
         return torch.stack(losses).detach().sum() * divisor if losses else torch.zeros((), device=self.device)
 
     def evaluate(self, inputs: Any) -> Tensor:
