@@ -93,8 +93,8 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
     assert "cannot share the model's tied embedding" in refused(tied, "ZBVZeroBubble", 2)
     compiled = CompileConfig(enable=True)
     assert "leave compile.enable out" in refused(untied, "InterleavedZeroBubble", 2, compile=compiled)
-    by_operation = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
-    assert 'mode = "full"' in refused(untied, "InterleavedZeroBubble", 2, activation_checkpoint=by_operation)
+    recomputed = ActivationCheckpointConfig(mode="full")
+    assert 'mode = "none"' in refused(untied, "InterleavedZeroBubble", 2, activation_checkpoint=recomputed)
     for schedule, model_config in (("1F1B", tied), ("ZBVZeroBubble", untied)):
         check_pipeline(Config(parallelism=pipeline(schedule, 2)), model_config)
 

@@ -107,15 +107,14 @@ def check_pipeline(config: Config, model_config: PretrainedConfig) -> None:
     """Raises `UserError` for a pipeline that the model cannot be cut for."""
     held, text_config = held_stages(pipeline_order(config.parallelism)), model_config.get_text_config()
     stages, layers = sum(map(len, held.values())), text_config.num_hidden_layers
-    recomputed, twice = config.activation_checkpoint, splits_backward(config.parallelism)
+    recomputed, twice = config.activation_checkpoint.mode, splits_backward(config.parallelism)
     name = config.parallelism.pipeline_parallel_schedule
     reasons = {
         f"makes {stages} stages, more than the {layers} layers of the model: lower pipeline_parallel_degree, or choose "
         "a schedule with one stage per rank (1F1B)": stages > layers,
         "goes backward twice, and compiled layers only once: leave compile.enable out": twice and config.compile.enable,
-        'goes backward twice, and recomputation by operation only once: set activation_checkpoint.mode = "full"': (
-            twice and (recomputed.mode, recomputed.selective_ac_option) == ("selective", "op")
-        ),
+        "goes backward once for each weight, and would recompute a layer every time: set activation_checkpoint.mode = "
+        '"none"': twice and recomputed != "none",
         "puts the first and the last stage on one rank, where they cannot share the model's tied embedding: use "
         "another": text_config.tie_word_embeddings and any({0, stages - 1} <= {*own} for own in held.values()),
     }
