@@ -32,7 +32,7 @@ RENAMED: dict[str, str] = {
 # Those of them that are true where ours is false.
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
-_TO_COME = ("lora", "quantization", "distillation", "grpo", "ppo")
+_TO_COME = ("quantization", "distillation", "grpo", "ppo")
 _EXPORTING = ("checkpoint.convert_to_hf_on_save", "checkpoint.last_save_in_hf")
 _ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 

@@ -1,11 +1,16 @@
 """The settings of how the model learns (job, model, training, optimizer), and all sections together."""
 
-from typing import Annotated, Literal
+import json
+import os
+import pathlib
+from typing import Annotated, Any, Literal
 
+from annotated_types import Ge, Gt, Lt
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
+from lacuna.config.errors import explained
 from lacuna.config.fields import Names, Path, Section, also, packaged
 
 
@@ -71,7 +76,7 @@ class TrainingConfig(Section):
     max_skipped_steps: Consecutive skipped steps after which the run stops.
     seed: Seed that every random choice derives from.
     deterministic: Use deterministic kernels only, so that a GPU run repeats bit for bit; slower.
-    dtype: Precision that the parameters and the optimizer state are stored in.
+    dtype: Precision that the trained parameters and the optimizer state are stored in.
     mixed_precision_param: Precision of the computation. Unset: bfloat16 on a GPU, float32 on a CPU.
     mixed_precision_reduce: Precision that gradients are summed over ranks in.
     enable_cpu_offload: Keep parameters, gradients and optimizer state in CPU memory.
@@ -96,6 +101,52 @@ class TrainingConfig(Section):
     mixed_precision_reduce: Literal["float32"] = "float32"
     enable_cpu_offload: bool = False
     gc_freq: PositiveInt = 50
+
+
+# peft's description of an adapter, and its names of our settings.
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FIELDS = {
+    "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules",
+    "modules": "modules_to_save", "rslora": "use_rslora", "dora": "use_dora",
+}  # fmt: skip
+
+
+def _as_described(setting: str, default: Any) -> Any:
+    """A setting of adapters, by default that of the one that training starts from."""
+
+    def find(given: dict[str, Any]) -> Any:
+        if given["adapter"] is None:
+            return default
+        file = os.path.join(given["adapter"], ADAPTER_FILE)
+        with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, mend="give the folder of an adapter"):
+            value = json.loads(pathlib.Path(file).read_text()).get(ADAPTER_FIELDS[setting]) or default
+        return ((value,) if isinstance(value, str) else tuple(value)) if isinstance(default, tuple) else value
+
+    return Field(default_factory=find)
+
+
+class LoraConfig(Section):
+    """Adapters: the model stays as it is, and small matrices beside its linear layers learn (LoRA).
+
+    adapter: Folder of an adapter, peft's or a run's hf/adapter, that training starts from; the settings below are by
+        default its own.
+    rank: Width of the adapters. Unset: 0, which trains the model itself.
+    alpha: The adapters' part of a layer's output is multiplied by alpha / rank. Unset: 16.
+    dropout: Share of the inputs that adapters are not shown.
+    targets: Linear layers that get one: their names or patterns. Unset: all-linear, which is all but the head.
+    modules: Modules that are trained whole beside the adapters, by name or pattern (peft's modules_to_save).
+    rslora: Multiply by alpha / sqrt(rank) instead.
+    dora: Learn the lengths of the rows of weights apart from their directions (DoRA).
+    """
+
+    adapter: Path | None = None
+    rank: NonNegativeInt = _as_described("rank", 0)
+    alpha: Annotated[float, Gt(0)] = _as_described("alpha", 16.0)
+    dropout: Annotated[float, Ge(0), Lt(1)] = _as_described("dropout", 0.0)
+    targets: Names = _as_described("targets", ("all-linear",))
+    modules: Names = _as_described("modules", ())
+    rslora: bool = _as_described("rslora", False)
+    dora: bool = _as_described("dora", False)
 
 
 class OptimizerConfig(Section):
@@ -148,6 +199,7 @@ class Config(Section):
     chat: ChatConfig = ChatConfig()
     packing: PackingConfig = PackingConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
+    lora: LoraConfig = LoraConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
     parallelism: machine.ParallelismConfig = machine.ParallelismConfig()

@@ -15,8 +15,9 @@ from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
+from lacuna.model.lora import add_adapters, initialize_adapters, load_adapter
 from lacuna.model.weights import fill_model
-from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part
+from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
 from lacuna.parallel.pipeline import Pipeline, Stage, check_pipeline
@@ -85,7 +86,10 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
         with of_stage(number):
             check_layout(stage, model_config, layout)
     attention = choose_attention(config, model_config, device_type, compute_dtype(config, device_type), layout)
-    return architecture.meta_model(model_config, attention, getattr(torch, config.training.dtype))
+    model = architecture.meta_model(model_config, attention, stored_dtype(config, device_type))
+    if config.lora.rank:
+        add_adapters(model, config.lora, getattr(torch, config.training.dtype))
+    return model
 
 
 def build_model(
@@ -109,8 +113,15 @@ def build_model(
         probe_packing(probed)
     del probed
     sizes = {"parameters": model.num_parameters(), "matrix_parameters": architecture.non_embedding_parameters(model)}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
     fill_model(model, config, device, fill)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)  # splitting and loading make new ones
+    if fill:
+        initialize_adapters(model, config.training.seed)
+        if config.lora.adapter:
+            load_adapter(model, config.lora.adapter)
     if is_alone(config, mesh.layout):
         compute_in(model, compute_dtype(config, device.type))
     for stage in stages:

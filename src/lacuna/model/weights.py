@@ -22,7 +22,8 @@ from lacuna.config import Config, UserError, explained, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data.tokenizer import added_ids
 from lacuna.model.architecture import meta_model, vocabulary_weights
-from lacuna.parallel.fsdp import local, own_part
+from lacuna.model.lora import PARTS, adapted_modules
+from lacuna.parallel.fsdp import local, own_part, stored_dtype
 
 _BLOCK = 4096  # rows read at once for their mean
 
@@ -30,9 +31,11 @@ _BLOCK = 4096  # rows read at once for their mean
 def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fill: bool) -> None:
     """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
-    shadow = meta_model(model.config, model.config._attn_implementation, getattr(torch, config.training.dtype))
+    shadow = meta_model(model.config, model.config._attn_implementation, stored_dtype(config, device.type))
     loaded = fill and config.model.name_or_path is not None
     if loaded:
+        for module in adapted_modules(model).values():
+            module.to_empty(device=home, recurse=False)  # what no file holds
         load_weights(model, shadow, config.model, home)
     else:
         model.to_empty(device=home)
@@ -109,7 +112,7 @@ def load_weights(model: PreTrainedModel, shadow: PreTrainedModel, settings: Mode
     mapping = get_model_conversion_mapping(shadow)
     placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map={"": device})
     info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
-    missing = sorted(info.missing_keys - set(model.all_tied_weights_keys))
+    missing = sorted(name for name in info.missing_keys - {*model.all_tied_weights_keys} if not name.endswith(PARTS))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
         raise UserError(f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}")

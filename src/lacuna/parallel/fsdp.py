@@ -19,6 +19,11 @@ def compute_dtype(config: Config, device_type: str) -> torch.dtype:
     return getattr(torch, config.training.mixed_precision_param or default)
 
 
+def stored_dtype(config: Config, device_type: str) -> torch.dtype:
+    """The dtype that weights have in memory, where adapters leave them frozen: that they are computed with."""
+    return compute_dtype(config, device_type) if config.lora.rank else getattr(torch, config.training.dtype)
+
+
 def reshard_after_forward(config: Config, layout: Layout) -> bool:
     """Whether layers give their gathered parameters back between forward and backward (ZeRO-3), or keep them.
 

@@ -215,9 +215,9 @@ class Pipeline:
 
 
 def tied_weights(model: PreTrainedModel, mesh: Mesh) -> list[nn.Parameter]:
-    """The weight that this rank's stage shares with the stage at the other end of the pipeline, if there is one."""
+    """The trained weight that this rank's stage shares with that at the other end of the pipeline, if there is one."""
     tied = mesh.ends is not None and model.config.get_text_config().tie_word_embeddings
-    return [model.get_input_embeddings().weight] if tied else []
+    return [weight for weight in [model.get_input_embeddings().weight] if weight.requires_grad] if tied else []
 
 
 def add_tied_gradients(model: PreTrainedModel, mesh: Mesh) -> None:

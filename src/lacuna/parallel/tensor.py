@@ -85,7 +85,13 @@ def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, me
         for name, style in plan.items():
             module = layer.get_submodule(name)
             split = _split_transposed if isinstance(module, Conv1D) else parallel.parallelize_module
+            adapter = {part: module._parameters.pop(part) for part in {*module._parameters} - {"weight", "bias"}}
             split(module, mesh, _STYLES[style])
+            for part, parameter in adapter.items():
+                # What is beside the inputs is split where they are, what is beside the outputs where those are.
+                inward = part == "lora_A"
+                place = Shard(int(inward)) if inward == style.startswith("rowwise") else Replicate()
+                module.register_parameter(part, nn.Parameter(distribute_tensor(parameter, mesh, [place])))
         leaves_out = f"{SETTING}: the plan of {model_config.model_type!r} models leaves out"
         refuse({f"{leaves_out} {name}": not isinstance(whole, DTensor) for name, whole in layer.named_parameters()})
 

@@ -99,7 +99,9 @@ def require_complete(path: str, setting: str, process: Process) -> str:
 
 def model_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Weights and persistent buffers by name, `model.<name>`, tied ones once; copied only where a `dtype` asks it."""
-    tensors = {f"model.{name}": tensor.detach() for name, tensor in stored_tensors(model).items()}
+    stored, frozen = stored_tensors(model), not all(parameter.requires_grad for parameter in model.parameters())
+    # What is frozen is had again from where it came from.
+    tensors = {f"model.{name}": one.detach() for name, one in stored.items() if one.requires_grad or not frozen}
     return {name: tensor.to(dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()}
 
 

@@ -8,7 +8,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.initialization import no_init_weights
 
 from lacuna.config import explained, refuse
+from lacuna.config.sections import ADAPTER_FILE, LoraConfig
 from lacuna.export.huggingface import export_model, save_model_description
+from lacuna.model.lora import adapter_base, add_adapters, merge_adapters
 from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
 
@@ -45,10 +47,19 @@ def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTraine
         if not is_checkpoint:
             return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval(), tokenizer, description
         model_config = AutoConfig.from_pretrained(description)
-    with torch.device(device), no_init_weights():
-        model = AutoModelForCausalLM.from_config(model_config)
-    model.tie_weights()
+        adapted = os.path.exists(os.path.join(description, ADAPTER_FILE))
+        if adapted:
+            base = AutoModelForCausalLM.from_pretrained(adapter_base(description), config=model_config, dtype="auto")
+            model, dtype = base.to(device), base.dtype
+            add_adapters(model, LoraConfig(adapter=description), torch.float32)
+    if not adapted:
+        with torch.device(device), no_init_weights():
+            model = AutoModelForCausalLM.from_config(model_config)
+        model.tie_weights()
     checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
+    if adapted:
+        merge_adapters(model)
+        model.to(dtype)
     return model.eval(), tokenizer, description
 
 

@@ -12,7 +12,7 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from lacuna.config import Config, explained
-from lacuna.export.huggingface import export_model
+from lacuna.export.huggingface import export_adapter, export_model
 from lacuna.parallel.processes import Process, on_first, require_same_config, start_process, stop_process
 from lacuna.train.checkpoint import model_tensors
 from lacuna.train.metrics import set_up_logging
@@ -89,6 +89,9 @@ def _train(config: Config, process: Process, console: Console, stop: list[int]) 
             model, dtype = os.path.join(folder, "hf"), getattr(torch, settings.export_dtype)
             source, pipeline = config.model.name_or_path, built.mesh.pipeline
             export_model(built.model, run.tokenizer, model, dtype, process.is_first, source, pipeline)
+            if config.lora.rank:
+                beside = os.path.join(model, "adapter")
+                export_adapter(built.model, config.lora, source, beside, process.is_first, pipeline)
             on_first(process, lambda: mark_finished(config, state.step))
             console.print(
                 f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s.\n"

@@ -3,7 +3,6 @@
 import os
 import time
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ from rich.console import Console
 
 from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
-from lacuna.export.huggingface import save_model_description
+from lacuna.export.huggingface import describe_adapter, save_model_description
 from lacuna.model.architecture import attention_widths
 from lacuna.model.build import BuiltModel, build_model, with_microbatches
 from lacuna.parallel.mesh import Layout, build_mesh, resolve_layout
@@ -180,19 +179,26 @@ class Run:
         on_first(process, lambda: Path(str(config.job.dump_folder), "config.toml").write_text(settings))
         if config.job.print_args and process.is_first:
             print(settings)
-        built = self.built = build_model(config, tokenizer, mesh, process.device, self.plan.accumulation, start is None)
+        fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
+        built = self.built = build_model(config, tokenizer, mesh, process.device, self.plan.accumulation, fill)
         self.optimizer = build_optimizer(built.model, config)
         moments = {} if saved is None else optimizer_tensors(built.model, self.optimizer)
         if start is not None:
             checkpoint.read_tensors(start, checkpoint.model_tensors(built.model) | moments, process)
         wanted = config.validation.resolved_source()
         self.validation = wanted and build_validation(config, tokenizer, plan, mesh.data_rank)
-        describe = partial(save_model_description, built.model.config, tokenizer, config.model.name_or_path)
-        self.saver = checkpoint.CheckpointSaver(config, folder, describe, process)
+        self.saver = checkpoint.CheckpointSaver(config, folder, self.describe, process)
         self.metrics = MetricWriter(config, process.rank, console, self.state.step, self.total_steps)
         self.first_step, self.saved_step = self.state.step + 1, self.state.step
         self.peak_flops = peak_flops(process.device)
         self.attention_widths = attention_widths(built.model.config)
+
+    def describe(self, folder: str) -> None:
+        """Writes to `folder` what its tensors alone do not tell: the model's configuration, tokenizer, and adapter."""
+        model, source = self.built.model, self.config.model.name_or_path
+        save_model_description(model.config, self.tokenizer, source, folder)
+        if self.config.lora.rank:
+            describe_adapter(model, self.config.lora, source, folder)
 
     def open_data(self) -> None:
         """Opens the training data of the present stage and ranking, from its beginning."""

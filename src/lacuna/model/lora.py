@@ -1,0 +1,210 @@
+"""Low-rank adapters: small matrices that learn beside linear layers which do not (LoRA, arXiv 2106.09685)."""
+
+import fnmatch
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from zlib import crc32
+
+import torch
+import torch.nn.functional as F
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from lacuna.config import refuse
+from lacuna.config.sections import ADAPTER_FILE, LoraConfig
+from lacuna.parallel.fsdp import local, own_part
+
+PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
+WEIGHTS = "adapter_model.safetensors"  # peft's name
+
+
+def _scale(settings: LoraConfig) -> float:
+    """What the product of an adapter is multiplied by; rsLoRA (arXiv 2312.03732) keeps it steady over ranks."""
+    return settings.alpha / (math.sqrt(settings.rank) if settings.rslora else settings.rank)
+
+
+def find_targets(model: PreTrainedModel, settings: LoraConfig) -> tuple[list[str], list[str]]:
+    """The names of the linear layers of a whole model that get adapters, and of the modules that are trained whole.
+
+    Raises `UserError` for names that match nothing, and a rank that is no lower than a layer's.
+    """
+    named = {name: module for name, module in model.named_modules() if name}
+    layers = {name: module for name, module in named.items() if isinstance(module, nn.Linear | Conv1D)}
+    linear = {name: module for name, module in layers.items() if module is not model.get_output_embeddings()}
+    wanted = ["*"] if settings.targets == ("all-linear",) else settings.targets
+    targets = _matching(wanted, linear, "targets", "linear layer")
+    whole = _matching(settings.modules, [name for name in named if name not in targets], "modules", "module")
+    size = min((min(linear[name].weight.shape) for name in targets), default=settings.rank)
+    refuse({f"lora.rank: {settings.rank} is more than {size}, the rank of a layer it is for": settings.rank > size})
+    return targets, whole
+
+
+def _matching(patterns: Sequence[str], names: Iterable[str], setting: str, kind: str) -> list[str]:
+    """The names that fit one of the patterns, as a whole or from one of their dots on."""
+    found = {pattern: fnmatch.filter(names, pattern) + fnmatch.filter(names, f"*.{pattern}") for pattern in patterns}
+    known = ", ".join(sorted({part for name in names if not (part := name.rpartition(".")[2]).isdecimal()}))
+    refuse({
+        f"lora.{setting}: {pattern!r} matches no {kind} of the model: choose of {known}, with patterns or whole names":
+            not matches for pattern, matches in found.items()
+    })  # fmt: skip
+    return [name for name in names if any(name in matches for matches in found.values())]
+
+
+def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+    """Freezes a whole model in place but for adapters, which it gets, and modules trained whole, both in `dtype`.
+
+    Adapters are empty. Returns the names of both. Raises `UserError` as `find_targets` does.
+    """
+    targets, whole = find_targets(model, settings)
+    model.requires_grad_(False)
+    for name, module in model.named_modules():
+        if name in whole:
+            module.to(dtype).requires_grad_(True)
+        elif name in targets:
+            out, into = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
+            sizes = ((settings.rank, into), (out, settings.rank), (out,))
+            for part, size in zip(PARTS if settings.dora else PARTS[:2], sizes, strict=False):
+                module.register_parameter(
+                    part, nn.Parameter(torch.empty(size, dtype=dtype, device=module.weight.device))
+                )
+            module.__class__ = _adapted(type(module), settings)
+    return targets, whole
+
+
+@cache
+def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
+    """A kind of linear layer that adds what its adapter makes of the input, while `adapter_on`."""
+
+    def forward(module: nn.Module, hidden: Tensor) -> Tensor:
+        result = kind.forward(module, hidden)
+        if not module.adapter_on:
+            return result
+        shown = F.dropout(hidden, adapter.dropout, module.training)
+        change = _scale(adapter) * F.linear(F.linear(shown, module.lora_A), module.lora_B)
+        if not adapter.dora:
+            return result + change
+        # Also the weight itself sees only what is shown; the lengths of rows are constants (DoRA, section 4.3).
+        unbiased = kind.forward(module, shown) if adapter.dropout else result
+        if module.bias is not None:
+            unbiased = unbiased - module.bias
+        factor = module.lora_magnitude_vector / _row_lengths(module).to(hidden.dtype)
+        return result + (factor - 1) * unbiased + factor * change
+
+    return type(kind.__name__, (kind,), {"forward": forward, "adapter": adapter, "adapter_on": True})
+
+
+def _row_lengths(module: nn.Module) -> Tensor:
+    """The float32 lengths of the weights of each output [out], the adapter's change in them."""
+    with torch.no_grad():
+        weight = _changed(module, module.weight, module.lora_A, module.lora_B)
+        return torch.linalg.vector_norm(weight, dim=0 if isinstance(module, Conv1D) else 1)
+
+
+def _changed(module: nn.Module, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
+    """The float32 `weight` of a module with the product of its adapter in it."""
+    change = _scale(module.adapter) * up.float() @ down.float()
+    return weight.float() + (change.t() if isinstance(module, Conv1D) else change)
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """A tensor of which this rank may have a share only, whole. Every rank that has one must call it."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+@torch.no_grad()
+def merged_tensor(model: nn.Module, name: str) -> Tensor:
+    """The stored tensor `name` of a model, whole; where an adapter is beside it, float32 with the adapter in it.
+
+    Every rank that has a share of it must call it.
+    """
+    place, _, part = name.rpartition(".")
+    module = model.get_submodule(place)
+    whole = whole_tensor(getattr(module, part))
+    if part != "weight" or not hasattr(module, "adapter"):
+        return whole
+    down, up, *magnitude = (whole_tensor(module._parameters[part]) for part in PARTS if part in module._parameters)
+    whole = _changed(module, whole, down, up)
+    inward = 0 if isinstance(module, Conv1D) else 1
+    for lengths in magnitude:
+        whole *= (lengths / torch.linalg.vector_norm(whole, dim=inward)).unsqueeze(inward)
+    return whole
+
+
+@torch.no_grad()
+def merge_adapters(model: nn.Module) -> None:
+    """Puts the adapters of a model that is whole into the weights beside them, in place, and takes them away."""
+    for name, module in adapted_modules(model).items():
+        module.weight.copy_(merged_tensor(model, f"{name}.weight"))
+        module.__class__ = type(module).__base__
+        for part in PARTS:
+            module._parameters.pop(part, None)
+    model.requires_grad_(True)
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within it, the model is the one that its adapters were added to."""
+    adapted = adapted_modules(model).values()
+    for module in adapted:
+        module.adapter_on = False
+    try:
+        yield
+    finally:
+        for module in adapted:
+            module.adapter_on = True
+
+
+def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The layers that have adapters, by name."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "adapter_on")}
+
+
+@torch.no_grad()
+def initialize_adapters(model: nn.Module, seed: int) -> None:
+    """Draws adapters that change nothing yet, in place and by their names, so that every layout draws the same."""
+    for name, module in adapted_modules(model).items():
+        down, up, magnitude = (module._parameters.get(part) for part in PARTS)
+        generator = torch.Generator().manual_seed(crc32(f"{seed} {name}".encode()))
+        bound = 1 / math.sqrt(down.shape[1])  # as nn.Linear's, and peft's
+        drawn = torch.empty(down.shape).uniform_(-bound, bound, generator=generator)
+        local(down).copy_(own_part(drawn, down))
+        local(up).zero_()
+        if magnitude is not None:
+            local(magnitude).copy_(own_part(whole_tensor(_row_lengths(module)), magnitude))
+
+
+def file_name(name: str) -> str:
+    """The name that a trained tensor has in peft's file."""
+    return f"base_model.model.{name}{'.weight' if name.endswith(PARTS[:2]) else ''}"
+
+
+def adapter_base(folder: str) -> str:
+    """The model that the adapter described in `folder` was trained beside. Raises `UserError` when it had no name."""
+    base = json.loads(Path(folder, ADAPTER_FILE).read_text())["base_model_name_or_path"]
+    refuse({f"{folder}: its adapter was trained beside random weights, which no file has": base is None})
+    return base
+
+
+@torch.no_grad()
+def load_adapter(model: nn.Module, folder: str) -> None:
+    """Fills what is trained of a model with adapters, in place, from those in `folder`.
+
+    Raises `UserError` when they are others: of another rank, for other layers, or of another model.
+    """
+    with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as file:
+        known = {*file.keys()}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                key, wanted = file_name(name), list(parameter.shape)
+                found = list(file.get_slice(key).get_shape()) if key in known else "missing"
+                wrong = f"lora.adapter: {folder} is of another model, or of other settings than lora.*"
+                refuse({f"{wrong}: {key} is {found}, and {wanted} here": found != wanted})
+                local(parameter).copy_(own_part(file.get_tensor(key), parameter))

@@ -1,0 +1,118 @@
+"""A run that trains adapters: what it saves, resumes and exports is what peft makes of the same files."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from runs import checkpoint, curve, lacuna, make_world, stop_after, together, train, weights
+from tiny import random_model
+
+KINDS = {
+    "plain": ("--lora.targets", "q_proj,*.mlp.*"),
+    "scaled": ("--lora.rslora", "--lora.modules", "norm,embed_tokens"),
+    "DoRA": ("--lora.dora", "--lora.dropout", "0.2"),
+    "two ranks": ("--cpus", "2", "--training.batch_size", "2"),
+}
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data, a run, and a base of random weights."""
+    folder = make_world(tmp_path_factory.mktemp("lora"))
+    random_model(AutoConfig.from_pretrained(folder / "model")).save_pretrained(folder / "base")
+    return folder
+
+
+def settings(world: Path) -> tuple[object, ...]:
+    start = ("--model.name_or_path", world / "base", "--model.config", "none", "--model.tokenizer_path")
+    return *start, world / "model", "--lora.rank", 4, "--lora.alpha", 8
+
+
+@pytest.fixture(scope="module")
+def runs(world: Path) -> dict[str, Path]:
+    folders = {kind: world / "runs" / kind for kind in KINDS}
+    together(*(lambda kind=kind: train(world, folders[kind], *settings(world), *KINDS[kind]) for kind in KINDS))
+    return folders
+
+
+def logits(model: PreTrainedModel | PeftModel) -> Tensor:
+    return model.eval()(input_ids=torch.arange(5, 65).reshape(2, 30)).logits.detach()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_merged_model_is_what_peft_computes_from_the_adapter(world: Path, runs: dict[str, Path], kind: str) -> None:
+    base = AutoModelForCausalLM.from_pretrained(world / "base")
+    before = logits(base)
+    beside = logits(PeftModel.from_pretrained(base, runs[kind] / "hf" / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(runs[kind] / "hf"))
+    torch.testing.assert_close(merged, beside, rtol=1e-5, atol=1e-5)
+    assert (merged - before).abs().max() > 1e-2
+
+
+def test_two_ranks_train_the_same_adapter(world: Path, runs: dict[str, Path]) -> None:
+    alone = world / "runs" / "alone"
+    train(world, alone, *settings(world))
+    for (_, *one), (_, *two) in zip(curve(alone), curve(runs["two ranks"]), strict=True):
+        assert one == pytest.approx(two, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ("scaled", "DoRA"))
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(world: Path, runs: dict[str, Path], kind: str) -> None:
+    again = world / "again" / kind
+    stop_after(2, world, again, *settings(world), *KINDS[kind])
+    train(world, again, *settings(world), *KINDS[kind])
+    assert curve(again) == curve(runs[kind])
+    assert weights(again) == weights(runs[kind])
+
+
+def test_a_checkpoint_holds_what_was_trained_and_becomes_the_merged_model(world: Path, runs: dict[str, Path]) -> None:
+    last = checkpoint(runs["DoRA"], 8)
+    stored = sum(file.stat().st_size for file in last.glob("*.distcp"))
+    assert stored < (world / "base" / "model.safetensors").stat().st_size
+    lacuna("convert", last, world / "converted", "--to", "hf")
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (world / "converted", runs["DoRA"] / "hf"))
+    torch.testing.assert_close(found, wanted)
+
+
+def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(world / "base")
+    theirs = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules=["k_proj", "o_proj"], use_rslora=True))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    theirs.save_pretrained(world / "theirs")
+    still = ("--lora.adapter", world / "theirs", "--optimizer.lr", 0, "--training.steps", 1)
+    train(world, world / "on", *settings(world)[:6], *still)
+    started = load_file(world / "theirs" / "adapter_model.safetensors")
+    torch.testing.assert_close(load_file(world / "on" / "hf" / "adapter" / "adapter_model.safetensors"), started)
+    merged = AutoModelForCausalLM.from_pretrained(world / "on" / "hf")
+    torch.testing.assert_close(logits(merged), logits(theirs), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--lora.targets", "wq"), "lora.targets: 'wq' matches no linear layer of the model: choose of down_proj"),
+        (("--lora.targets", "lm_head"), "'lm_head' matches no linear layer"),
+        (("--lora.modules", "nrm"), "lora.modules: 'nrm' matches no module"),
+        (("--lora.rank", "33"), "lora.rank: 33 is more than 32"),
+        (("--lora.adapter", "nowhere"), "lora.adapter: cannot read nowhere/adapter_config.json"),
+    ],
+)
+def test_adapters_that_cannot_be_are_refused(world: Path, flags: tuple[str, ...], said: str) -> None:
+    given = settings(world)[:6] if "--lora.rank" in flags else settings(world)
+    assert said in train(world, world / "refused", *given, *flags, "--dry-run", status=2)
+
+
+def test_an_adapter_of_another_model_is_refused(world: Path, runs: dict[str, Path]) -> None:
+    other = ("--model.name_or_path", "none", "--model.config", world / "other.json")
+    AutoConfig.from_pretrained(world / "model", hidden_size=32).to_json_file(world / "other.json")
+    tokens = ("--model.tokenizer_path", world / "model")
+    said = train(world, world / "no", *other, *tokens, "--lora.adapter", runs["plain"] / "hf" / "adapter", status=2)
+    assert "is of another model" in said
