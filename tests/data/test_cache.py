@@ -14,6 +14,7 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.mixture import Mixture, Pool
+from lacuna.data.packing import Span, pack
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import open_rows
 from lacuna.data.sources import open_source
@@ -38,8 +39,7 @@ def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreT
         expected = [*tokenizer(TEXTS[index])["input_ids"], END] if TEXTS[index] else []
         assert tokens_of(table, index) == expected
         assert (table.lengths[index], table.document(index)[0].text_bytes) == (len(expected), len(TEXTS[index]))
-    span = table.document(1)[0].span(2, 5, source=0)
-    assert [*span.tokens, span.following] == tokens_of(table, 1)[2:6] and span.text_bytes == len(TEXTS[1]) * 3 / 7
+    assert Span(*table.document(1), 2, 5).tokens.tolist() == tokens_of(table, 1)[2:5]
 
 
 def test_of_many_processes_one_tokenises(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -92,7 +92,7 @@ def test_rows_are_slices_of_all_documents_laid_end_to_end(tmp_path: Path, tokeni
         for number in (0, 1, 3, 25):
             tokens = np.concatenate([span.tokens for span in row(number)])
             assert tokens.tolist() == laid[number * 50 : number * 50 + 50]
-        assert sum(span.text_bytes for span in row(30)) < 50
+        assert pack([row(30)], plan.config, sources=1, padding=END).text_bytes < 50
 
 
 def test_the_documents_of_several_sources_stand_behind_each_other(

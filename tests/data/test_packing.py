@@ -7,13 +7,16 @@ from lacuna.config import Config
 from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.config.machine import ParallelismConfig
 from lacuna.config.sections import TrainingConfig
-from lacuna.data.packing import IGNORED, Batch, Span, pack
+from lacuna.data.packing import IGNORED, Batch, Document, Span, pack
 
 NO = IGNORED
 
 
-def span(tokens: list[int], following: int = NO, source: int = 0, text_bytes: float = 0.0) -> Span:
-    return Span(np.array(tokens, dtype=np.int32), following, source, text_bytes)
+def span(tokens: list[int], following: int | None = None, source: int = 0, text_bytes: float = 0.0) -> Span:
+    """A document from its beginning, up to the token that follows if it goes on."""
+    whole = tokens if following is None else [*tokens, following]
+    document = Document(np.array(whole, dtype=np.int32), text_bytes * len(whole) / len(tokens))
+    return Span(document, source, 0, len(tokens))
 
 
 ROWS = [

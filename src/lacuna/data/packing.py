@@ -14,20 +14,6 @@ _ROUNDED = 64  # rows of many lengths would make many kernels
 
 
 @dataclass(frozen=True)
-class Span:
-    """A run of one document's tokens inside one row, as the document has them.
-
-    `following` is the document's next token, or IGNORED where the document ends; `text_bytes` the UTF-8 bytes of
-    the text that these tokens came from (nan when only tokens are known).
-    """
-
-    tokens: np.ndarray
-    following: int
-    source: int
-    text_bytes: float
-
-
-@dataclass(frozen=True)
 class Document:
     """One document: int32 tokens [n], the end of text among them, and its text's UTF-8 bytes (nan: unknown).
 
@@ -39,11 +25,20 @@ class Document:
     text_bytes: float
     broken: str | None = None
 
-    def span(self, start: int, stop: int, source: int) -> Span:
-        """The tokens [start, stop), fewer where the document ends before."""
-        tokens, size = self.tokens[start:stop], len(self.tokens)
-        following = int(self.tokens[stop]) if stop < size else IGNORED
-        return Span(tokens, following, source, self.text_bytes * len(tokens) / size)
+
+@dataclass(frozen=True)
+class Span:
+    """A run inside one row: the tokens [start, stop) of a document, fewer where it ends before, and its source."""
+
+    document: Document
+    source: int
+    start: int
+    stop: int
+
+    @property
+    def tokens(self) -> np.ndarray:
+        """As the document has them."""
+        return self.document.tokens[self.start : self.stop]
 
 
 @dataclass(frozen=True)
@@ -146,21 +141,22 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
     length = _row_length(rows, config)
     input_ids = np.full(len(rows) * length, padding, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORED)
-    source_tokens = [0] * sources
+    source_tokens, text_bytes = [0] * sources, 0.0
     starts: list[int] = []
     for row, spans in enumerate(rows):
         first = end = row * length
         starts.append(first)
         for span in spans:
-            start, end = end, end + len(span.tokens)
-            input_ids[start:end] = span.tokens
-            labels[start : end - 1] = span.tokens[1:]
-            labels[end - 1] = span.following
+            tokens, targets = span.tokens, span.document.tokens[span.start + 1 : span.stop + 1]
+            start, end = end, end + len(tokens)
+            input_ids[start:end] = tokens
+            labels[start : start + len(targets)] = targets
             if data.predict_across_documents and start > first:
-                labels[start - 1] = span.tokens[0]
+                labels[start - 1] = tokens[0]
             if data.document_mask:
                 starts.extend(range(start, end, training.context_len))
-            source_tokens[span.source] += len(span.tokens)
+            source_tokens[span.source] += len(tokens)
+            text_bytes += span.document.text_bytes * len(tokens) / len(span.document.tokens)
         if data.document_mask:
             starts.append(end)  # of the padding; nothing where the row is full
     input_ids = np.where(input_ids < 0, ~input_ids, input_ids)
@@ -175,7 +171,7 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
         max_seqlen=int(np.diff(bounds).max()),
         tokens=sum(source_tokens),
         trained_tokens=int((labels != IGNORED).sum()),
-        text_bytes=float(sum(span.text_bytes for spans in rows for span in spans)),
+        text_bytes=text_bytes,
         source_tokens=tuple(source_tokens),
     )
 

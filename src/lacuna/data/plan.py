@@ -2,14 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError, logger
+from lacuna.config import Config, UserError, explained, logger
 from lacuna.config.documents import Source
 from lacuna.data.cache import made_once
 from lacuna.data.chat import use_template
@@ -47,7 +47,8 @@ class Plan:
     """Everything that decides the rows.
 
     With a `table` of all tokens the mixture has one lane; without, documents are tokenised while training, and row R
-    is the next row of lane R mod lanes. Rows end with the last document unless `endless`.
+    is the next row of lane R mod lanes. With an `order`, int64 [documents], those of the table come in that. Rows end
+    with the last document unless `endless`.
     """
 
     config: Config
@@ -56,6 +57,7 @@ class Plan:
     sources: tuple[Documents, ...]
     table: TokenTable | None
     endless: bool = True
+    order: np.ndarray | None = None
 
     @property
     def rows_per_pass(self) -> int | None:
@@ -76,14 +78,13 @@ class Plan:
         They are fitted once and kept, but for those in an order, which is of this run.
         """
         most, lengths, way = self.config.training.seq_len, self.table.lengths, self.config.packing.long_examples
-        documents = np.arange(len(lengths))
         if long := int((lengths > most).sum()):
             logger.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
-        if self.table.order is not None:
-            return self.bins_of(documents)
+        if self.order is not None:
+            return self.bins_of(self.order)
 
         def write(file: str) -> None:
-            rows = self.bins_of(documents)
+            rows = self.bins_of(np.arange(len(lengths)))
             with open(file, "wb") as stream:
                 np.savez(stream, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
 
@@ -94,9 +95,8 @@ class Plan:
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
         """The pieces in each row that these documents fill."""
-        lengths = self.table.lengths[documents]
-        ordered = self.table.order is not None
-        bins = fill_rows(lengths, lambda number: self.table.document(documents[number])[0], self.config, ordered)
+        table, ordered = self.table, self.order is not None
+        bins = fill_rows(table.lengths[documents], lambda n: table.document(documents[n])[0], self.config, ordered)
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
@@ -127,7 +127,8 @@ def make_plan(
     difficulty = config.curriculum.difficulty_column if endless else None
     sources = tuple(open_source(setting, config, [difficulty] if difficulty else []) for setting in settings)
     if difficulty:
-        values = [np.array(source.dataset[difficulty], dtype=np.float64) for source in sources]
+        with explained(f"curriculum.difficulty_column, {difficulty}", ValueError, mend="name a column of numbers"):
+            values = [np.array(source.dataset[difficulty], dtype=np.float64) for source in sources]
         order = np.argsort(np.concatenate(values), kind="stable")
     shuffled = data.shuffle and endless and order is None
     keys = [random_key(seed, 0, number) if shuffled else None for number in range(len(sources))]
@@ -140,11 +141,11 @@ def make_plan(
     if settings[0].weight is None and not data.streaming:
         pools = [Pool(sum(pool.size for pool in pools), keys[0])]
     if _is_cached(config, sources, endless):
-        lanes, table = 1, replace(token_table(sources, tokenizer, data.max_broken_records), order=order)
+        lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
     if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
         raise UserError("curriculum: sources mixed by weight have no common order; drop their weights, or the order")
     shares = tuple(1.0 if setting.weight is None else setting.weight for setting in settings[: len(pools)])
-    return Plan(config, tokenizer, Mixture(seed, tuple(pools), shares, lanes), sources, table, endless)
+    return Plan(config, tokenizer, Mixture(seed, tuple(pools), shares, lanes), sources, table, endless, order)
 
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:

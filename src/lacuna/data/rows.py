@@ -40,11 +40,8 @@ def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]
     rows = enumerate(itertools.chain(_made_of_table(plan), itertools.repeat(())))  # empty after the last document
 
     def row(wanted: int) -> list[Span]:
-        spans = []
-        for index, start, stop in np.transpose(next(pieces for number, pieces in rows if number == wanted)).tolist():
-            document, source = plan.table.document(index)
-            spans.append(document.span(start, stop, source))
-        return spans
+        pieces = next(pieces for number, pieces in rows if number == wanted)
+        return [Span(*plan.table.document(index), *part) for index, *part in np.transpose(pieces).tolist()]
 
     return row
 
@@ -66,11 +63,11 @@ def rows_from_the_start(plan: Plan, count: int) -> Iterator[list[list[Span]]]:
 
 
 def documents_begun(plan: Plan, rows: int) -> np.ndarray:
-    """How often the first `rows` rows begin each document, int64 [documents], whatever order these come in."""
+    """How often the first `rows` rows begin each document, int64 [documents]."""
     begun = np.zeros(len(plan.table.lengths), dtype=np.int64)
     for documents, starts, _ in itertools.islice(_made_of_table(plan), rows):
         np.add.at(begun, documents[starts == 0], 1)
-    return begun if plan.table.order is None else begun[np.argsort(plan.table.order)]
+    return begun
 
 
 def _made_of_table(plan: Plan) -> Iterator[np.ndarray]:
@@ -128,7 +125,8 @@ def _draws(plan: Plan) -> Iterator[np.ndarray]:
     cursors = np.zeros(len(plan.mixture.pools), dtype=np.int64)
     while True:
         choices, index = plan.mixture.draw(0, cursors, _DRAWN_AT_ONCE)
-        yield pool_starts[choices] + index
+        documents = pool_starts[choices] + index
+        yield documents if plan.order is None else plan.order[documents]
         cursors += np.bincount(choices, minlength=len(cursors))
 
 
@@ -158,9 +156,9 @@ class _LaneRows:
         spans, space = [], self._plan.config.training.seq_len
         for source, document, after in self._documents(lane, place):
             while offset < len(document.tokens):
-                spans.append(document.span(offset, offset + space, source))
-                offset += len(spans[-1].tokens)
-                space -= len(spans[-1].tokens)
+                start, offset = offset, min(offset + space, len(document.tokens))
+                spans.append(Span(document, source, start, offset))
+                space -= offset - start
                 if not space:
                     yield spans, (offset, place)
                     spans, space = [], self._plan.config.training.seq_len
@@ -185,7 +183,7 @@ class _LaneRows:
             order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, sum(passed for passed, _ in place))
             for row in range(used, len(bins)):
                 pieces = bins[order[row]].T.tolist()
-                spans = [documents[number].span(*part, sources[number]) for number, *part in pieces]
+                spans = [Span(documents[number], sources[number], *part) for number, *part in pieces]
                 yield spans, (row + 1, place) if row + 1 < len(bins) else (0, places[-1])
             used, place = 0, places[-1]
 

@@ -72,23 +72,19 @@ def document_of(
 class TokenTable:
     """The documents of all sources one after the other, read from disk as they are needed.
 
-    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it. With an `order`,
-    int64 [documents], the documents are numbered by their place in that.
+    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it.
     """
 
     dataset: Dataset
     ends: list[int]
-    order: np.ndarray | None = None
 
     @cached_property
     def lengths(self) -> np.ndarray:
         """int64 [documents], in tokens."""
-        lengths = pc.list_value_length(self.dataset.data.column("tokens")).to_numpy()
-        return lengths if self.order is None else lengths[self.order]
+        return pc.list_value_length(self.dataset.data.column("tokens")).to_numpy()
 
     def document(self, index: int) -> tuple[Document, int]:
         """A document, its tokens a view of the file, and its source."""
-        index = index if self.order is None else int(self.order[index])
         tokens, text_bytes = (self.dataset.data.column(name)[index] for name in ("tokens", "text_bytes"))
         return Document(tokens.values.to_numpy(), text_bytes.as_py()), bisect_right(self.ends, index)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lacuna.config.documents import PackingConfig
 from lacuna.data import Batch
+from lacuna.data.packing import Span
 from lacuna.data.plan import Plan
 from lacuna.model.build import BuiltModel
 from lacuna.model.inputs import to_device
@@ -78,13 +79,13 @@ def document_losses(built: BuiltModel, plan: Plan, documents: np.ndarray) -> np.
     Each has a row of its own. Float64 [documents], the same on all ranks.
     """
     alone = replace(plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")}))
-    table, length = replace(plan.table, order=None), plan.config.training.seq_len
+    length = plan.config.training.seq_len
     losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
     with inference(*(stage.module for stage in built.stages)):
         for first in range(0, len(documents), built.mesh.layout.data_parallel):
             place = first + built.mesh.data_rank
-            document, source = table.document(int(documents[min(place, len(documents) - 1)]))
-            batch = alone.batch([[document.span(0, length, source)]])
+            document, source = plan.table.document(int(documents[min(place, len(documents) - 1)]))
+            batch = alone.batch([[Span(document, source, 0, length)]])
             # Nothing beyond the last, which others have: all must make the same calls.
             losses[place : place + 1] = language_modelling_loss(built, batch)[0] / batch.trained_tokens
     dist.all_reduce(losses)
