@@ -79,8 +79,10 @@ def test_a_column_that_cannot_be_sorted_by_is_refused(tmp_path: Path, tokenizer:
     path.write_text('{"text": "a", "level": "easy"}\n')
     with pytest.raises(UserError, match=r"curriculum\.difficulty_column: no column hard; it has text, level"):
         loader_of(path, tokenizer, difficulty_column="hard")
-    with pytest.raises(UserError, match="easy"):
-        loader_of(path, tokenizer)
+    datasets.Dataset.from_json(str(path)).to_parquet(tmp_path / "data.parquet")
+    for kind in ("jsonl", "parquet"):
+        with pytest.raises(UserError, match="easy"):
+            loader_of(tmp_path / f"data.{kind}", tokenizer)
     (tmp_path / "mixed.jsonl").write_text('{"text": "a", "level": 1}\n')
     config = Config(
         data=DataConfig(sources=(Source(dataset=str(tmp_path / "mixed.jsonl"), weight=1),) * 2, num_workers=0),

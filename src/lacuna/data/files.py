@@ -26,12 +26,11 @@ def read_records(files: list[str], kind: str, column: str, numbers: tuple[str, .
     a record); `version` that of this reader: a part of what caches are keyed by.
     """
     for record, place in records_of(files, kind):
-        value = None
-        if isinstance(record, dict):
-            value = json.dumps(record) if column == RECORD else record.get(column)
+        values = record if isinstance(record, dict) else {}
+        value = json.dumps(record) if values and column == RECORD else values.get(column)
         readable = isinstance(value, list if column == "input_ids" else str)
         found = {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
-        yield found | {name: record.get(name) if isinstance(record, dict) else None for name in numbers}
+        yield found | {name: values.get(name) for name in numbers}
 
 
 def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:

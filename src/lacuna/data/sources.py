@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets import Dataset, DatasetBuilder, DatasetDict, Features, IterableDataset, List, ReadInstruction, Value
+from datasets import Dataset, DatasetBuilder, Features, IterableDataset, List, NamedSplit, Value
 from datasets.exceptions import DatasetGenerationError
 from datasets.load import infer_module_for_data_files_list
+from datasets.packaged_modules.generator.generator import Generator
 from fsspec.core import url_to_fs
 
 from lacuna.config import Config, UserError, logger, refuse
@@ -20,8 +21,6 @@ from lacuna.data.chat import conversation_columns
 
 _READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
-_STREAMED_SHARDS = 64
-
 _LONGEST_PAUSE = 60.0
 _HTTP_LIBRARIES = {"http", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "aiohttp", "huggingface_hub"}
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
@@ -56,40 +55,35 @@ def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> 
         [documents] = with_retries(lambda: [_open(name, source, config, numbers)], config.data.retries, name)
     except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
-        if isinstance(cause, UserError):
-            raise UserError(f"{name}: {cause}") from None
         reason = str(cause).strip().partition("\n")[0]
-        mend = "check data.dataset or validation.dataset, name, split, folder, files, and if the Hub can be reached"
-        raise UserError(f"{name}: cannot be opened: {reason}; {mend}") from error
-    if not config.data.streaming and not len(documents.dataset):
-        raise UserError(f"{name}: holds no documents; check data.dataset_split, data.data_dir and data.data_files")
+        if not isinstance(cause, UserError):
+            mend = "check data.dataset or validation.dataset, name, split, folder, files, and if the Hub can be reached"
+            reason = f"cannot be opened: {reason}; {mend}"
+        raise UserError(f"{name}: {reason}") from error
     return documents
 
 
 def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> Documents:
-    streaming = config.data.streaming
-    split, bracket, _ = source.split.partition("[")
-    if bracket and streaming:
-        raise UserError("a stream has no length to take a part of; give a whole split, or set data.streaming=false")
-    folder = Path(source.dataset, source.dir or "")
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        saved = datasets.load_from_disk(str(folder))
-        dataset: Any = _part(saved if isinstance(saved, DatasetDict) else {split: saved}, source.split)
-        if streaming:
-            dataset = dataset.to_iterable_dataset(min(_STREAMED_SHARDS, len(dataset)))
+    streaming, chat = config.data.streaming, config.conversations
+    split, part, _ = source.split.partition("[")
+    whole = "a stream has no length to take a part of; give a whole split, or set data.streaming=false"
+    refuse({whole: streaming and part != ""})
+    builder = _builder(source, split)
+    if builder.repo_id is None and builder.name in ("json", "text"):
+        builder = _line_reader(builder, split, config, numbers)
+    if not streaming:
+        builder.download_and_prepare()
+    dataset = (builder.as_streaming_dataset if streaming else builder.as_dataset)(source.split)
+    empty = "holds no documents; check data.dataset_split, data.data_dir and data.data_files"
+    refuse({empty: not streaming and not len(dataset)})
+    if isinstance(builder, Generator):
+        columns, paths = list(builder.config.features), builder.config.gen_kwargs["files"]
+        sizes = [url_to_fs(path)[0].size(path) for path in paths] if streaming else []
     else:
-        builder = _builder(source, split)
-        if builder.repo_id is None and builder.name in ("json", "text"):
-            return _from_files(name, builder, source.split, config, numbers)
-        if not streaming:
-            builder.download_and_prepare()
-        dataset = (builder.as_streaming_dataset if streaming else builder.as_dataset)(source.split)
-    found = dataset.column_names or list(next(iter(dataset), {}))
-    columns = _used_columns(found, config.data.text_column, config.conversations, numbers)
-    dataset = dataset.select_columns(columns)
-    for column in numbers:
-        dataset = dataset.cast_column(column, Value("float64"))
-    return Documents(name, dataset, columns[0], (1,) * dataset.num_shards if streaming else (), config.conversations)
+        found = dataset.column_names or list(next(iter(dataset), {}))
+        columns = _used_columns(found, config.data.text_column, chat, numbers)
+        dataset, sizes = dataset.select_columns(columns), [1] * dataset.num_shards if streaming else []
+    return Documents(name, dataset, columns[0], tuple(sizes), chat)
 
 
 def _builder(source: Source, split: str) -> DatasetBuilder:
@@ -104,31 +98,19 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
     return datasets.load_dataset_builder(source.dataset, source.name, data_dir=source.dir, data_files=chosen)
 
 
-def _from_files(name: str, builder: DatasetBuilder, split: str, config: Config, numbers: Sequence[str]) -> Documents:
-    """Local files of JSON or text, by the reader that goes on after a bad line, which that of `datasets` does not."""
-    whole, kind, chat = split.partition("[")[0], builder.name, config.conversations
-    found = builder.config.data_files.get(whole)
-    refuse({f"no files of this split; there are {', '.join(map(str, builder.config.data_files))}": not found})
-    wanted = config.data.text_column if kind == "json" else None
-    first = next((record for record, _ in files.records_of(found, kind) if isinstance(record, dict)), None)
-    refuse({f"{found[0]}: holds no JSON objects; give one object with a text per line": first is None})
+def _line_reader(builder: DatasetBuilder, split: str, config: Config, numbers: Sequence[str]) -> Generator:
+    """In place of the reader of local JSON or text that `datasets` has, one that goes on after a bad line."""
+    found, kind, chat = builder.config.data_files, builder.name, config.conversations
+    refuse({f"no files of this split; there are {', '.join(map(str, found))}": split not in found})
+    paths, wanted = found[split], config.data.text_column if kind == "json" else None
+    first = next((record for record, _ in files.records_of(paths, kind) if isinstance(record, dict)), None)
+    refuse({f"{paths[0]}: holds no JSON objects; give one object with a text per line": first is None})
     columns = _used_columns(list(first), wanted, chat, numbers)
     column = columns[0] if chat is None else files.RECORD
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features({column: value, files.BROKEN: Value("string")} | dict.fromkeys(numbers, Value("float64")))
-    arguments = {"files": found, "kind": kind, "column": column, "numbers": tuple(numbers), "version": _READER_VERSION}
-    opener = IterableDataset if config.data.streaming else Dataset
-    dataset = opener.from_generator(files.read_records, features=features, gen_kwargs=arguments)
-    if config.data.streaming:
-        return Documents(name, dataset, column, tuple(url_to_fs(file)[0].size(file) for file in found), chat)
-    return Documents(name, _part({whole: dataset}, split), column, chat=chat)
-
-
-def _part(splits: dict[str, Dataset], split: str) -> Dataset:
-    """The split, or the part of it, that such as train or train[:90%] names."""
-    part = ReadInstruction.from_spec(split).to_absolute({name: len(dataset) for name, dataset in splits.items()})[0]
-    whole = splits[part.splitname]
-    return whole.select(range(part.from_ or 0, len(whole) if part.to is None else part.to))
+    arguments = {"files": paths, "kind": kind, "column": column, "numbers": tuple(numbers), "version": _READER_VERSION}
+    return Generator(features=features, generator=files.read_records, gen_kwargs=arguments, split=NamedSplit(split))
 
 
 def _used_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None, numbers: Sequence[str]) -> list[str]:
