@@ -37,8 +37,8 @@ def stream_of(tmp_path: Path, count: int, faults: int = 0, **settings: object) -
     return Stream(documents=Documents("numbers", dataset, "text"), **(defaults | settings))
 
 
-def texts(stream: Stream, start: Snapshot = BEGINNING, blocks: int = 6) -> list[str]:
-    return [record["text"] for _, block in islice(stream.read(0, start, fewest=1), blocks) for record, _ in block]
+def texts(stream: Stream, start: Snapshot = BEGINNING, count: int = 5000) -> list[str]:
+    return [record["text"] for _, (record, _, _) in islice(stream.read(0, start, fewest=1), count)]
 
 
 def test_a_connection_that_breaks_twice_loses_and_repeats_nothing(tmp_path: Path) -> None:
@@ -58,15 +58,17 @@ def test_a_connection_that_stays_broken_ends_the_run(tmp_path: Path) -> None:
 
 def test_a_snapshot_leads_to_the_same_documents(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, 2500)
-    blocks = list(islice(stream.read(0, BEGINNING, fewest=1), 8))
-    for number, (snapshot, _) in enumerate(blocks):
-        assert list(islice(stream.read(0, snapshot, fewest=1), 8 - number)) == blocks[number:]
+    whole = list(islice(stream.read(0, BEGINNING, fewest=1), 6000))
+    for first in (0, BLOCK, 2 * BLOCK, 2500, 2500 + BLOCK, 5000):
+        number, (_, _, snapshot) = whole[first]
+        assert number == first == snapshot[0]
+        assert list(islice(stream.read(0, snapshot, fewest=1), 6000 - first)) == whole[first:]
 
 
 def test_epochs_differ_and_each_holds_everything(tmp_path: Path) -> None:
-    documents = texts(stream_of(tmp_path, 1500), blocks=4)
+    documents = texts(stream_of(tmp_path, 1500), count=3000)
     assert sorted(documents[:1500]) == sorted(documents[1500:]) and documents[:1500] != documents[1500:]
-    assert texts(stream_of(tmp_path, 1500, key=None), blocks=2) == [str(n) for n in range(1500)]
+    assert texts(stream_of(tmp_path, 1500, key=None), count=1500) == [str(n) for n in range(1500)]
 
 
 def test_a_stream_that_is_not_endless_ends_with_its_last_document(tmp_path: Path) -> None:
@@ -75,13 +77,14 @@ def test_a_stream_that_is_not_endless_ends_with_its_last_document(tmp_path: Path
 
 def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(tmp_path: Path) -> None:
     stream = stream_of(tmp_path, 5000)
-    whole = texts(stream, blocks=5)
+    whole = texts(stream)
     record = stream.reader(4, {1: (0, BEGINNING), 2: (0, BEGINNING)})
-    served = {index: record(index % 4, index) for index in (1, 2, 6, 5, 3002, 4001)}
+    turns = ((1, range(10)), (2, range(751)), (1, range(10, 1001)))
+    served = {4 * turn + lane: record(lane) for lane, own in turns for turn in own}
     assert all(found["text"] == whole[index] for index, (found, _, _) in served.items())
     assert [served[index][2][0] for index in (1, 3002, 4001)] == [0, 2 * BLOCK, 3 * BLOCK]
     again = stream.reader(4, {1: (1001, served[4001][2]), 2: (750, served[3002][2])})
-    assert again(2, 3002) == served[3002] and again(1, 4005)[0]["text"] == whole[4005]
+    assert again(2) == served[3002] and again(1)[0]["text"] == whole[4005]
 
 
 def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(
@@ -90,7 +93,7 @@ def test_an_empty_stream_is_a_user_error_and_a_small_one_is_warned_of(
     with pytest.raises(UserError, match="holds no documents"):
         texts(stream_of(tmp_path, 0))
     with caplog.at_level(logging.WARNING):
-        list(islice(stream_of(tmp_path, 5).read(0, BEGINNING, fewest=8), 3))
+        list(islice(stream_of(tmp_path, 5).read(0, BEGINNING, fewest=8), 12))
     assert len(caplog.records) == 1 and "only 5 documents" in caplog.text
 
 

@@ -196,7 +196,7 @@ class _LaneRows:
                 for source, index in np.transpose(drawn).tolist():
                     documents, (passed, snapshot) = self._plan.sources[source], place[source]
                     if source in self._readers:
-                        record, number, snapshot = self._readers[source](lane, index)
+                        record, number, snapshot = self._readers[source](lane)
                     else:
                         record, number = documents.dataset[index], index
                     document = document_of(record, number, documents, self._plan.tokenizer)

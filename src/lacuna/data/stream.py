@@ -1,5 +1,6 @@
 """A part of a streaming dataset read forward, block by block, for the lanes of one worker."""
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from operator import itemgetter
@@ -21,27 +22,23 @@ _MOST_PARTS = 64
 Snapshot = tuple[int, int, dict[str, Any] | None]
 BEGINNING: Snapshot = (0, 0, None)
 
-# A record and its place in the source.
-PlacedRecord = tuple[dict[str, Any], str]
+# A record, its place in the source, and the start of the block that it came in.
+PlacedRecord = tuple[dict[str, Any], str, Snapshot]
 
 
 @dataclass(frozen=True)
 class Stream(Pool):
     """A streaming source that is split into parts, read once or, when `endless`, again and again.
 
-    `size` is the number of parts. A lane always reads the same one: lane l part l mod size. The lane's ordinal o is
-    document o // size of the part's order: pass after pass, the blocks of each shuffled anew.
+    `size` is the number of parts. A lane always reads the same one, lane l part l mod size, and takes its turn among
+    the lanes that do. A part comes pass after pass, the blocks of each shuffled anew.
     """
 
     documents: Documents
     retries: int
     endless: bool = True
 
-    def locate(self, ordinals: np.ndarray) -> np.ndarray:
-        """The document in the lane's part, int64 [n], at each ordinal."""
-        return ordinals // self.size
-
-    def reader(self, lanes: int, positions: dict[int, tuple[int, Snapshot]]) -> Callable[[int, int], tuple]:
+    def reader(self, lanes: int, positions: dict[int, tuple[int, Snapshot]]) -> Callable[[int], PlacedRecord]:
         """A function that reads parts as far as lanes ask, and keeps for the others what they have not asked for yet.
 
         Args:
@@ -49,31 +46,28 @@ class Stream(Pool):
             positions: for each lane served, the documents it has passed and the snapshot it had last.
 
         Returns:
-            A function from a lane and a document in its part to the record, its place, and the start of the block it
-            came in. The record is then forgotten: each lane asks for its documents in their order. Raises StopIteration
-            after the last.
+            A function from a lane to its next record. Raises StopIteration after the last.
         """
         stride = lanes // self.size
-        needs = {lane: passed * stride + lane // self.size for lane, (passed, _) in positions.items()}
-        blocks: dict[int, Iterator[tuple[Snapshot, list[PlacedRecord]]]] = {}
+        begins = {lane: passed * stride + lane // self.size for lane, (passed, _) in positions.items()}
+        kept: dict[int, deque[PlacedRecord]] = {lane: deque() for lane in positions}
+        parts: dict[int, Iterator[tuple[int, PlacedRecord]]] = {}
         for part in {lane % self.size for lane in positions}:
             snapshots = [last for lane, (_, last) in positions.items() if lane % self.size == part]
-            blocks[part] = self.read(part, min(snapshots, key=itemgetter(0)), stride)
-        kept: dict[tuple[int, int], tuple] = {}
+            parts[part] = self.read(part, min(snapshots, key=itemgetter(0)), stride)
 
-        def read_document(lane: int, index: int) -> tuple:
-            part = lane % self.size
-            while (part, index) not in kept:
-                snapshot, block = next(blocks[part])
-                for number, found in enumerate(block, start=snapshot[0]):
-                    if number >= needs.get(number % stride * self.size + part, number + 1):
-                        kept[part, number] = *found, snapshot
-            return kept.pop((part, index))
+        def next_record(lane: int) -> PlacedRecord:
+            while not kept[lane]:
+                number, record = next(parts[lane % self.size])
+                asker = number % stride * self.size + lane % self.size
+                if asker in kept and number >= begins[asker]:
+                    kept[asker].append(record)
+            return kept[lane].popleft()
 
-        return read_document
+        return next_record
 
-    def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[tuple[Snapshot, list[PlacedRecord]]]:
-        """Yield the blocks of a part, each its start and its records shuffled; a fault that passes repeats nothing.
+    def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[tuple[int, PlacedRecord]]:
+        """Yield the records of a part, shuffled in blocks, and their numbers; a fault that passes repeats nothing.
 
         Raises UserError when there are no documents, and the last fault when reading failed too often. Warns when
         there are less than `fewest` documents.
@@ -89,10 +83,10 @@ class Stream(Pool):
 
         while True:
             for columns in with_retries(blocks_from_here, self.retries, name):
-                records = [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-                order = shuffled(len(records), self.key, part, index)
-                block = [(records[n], f"{index - epoch_start + n} of {where}") for n in order]
-                yield (index, epoch_start, state), block
+                snapshot, records = (index, epoch_start, state), list(zip(*columns.values(), strict=True))
+                for number, chosen in enumerate(shuffled(len(records), self.key, part, index).tolist(), index):
+                    record = dict(zip(columns, records[chosen], strict=True))
+                    yield number, (record, f"{index - epoch_start + chosen} of {where}", snapshot)
                 index, state = index + len(records), shard.state_dict()
             refuse({f"{name}: {where} holds no documents; leave out empty files": index == epoch_start})
             if not self.endless:
