@@ -1,6 +1,5 @@
 """Files that are made once, whoever asks for them, and kept with the caches of `datasets`."""
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ def made_once(name: str, write: Callable[[str], Any]) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{file}.lock"):
         if not file.exists():
-            write(f"{file}.new")
-            os.replace(f"{file}.new", file)
+            new = file.with_name(f"new-{name}")
+            write(str(new))
+            new.replace(file)
     return file

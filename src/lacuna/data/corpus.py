@@ -2,7 +2,6 @@
 
 import hashlib
 import sysconfig
-import zlib
 from pathlib import Path
 
 from tokenizers import ByteLevelBPETokenizer
@@ -22,15 +21,13 @@ _TRAINING_BYTES = 4_000_000
 
 
 def stdlib_files() -> dict[str, list[str]]:
-    """The standard library's source files by split, each sorted; about one in twenty is for validation."""
+    """The standard library's source files by split, each sorted; every twentieth is for validation."""
     root = Path(sysconfig.get_path("stdlib"))
-    splits: dict[str, list[str]] = {"train": [], "validation": []}
-    for path in sorted(root.rglob("*.py")):
-        relative = path.relative_to(root)
-        if not _LEFT_OUT.intersection(relative.parts):
-            held_out = zlib.crc32(relative.as_posix().encode()) % _VALIDATION_PART == 0
-            splits["validation" if held_out else "train"].append(str(path))
-    return splits
+    kept = [path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT.intersection(path.relative_to(root).parts)]
+    files = list(map(str, kept))
+    held_out = files[::_VALIDATION_PART]
+    del files[::_VALIDATION_PART]
+    return {"train": files, "validation": held_out}
 
 
 def stdlib_tokenizer() -> PreTrainedTokenizerFast:
@@ -39,7 +36,7 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
     def train(file: str) -> None:
-        logger.info("training the %s tokenizer, once, into %s", NAME, file.removesuffix(".new"))
+        logger.info("training the %s tokenizer, once, into %s", NAME, Path(file).parent)
         step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
         sample = [text.decode(errors="replace") for text in texts[::step]]
         trained = ByteLevelBPETokenizer()

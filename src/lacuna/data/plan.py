@@ -85,8 +85,7 @@ class Plan:
 
         def write(file: str) -> None:
             rows = self.bins_of(np.arange(len(lengths)))
-            with open(file, "wb") as stream:
-                np.savez(stream, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
+            np.savez(file, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
 
         mode, made_from = packing_mode(self.config), self.table.dataset._fingerprint
         made_of = Hasher.hash([_PACKING_VERSION, made_from, mode, way, most])
