@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, islice
-from pathlib import Path
 from typing import Any
 
 import datasets
@@ -105,20 +104,18 @@ def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase
 
 
 def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The documents of a source from the cache. Of many ranks that ask at once, one makes it and the others wait."""
+    """The documents of a source, cached beside it. Of many ranks that ask at once, one makes it and the others wait."""
     chat = source.chat and [source.chat.train_on, source.chat.columns, tokenizer.chat_template]
     made_of = [_CACHE_VERSION, source.dataset._fingerprint, source.column, tokenizer_fingerprint(tokenizer), chat]
     key = Hasher.hash(made_of)
-    folder = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", key)
-    folder.mkdir(parents=True, exist_ok=True)
     tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 and source.chat is None else "int32"))
     processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
-    with FileLock(folder.with_suffix(".lock")):
+    with FileLock(f"{source.dataset.cache_files[0]['filename']}.{key}.lock"):
         return source.dataset.map(
             lambda record, number: vars(document_of(record, number, source, tokenizer)), with_indices=True,
             remove_columns=source.dataset.column_names, new_fingerprint=key, desc="tokenising",
             features=Features({"tokens": tokens, "text_bytes": Value("float64"), BROKEN: Value("string")}),
-            num_proc=processes if processes > 1 else None, cache_file_name=str(folder / "tokens.arrow"),
+            num_proc=processes if processes > 1 else None,
         )  # fmt: skip
 
 

@@ -54,10 +54,7 @@ def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which tokens a text becomes."""
-    if tokenizer.is_fast:
-        content = _backend(tokenizer).to_str()
-    else:
-        content = repr([type(tokenizer).__name__, sorted(tokenizer.get_vocab().items()), tokenizer.init_kwargs])
+    content = _backend(tokenizer).to_str() if tokenizer.is_fast else Hasher.hash(tokenizer)
     return Hasher.hash([content, tokenizer.split_special_tokens, tokenizer.eos_token_id])
 
 
