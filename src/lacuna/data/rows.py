@@ -85,20 +85,17 @@ def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
     in_pass = plan.rows_per_pass or _WINDOW
     in_window = math.ceil(in_pass / math.ceil(in_pass / _WINDOW))
     drawn, draws = np.zeros((2, 1), dtype=np.int64), _draws(plan)  # documents, and where each ends
+    last = np.iinfo(np.int64).max if plan.endless else lengths.sum()
     for epoch in itertools.count() if plan.endless else [0]:
         for window, within in enumerate(range(0, in_pass, in_window)):
             size = min(in_window, in_pass - within)
-            cuts = (epoch * in_pass + within + np.arange(size + 1)) * length
-            if not plan.endless:
-                cuts = cuts.clip(max=lengths.sum())
+            cuts = np.minimum((epoch * in_pass + within + np.arange(size + 1)) * length, last)
             kept = [drawn[:, drawn[1] >= cuts[0]]]
             while kept[-1][1, -1] < cuts[-1]:
                 more = next(draws)
                 kept.append(np.stack([more, kept[-1][1, -1] + np.cumsum(lengths[more])]))
             documents, ends = drawn = np.concatenate(kept, axis=1)
-            inside = (ends > cuts[0]) & (ends < cuts[-1])
-            edges = np.sort(np.concatenate([cuts, ends[inside]]), kind="stable")  # two runs in order: merged
-            edges = edges[np.diff(edges, prepend=-1) > 0]
+            edges = np.union1d(cuts, ends.clip(cuts[0], cuts[-1]))
             found = np.searchsorted(ends, edges[:-1], side="right")
             starts = edges[:-1] - (ends - lengths[documents])[found]
             pieces = np.stack([documents[found], starts, starts + np.diff(edges)])
