@@ -30,10 +30,10 @@ def shuffled(size: int, key: int | None, *parts: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pool:
-    """Documents that are passed over as one: those of one local source, or of several that have no weights.
+    """Documents that are passed over as one: those of one source, or of several that have no weights.
 
     Args:
-        size: how many they are.
+        size: how many they are; of a stream, its parts.
         key: a `random_key`; None keeps their own order.
     """
 

@@ -16,7 +16,7 @@ from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
 from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode
 from lacuna.data.sources import Documents, open_source
-from lacuna.data.stream import Stream, number_of_parts
+from lacuna.data.stream import number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
 from lacuna.data.tokenizer import grown_tokenizer
 
@@ -130,21 +130,16 @@ def make_plan(
             values = [np.array(source.dataset[difficulty], dtype=np.float64) for source in sources]
         order = np.argsort(np.concatenate(values), kind="stable")
     shuffled = data.shuffle and endless and order is None
-    keys = [random_key(seed, 0, number) if shuffled else None for number in range(len(sources))]
-    pools = [
-        Stream(number_of_parts(source.shard_sizes, lanes), key, source, data.retries, endless)
-        if data.streaming
-        else Pool(len(source.dataset), key)
-        for source, key in zip(sources, keys, strict=True)
-    ]
-    if settings[0].weight is None and not data.streaming:
-        pools = [Pool(sum(pool.size for pool in pools), keys[0])]
+    sizes = [number_of_parts(s.shard_sizes, lanes) if data.streaming else len(s.dataset) for s in sources]
+    if settings[0].weight is None:
+        sizes = [sum(sizes)]
+    pools = tuple(Pool(size, random_key(seed, 0, n) if shuffled else None) for n, size in enumerate(sizes))
     if _is_cached(config, sources, endless):
         lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
     if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
         raise UserError("curriculum: sources mixed by weight have no common order; drop their weights, or the order")
     shares = tuple(1.0 if setting.weight is None else setting.weight for setting in settings[: len(pools)])
-    return Plan(config, tokenizer, Mixture(seed, tuple(pools), shares, lanes), sources, table, endless, order)
+    return Plan(config, tokenizer, Mixture(seed, pools, shares, lanes), sources, table, endless, order)
 
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:

@@ -132,13 +132,13 @@ class _LaneRows:
 
     def __init__(self, plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> None:
         self._plan, self._states, self._broken = plan, states, broken
-        pools = plan.mixture.pools
+        pools, data = plan.mixture.pools, plan.config.data
         starts = {lane: state or (0, [(0, BEGINNING)] * len(pools)) for lane, state in states.items()}
-        self._readers = {
-            source: stream.reader(plan.mixture.lanes, {lane: place[source] for lane, (_, place) in starts.items()})
-            for source, stream in enumerate(pools)
-            if isinstance(stream, Stream)
-        }
+        self._readers = []
+        for source, pool in enumerate(pools if data.streaming else ()):
+            stream = Stream(pool.size, pool.key, plan.sources[source], data.retries, plan.endless)
+            positions = {lane: place[source] for lane, (_, place) in starts.items()}
+            self._readers.append(stream.reader(plan.mixture.lanes, positions))
         rows = self._fitted if plan.fits else self._laid_end_to_end
         self._rows = {lane: rows(lane, *start) for lane, start in starts.items()}
 
@@ -192,7 +192,7 @@ class _LaneRows:
                 drawn = self._plan.mixture.draw(lane, [passed for passed, _ in place], _DRAWN_AHEAD)
                 for source, index in np.transpose(drawn).tolist():
                     documents, (passed, snapshot) = self._plan.sources[source], place[source]
-                    if source in self._readers:
+                    if self._readers:
                         record, number, snapshot = self._readers[source](lane)
                     else:
                         record, number = documents.dataset[index], index

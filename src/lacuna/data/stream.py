@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from lacuna.config import logger, refuse
-from lacuna.data.mixture import Pool, shuffled
+from lacuna.data.mixture import shuffled
 from lacuna.data.sources import Documents, with_retries
 
 # Documents shuffled among each other; they are in memory together.
@@ -27,13 +27,15 @@ PlacedRecord = tuple[dict[str, Any], str, Snapshot]
 
 
 @dataclass(frozen=True)
-class Stream(Pool):
+class Stream:
     """A streaming source that is split into parts, read once or, when `endless`, again and again.
 
     `size` is the number of parts. A lane always reads the same one, lane l part l mod size, and takes its turn among
     the lanes that do. A part comes pass after pass, the blocks of each shuffled anew.
     """
 
+    size: int
+    key: int | None
     documents: Documents
     retries: int
     endless: bool = True
