@@ -192,7 +192,7 @@ class _LaneRows:
                 drawn = self._plan.mixture.draw(lane, [passed for passed, _ in place], _DRAWN_AHEAD)
                 for source, index in np.transpose(drawn).tolist():
                     documents, (passed, snapshot) = self._plan.sources[source], place[source]
-                    if self._readers:
+                    if self._readers:  # a lane takes its turn in a stream, whichever document was drawn
                         record, number, snapshot = self._readers[source](lane)
                     else:
                         record, number = documents.dataset[index], index
