@@ -1,5 +1,7 @@
 """Settings that contradict each other are refused before the run, with the names of both."""
 
+import json
+
 import pytest
 
 from lacuna.config import UserError, load_config
@@ -257,3 +259,15 @@ def test_files_that_may_be_elsewhere_are_left_to_the_reader(folder):
     load("--data.dataset corpus --data.data_files a.jsonl")
     load("--data.dataset json --data.data_dir corpus --data.data_files a.jsonl")
     assert "b.jsonl does not exist" in error_of("--data.dataset corpus --data.data_files b.jsonl")
+
+
+def test_adapters_are_by_default_those_that_training_starts_from(folder):
+    described = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": None, "use_dora": True}
+    (folder / "adapter_config.json").write_text(json.dumps(described))
+    lora = load(f"--lora.adapter {folder} --lora.alpha 2").lora
+    assert (lora.rank, lora.alpha, lora.targets, lora.modules, lora.dora) == (4, 2.0, ("q_proj",), (), True)
+    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "target_modules": "all-linear"}))
+    assert load(f"--lora.adapter {folder}").lora.targets == ("all-linear",)
+    assert f"lora.adapter: cannot read {folder}/gone/adapter_config.json: No such file" in error_of(
+        f"--lora.adapter {folder}/gone"
+    )

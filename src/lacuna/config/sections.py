@@ -5,8 +5,7 @@ import os
 import pathlib
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
 
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
@@ -111,42 +110,39 @@ ADAPTER_FIELDS = {
 }  # fmt: skip
 
 
-def _as_described(setting: str, default: Any) -> Any:
-    """A setting of adapters, by default that of the one that training starts from."""
-
-    def find(given: dict[str, Any]) -> Any:
-        if given["adapter"] is None:
-            return default
-        file = os.path.join(given["adapter"], ADAPTER_FILE)
-        with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, mend="give the folder of an adapter"):
-            value = json.loads(pathlib.Path(file).read_text()).get(ADAPTER_FIELDS[setting]) or default
-        return ((value,) if isinstance(value, str) else tuple(value)) if isinstance(default, tuple) else value
-
-    return Field(default_factory=find)
-
-
 class LoraConfig(Section):
-    """Adapters: the model stays as it is, and small matrices beside its linear layers learn (LoRA).
+    """Adapters (LoRA): the model stays as it is, and small matrices beside its layers learn.
 
     adapter: Folder of an adapter, peft's or a run's hf/adapter, that training starts from; the settings below are by
         default its own.
-    rank: Width of the adapters. Unset: 0, which trains the model itself.
-    alpha: The adapters' part of a layer's output is multiplied by alpha / rank. Unset: 16.
+    rank: Width of the adapters; 0 trains the model itself.
+    alpha: The adapters' part of a layer's output is multiplied by alpha / rank.
     dropout: Share of the inputs that adapters are not shown.
-    targets: Linear layers that get one: their names or patterns. Unset: all-linear, which is all but the head.
+    targets: Linear layers that get one: their names or patterns; all-linear is all but the head.
     modules: Modules that are trained whole beside the adapters, by name or pattern (peft's modules_to_save).
     rslora: Multiply by alpha / sqrt(rank) instead.
     dora: Learn the lengths of the rows of weights apart from their directions (DoRA).
     """
 
     adapter: Path | None = None
-    rank: NonNegativeInt = _as_described("rank", 0)
-    alpha: Annotated[float, Gt(0)] = _as_described("alpha", 16.0)
-    dropout: Annotated[float, Ge(0), Lt(1)] = _as_described("dropout", 0.0)
-    targets: Names = _as_described("targets", ("all-linear",))
-    modules: Names = _as_described("modules", ())
-    rslora: bool = _as_described("rslora", False)
-    dora: bool = _as_described("dora", False)
+    rank: NonNegativeInt = 0
+    alpha: float = Field(16.0, gt=0)
+    dropout: float = Field(0.0, ge=0, lt=1)
+    targets: Names = ("all-linear",)
+    modules: Names = ()
+    rslora: bool = False
+    dora: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_described(cls, given: Any) -> Any:
+        """The settings given, and for the others those of the adapter that training starts from."""
+        if not isinstance(given, dict) or given.get("adapter") is None:
+            return given
+        file = os.path.join(os.path.expanduser(given["adapter"]), ADAPTER_FILE)
+        with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, mend="give the folder of an adapter"):
+            theirs = json.loads(pathlib.Path(file).read_text())
+        return {ours: theirs[name] for ours, name in ADAPTER_FIELDS.items() if theirs.get(name)} | given
 
 
 class OptimizerConfig(Section):
