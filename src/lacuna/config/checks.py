@@ -22,8 +22,7 @@ CONTRADICTIONS: dict[str, str] = {
     "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
     "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
     "training.steps & training.epochs": "both are given; keep one (--training.steps none takes the file's away)",
-    "training.epochs & data.streaming": "a stream has no known length; give training.steps instead",
-    "training.epochs & data.tokenization = online": "only the cache knows how long an epoch is; drop data.tokenization",
+    "training.epochs & data.streaming | data.tokenization = online": "an epoch's length needs the cache; drop either",
     "no training.batch_size = 1 & training.varlen": "the first must be 1; raise training.seq_len instead",
     "training.varlen & no data.document_mask": "varlen masks documents; drop varlen, or keep the mask",
     "data.dataset & data.sources": "two spellings of the same; keep one",
@@ -52,8 +51,13 @@ CONTRADICTIONS: dict[str, str] = {
 
 def problems_of(config: Config) -> list[str]:
     """Everything about the configuration that is known to be wrong before the machine is looked at."""
-    checks = (_contradictions, _batch, _data, _stages, _local_paths)
-    return [problem for check in checks for problem in check(config)]
+    sources: tuple[Source, ...] = ()
+    problems = [*_contradictions(config), *_batch(config), *_stages(config)]
+    try:
+        sources = config.data.resolved_sources()
+    except UserError as error:
+        problems.append(str(error))
+    return [*problems, *_data(config, sources), *_missing(config, sources)]
 
 
 def _contradictions(config: Config) -> Iterator[str]:
@@ -70,32 +74,24 @@ def _batch(config: Config) -> Iterator[str]:
     training = config.training
     context, length, together = training.context_len, training.seq_len, training.global_batch_size
     size, accumulation = training.batch_size, training.gradient_accumulation_steps or 1
-    if context > length:
-        yield f"training.context_len, training.seq_len: {context} is more than {length}; leave out training.context_len"
-    if context < length and not training.varlen:
-        yield f"training.context_len, training.varlen: {context} is not seq_len ({length}); leave it out, or set varlen"
+    if context > length or (context < length and not training.varlen):
+        names = "training.context_len, training.seq_len, training.varlen"
+        yield f"{names}: {context} is not {length}, or less with varlen; leave out training.context_len"
     if together and together % (size * accumulation):
         names = "training.global_batch_size, training.batch_size, training.gradient_accumulation_steps"
         yield f"{names}: {together} is no multiple of {size} x {accumulation}; change one of them"
 
 
-def _data(config: Config) -> Iterator[str]:
-    data = config.data
+def _data(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
+    data, epochs = config.data, config.training.epochs
     needless = config.memory_estimation.enabled or config.checkpoint.create_seed_checkpoint
     if not (data.dataset or data.sources or data.data_files or needless):
         yield "data.dataset: no data is given; set data.dataset, or write [[data.sources]] tables"
-    try:
-        sources = data.resolved_sources()
-    except UserError as error:
-        yield str(error)
-        return
-    if config.training.epochs and any(source.weight for source in sources):
+    if epochs and any(source.weight for source in sources):
         yield "training.epochs, data.data_probs, data.sources: whole passes and shares contradict each other; keep one"
-    if len(sources) > 1 and sources[0].weight is None and config.training.epochs is None:
+    if len(sources) > 1 and sources[0].weight is None and not epochs:
         ways = "the second, a weight in every [[data.sources]], or training.epochs for whole passes"
         yield f"data.dataset, data.data_probs: several datasets need their shares; set {ways}"
-    for source in sources:
-        yield from _missing_files("data.sources" if data.sources else "data.data_files", source)
 
 
 def _stages(config: Config) -> Iterator[str]:
@@ -115,26 +111,25 @@ def _stages(config: Config) -> Iterator[str]:
         steps = stage.from_step or steps
 
 
-def _local_paths(config: Config) -> Iterator[str]:
-    start, validation = config.checkpoint.initial_load_path, config.validation.resolved_source()
+def _missing(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
+    """Paths that can only be local (not the Hub's, no address, no pattern) and are not there."""
+    for setting, path in _paths(config, sources):
+        only_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_ENDINGS)
+        if only_local and "://" not in path and not has_magic(path) and not os.path.exists(path):
+            yield f"{setting}: {path} does not exist; {nearby(Path(path))}"
+
+
+def _paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[str, str]]:
+    """The settings that name what a run reads, and what they name; files within a dataset of the Hub are left out."""
     for field in ("name_or_path", "config", "tokenizer_path"):
-        yield from _missing(f"model.{field}", getattr(config.model, field))
-    yield from _missing("checkpoint.initial_load_path", start and os.path.abspath(start))
-    if validation:
-        yield from _missing_files("validation.data_files", validation)
-
-
-def _missing_files(setting: str, source: Source) -> Iterator[str]:
-    """Local files of a source that do not exist; what a Hub dataset holds is not known here."""
-    yield from _missing(setting.replace("data_files", "dataset"), source.dataset)
-    folder = "" if source.dataset in READERS else source.dataset
-    for file in source.files:
-        if "://" not in file and os.path.isdir(folder or "."):
-            yield from _missing(setting, os.path.abspath(os.path.join(folder, source.dir or "", file)))
-
-
-def _missing(setting: str, path: str | None) -> Iterator[str]:
-    """A problem when a path can only be local (not the Hub's, no address, no pattern) and is not there."""
-    only_local = path and (path.startswith(("/", "./", "../", "~")) or path.endswith(_ENDINGS))
-    if only_local and "://" not in path and not has_magic(path) and not os.path.exists(path):
-        yield f"{setting}: {path} does not exist; {nearby(Path(path))}"
+        yield f"model.{field}", getattr(config.model, field) or ""
+    yield "checkpoint.initial_load_path", os.path.abspath(config.checkpoint.initial_load_path or "")
+    named = [("data.sources" if config.data.sources else "data.data_files", source) for source in sources]
+    if validation := config.validation.resolved_source():
+        named.append(("validation.data_files", validation))
+    for setting, source in named:
+        yield setting.replace("data_files", "dataset"), source.dataset
+        folder = "" if source.dataset in READERS else source.dataset
+        for file in source.files:
+            if "://" not in file and os.path.isdir(folder or "."):
+                yield setting, os.path.abspath(os.path.join(folder, source.dir or "", file))
