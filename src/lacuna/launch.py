@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from lacuna.config import UserError
+from lacuna.config import refuse
 
 POLL_SECONDS = 0.1
 # After one process failed, the others cannot go on; they get this long to say why.
@@ -32,12 +32,10 @@ def runs_here(gpus: int | None, cpus: int | None) -> int:
     import torch
 
     available = torch.cuda.device_count() if os.environ.get("LACUNA_DEVICE") != "cpu" else 0
-    if available == 0 and gpus is not None:
-        raise UserError(f"--gpus {gpus}: this machine has no usable GPU: use --cpus {gpus} to run on the CPU.")
-    wanted = gpus or int(os.environ.get("NGPU", 0)) or max(available, 1)
-    if wanted > max(available, 1):
-        raise UserError(f"{wanted} GPUs are asked for (--gpus or NGPU), but this machine has {available}.")
-    return wanted
+    asked = gpus or int(os.environ.get("NGPU", 0))
+    wrong = f"--gpus {asked} (or NGPU): this machine has {available or 'no'} usable GPU(s)"
+    refuse({f"{wrong}: ask for fewer, or use --cpus {asked} to run on the CPU": asked > available})
+    return asked or max(available, 1)
 
 
 def adopt_slurm() -> None:

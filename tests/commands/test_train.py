@@ -128,7 +128,9 @@ def test_an_unknown_command_a_missing_file_and_gpus_that_are_not_there_are_refus
 ) -> None:
     check_refused(run_to_end("trian"), "'trian' is no command; did you mean train?")
     check_refused(run_to_end("train", tmp_path / "rum.toml"), f"{tmp_path}/rum.toml: cannot be read: No such file")
-    check_refused(outcomes["no GPU"], "--gpus 3: this machine has no usable GPU: use --cpus 3")
+    check_refused(
+        outcomes["no GPU"], "--gpus 3 (or NGPU): this machine has no usable GPU(s): ask for fewer, or use --cpus 3"
+    )
     assert not (folder / "no GPU").exists()
 
 

@@ -16,12 +16,12 @@ from lacuna.commands.arguments import parse_run
 def run(words: list[str]) -> None:
     """Runs the command."""
     options, config = parse_run("plan", str(__doc__), words, "--draw")
-    # Experts are folded over the other degrees.
-    degrees = [max(size, 1) for name, size in config.parallelism if "_degree" in name and "expert" not in name]
-    from lacuna.parallel.processes import device_type  # torch takes seconds to import: not before it is needed
+    from lacuna.parallel.mesh import AXES  # torch takes seconds to import: not before it is needed
+    from lacuna.parallel.processes import device_type
     from lacuna.plan.draw import draw
     from lacuna.plan.dry_run import dry_run
 
     show = draw if options.draw else dry_run
-    processes = options.gpus or options.cpus or math.prod(degrees)
+    degrees = (getattr(config.parallelism, setting) for setting in AXES.values())
+    processes = options.gpus or options.cpus or abs(math.prod(degrees))  # -1 counts as 1
     show(config, processes, "cuda" if options.gpus else "cpu" if options.cpus else device_type())

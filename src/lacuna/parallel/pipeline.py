@@ -69,7 +69,7 @@ def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Confi
     own, last = held[mesh.rank("pp")], sum(map(len, held.values())) - 1
     ranges = stage_ranges(config.parallelism.pipeline_parallel_split_points, last + 1, model, layers)
     path = [module for module in model.modules() if layers in module.modules()]
-    homes, stages = _homes(model, path, ranges), []
+    homes, stages = homes_of(model, path, ranges), []
     for index in own:
         entrance, own_layers = PassThrough(), [layers[place] for place in ranges[index]]
         elsewhere = {module: min(home) for module, home in homes.items() if index not in home}
@@ -84,7 +84,7 @@ def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Confi
     return stages
 
 
-def _homes(model: PreTrainedModel, path: Sequence[nn.Module], ranges: Sequence[range]) -> dict[nn.Module, set[int]]:
+def homes_of(model: PreTrainedModel, path: Sequence[nn.Module], ranges: Sequence[range]) -> dict[nn.Module, set[int]]:
     """The stages of each layer, and of each module with parameters beside the `path`, which ends with the layers."""
     last, embedding, head = len(ranges) - 1, model.get_input_embeddings(), model.get_output_embeddings()
     tied = head is not None and head.weight is embedding.weight
@@ -96,7 +96,7 @@ def _homes(model: PreTrainedModel, path: Sequence[nn.Module], ranges: Sequence[r
                 # A tied weight stays known by the embedding's name where the head is.
                 homes[child] = {0, last} if tied and child is embedding else {0}
             elif child is not inner and [*child.parameters()]:
-                early = place < children.index(inner)
+                early = place < children.index(inner) and last > 0
                 unknown = f"{type(model).__name__} has a {type(child).__name__} before its layers, of no known stage"
                 refuse({f"parallelism.pipeline_parallel_degree: {unknown}: use other parallelisms": early})
                 homes[child] = {last}

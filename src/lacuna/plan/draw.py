@@ -4,7 +4,8 @@ import io
 import os
 import re
 from collections.abc import Iterator
-from itertools import product
+from graphlib import TopologicalSorter
+from itertools import pairwise, product
 
 from rich.console import CONSOLE_SVG_FORMAT, Console
 from rich.table import Table
@@ -18,7 +19,7 @@ from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import plan_model
 from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
 from lacuna.parallel.mesh import AXES, Layout, resolve_layout
-from lacuna.parallel.pipeline import stage_ranges
+from lacuna.parallel.pipeline import homes_of, stage_ranges
 from lacuna.parallel.schedule import Action, held_stages, pipeline_order
 from lacuna.train.setup import plan_batch
 
@@ -71,18 +72,17 @@ def holdings(
     config: Config, layout: Layout, model: PreTrainedModel, sequences: int, held: dict[int, list[int]]
 ) -> Iterator[tuple[str, ...]]:
     """A row for every rank, of what it holds: the stages `held` by its place in a pipeline, `sequences` of a step."""
-    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
-    points, count = config.parallelism.pipeline_parallel_split_points, sum(map(len, held.values()))
-    parts = stage_ranges(points, count, model, decoder_layers(model))
-    names = [f"{part[0]}–{part[-1]}" for part in parts]
-    sizes = [sum(layers[part.start : part.stop]) for part in parts]
-    embeddings = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
+    points, layers = config.parallelism.pipeline_parallel_split_points, decoder_layers(model)
+    ranges = stage_ranges(points, sum(map(len, held.values())), model, layers)
+    names = [f"{part[0]}–{part[-1]}" for part in ranges]
     names[0] = f"embedding, {names[0]}"
     names[-1] += ", head"
-    sizes[0] += embeddings
-    sizes[-1] += model.num_parameters() - sum(layers) - embeddings
-    if count > 1 and model.config.get_text_config().tie_word_embeddings:  # a matrix of its own at either end
-        sizes[-1] += model.get_output_embeddings().weight.numel()
+    path = [module for module in model.modules() if layers in module.modules()]
+    weights: list[set[nn.Parameter]] = [set() for _ in ranges]
+    for module, home in homes_of(model, path, ranges).items():
+        for stage in home:
+            weights[stage].update(module.parameters())
+    sizes = [sum(weight.numel() for weight in own) for own in weights]
     for rank, place in enumerate(product(*(range(getattr(layout, axis)) for axis in AXES))):
         pp, replicate, shard, cp, _ = place
         numel = sum(sizes[stage] for stage in held[pp]) / (layout.dp_shard * layout.cp * layout.tp)
@@ -124,21 +124,17 @@ def simulate(order: dict[int, list[Action]]) -> dict[int, dict[Action, int]]:
     Sending takes no time. The order of a rank must have every action after those of the same stage that it needs, as
     torch's check sees to.
     """
-    stages = {action.stage for actions in order.values() for action in actions}
-    sent: dict[Action, int] = {}
-    timeline: dict[int, dict[Action, int]] = {rank: {} for rank in order}
-    while any(len(ends) < len(order[rank]) for rank, ends in timeline.items()):
-        for rank, ends in timeline.items():
-            for action in order[rank][len(ends) :]:
-                stage, kind, microbatch = action
-                # In `sent`, B stands for I too: either gives the gradient that the stage before waits for.
-                sender = Action(stage - 1, "F", microbatch) if kind == "F" else Action(stage + 1, "B", microbatch)
-                if sender.stage in stages and sender not in sent:
-                    break
-                free = next(reversed(ends.values()), 0)
-                ends[action] = max(sent.get(sender, 0), free) + UNITS[kind]
-                sent[action._replace(kind=kind.replace("I", "B"))] = ends[action]
-    return timeline
+    every = {action for actions in order.values() for action in actions}
+    awaited: dict[Action, set[Action]] = {}
+    for actions in order.values():
+        for before, action in pairwise([None, *actions]):
+            stage, kind, number = action
+            sent = [(stage - 1, "F", number)] if kind == "F" else [(stage + 1, half, number) for half in "BI"]
+            awaited[action] = every.intersection([before, *sent])
+    ends: dict[Action, int] = {}
+    for action in TopologicalSorter(awaited).static_order():
+        ends[action] = max((ends[earlier] for earlier in awaited[action]), default=0) + UNITS[action.kind]
+    return {rank: {action: ends[action] for action in actions} for rank, actions in order.items()}
 
 
 def makespan(timeline: dict[int, dict[Action, int]]) -> int:
