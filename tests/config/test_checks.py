@@ -137,7 +137,7 @@ def error_of(flags="", **kwargs):
             "compile.enable",
         ),
         ("--float8.recipe_name rowwise", "float8.recipe_name", "not available yet"),
-        ("--parallelism.expert_parallel_degree 2", "parallelism.expert_parallel_degree", "not available yet"),
+        ("--parallelism.expert_parallel_degree 16", "parallelism.expert_parallel_degree", "not available yet"),
     ],
 )
 def test_contradiction_names_both_settings(flags, first, second):

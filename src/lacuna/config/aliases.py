@@ -36,8 +36,7 @@ _TO_COME = ("quantization", "distillation", "grpo", "ppo")
 _EXPORTING = ("checkpoint.convert_to_hf_on_save", "checkpoint.last_save_in_hf")
 _ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 
-# Pattern of a name that nothing here answers to, or of a setting and a value other than its default -> why it cannot
-# be had; the first that fits counts, and leaving it out is the mending.
+# Pattern of a name that nothing here answers to -> why it cannot be had; leaving it out is the mending.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(_ARCHITECTURE, "the Hugging Face configuration decides; set model.config or model.name_or_path"),
     "job.config_file": "a TOML file cannot name another; give it on the command line",
@@ -49,18 +48,9 @@ REFUSED: dict[str, str] = {
     "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
     **{f"{section}*": f"the section {section} is not available yet" for section in _TO_COME},
-    'job.task = "[!s]*': "only pretrain and sft are available yet",
-    "float8.scaling_type_* = *": "torchao removed delayed scaling; use dynamic",
-    "float8.* = *": "float8 is not available yet",
-    "parallelism.expert_parallel_* = *": "expert parallelism is not available yet",
-    "parallelism.enable_compiled_autograd = *": "torch's compiled autograd gives wrong gradients under FSDP2's hooks",
-    "parallelism.data_parallel_shard_degree = 0": "must be a number of ranks, or -1 for all that remain",
-    "checkpoint.keep_latest_k = 1": "the only complete checkpoint would be deleted during a save; use 2 or more",
-    "validation.steps = 0": "must be a number of batches, or -1 for all",
-    "memory_estimation.disable_fake_mode = *": "the estimate is computed from shapes, nothing runs that could be faked",
 }
 
 
-def refusal(text: str) -> str | None:
-    """Why a name, or a setting with its value, is refused; None when it is not."""
-    return next((reason for pattern, reason in REFUSED.items() if fnmatchcase(text, pattern)), None)
+def refusal(name: str) -> str | None:
+    """Why a name is refused; None when it is not."""
+    return next((reason for pattern, reason in REFUSED.items() if fnmatchcase(name, pattern)), None)

@@ -1,11 +1,12 @@
 """Rules between settings that need no knowledge of the machine; a message names all its settings."""
 
+import fnmatch
 import os
 from collections.abc import Iterator
-from fnmatch import fnmatchcase
 from glob import has_magic
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from lacuna.config.documents import Source, Stage
 from lacuna.config.errors import UserError, nearby
@@ -16,9 +17,11 @@ READERS = ("json", "text", "parquet", "csv", "arrow")
 
 _ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2")
 
-# Conditions that do not go together -> why, and what to do. A condition is a setting that is on (not false, 0, empty
-# or left out), or whose value fits a pattern; `no` negates it. Of several that are parted by `|` each counts.
+# Conditions that do not go together, or cannot be had at all -> why, and what to do. A condition is a setting (or
+# pattern of settings) that is on (not false, 0, empty or left out), or whose value fits a pattern; `no` negates it. Of
+# several that are parted by `|` each counts.
 CONTRADICTIONS: dict[str, str] = {
+    "job.task = [dg]* | job.task = preference | job.task = ppo": "only pretrain and sft are available yet",
     "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
     "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
     "training.steps & training.epochs": "both are given; keep one (--training.steps none takes the file's away)",
@@ -30,12 +33,10 @@ CONTRADICTIONS: dict[str, str] = {
     "data.streaming & data.tokenization = cache": "a stream cannot be cached; keep one of them",
     "checkpoint.keep_best | validation.patience & no validation.dataset": "needs the validation loss; set the second",
     "checkpoint.keep_best | validation.patience & validation.enable = False": "needs the validation; drop the second",
-    "validation.enable | validation.dataset_name & no validation.dataset": "set the second, or drop both",
-    "validation.data_dir | validation.data_files & no validation.dataset": "set the second, or drop both",
+    "validation.enable | validation.*_name | validation.data_* & no validation.dataset": "set the second, or drop it",
     "curriculum.stages & training.epochs": "a pass is not known where data is drawn anew; set training.steps",
     "curriculum.difficulty_column & curriculum.rank_every": "two orders of the same; keep one",
-    "curriculum.difficulty_column | curriculum.rank_every & data.streaming": "a stream has no order; drop one of them",
-    "curriculum.difficulty_column | curriculum.rank_every & data.tokenization = online": "needs the cache; drop either",
+    "curriculum.[dr]* & data.streaming | data.tokenization = online": "an order needs the cache; drop one of them",
     "curriculum.rank_every & curriculum.stages": "a ranking is of one pass, stages draw anew; drop one of them",
     "checkpoint.keep_best | checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "needs the second",
     "model.train_new_tokens_only & no model.new_tokens": "the second names the rows that the first trains; set it",
@@ -46,6 +47,14 @@ CONTRADICTIONS: dict[str, str] = {
     "activation_checkpoint.offload & no activation_checkpoint.mode = full": "full leaves what is moved; set that mode",
     "parallelism.zero_stage = [12] & parallelism.fsdp_reshard_after_forward = always": "they are opposites; keep one",
     "parallelism.zero_stage = 3 & parallelism.fsdp_reshard_after_forward = never": "they are opposites; keep one",
+    "no parallelism.expert_parallel_degree = 1": "expert parallelism is not available yet; leave it out",
+    "parallelism.enable_compiled_autograd": "torch's compiled autograd gives wrong gradients under FSDP2; leave it out",
+    "no parallelism.data_parallel_shard_degree": "must be a number of ranks, or -1 for all that remain",
+    "checkpoint.keep_latest_k = 1": "the only complete checkpoint would be deleted during a save; use 2 or more",
+    "no validation.steps": "must be a number of batches, or -1 for all",
+    "memory_estimation.disable_fake_mode": "the estimate is computed from shapes, nothing is faked; leave it out",
+    "float8.scaling_type_* = delayed": "torchao removed delayed scaling; use dynamic",
+    "float8.[!s]*": "float8 is not available yet; leave it out",
 }
 
 
@@ -63,11 +72,18 @@ def problems_of(config: Config) -> list[str]:
 def _contradictions(config: Config) -> Iterator[str]:
     values = {f"{section}.{name}": value for section, table in config for name, value in table}
     for rule, reason in CONTRADICTIONS.items():
-        for conditions in product(*(place.split(" | ") for place in rule.split(" & "))):
-            parts = [condition.removeprefix("no ").partition(" = ") for condition in conditions]
-            holds = [fnmatchcase(str(values[name]), fit) if fit else bool(values[name]) for name, _, fit in parts]
-            if holds == [not condition.startswith("no ") for condition in conditions]:
-                yield f"{', '.join(name for name, _, _ in parts)}: {reason}"
+        for settings in product(*(_where(place, values) for place in rule.split(" & "))):
+            yield f"{', '.join(settings)}: {reason}"
+
+
+def _where(place: str, values: dict[str, Any]) -> Iterator[str]:
+    """The settings of which one of the conditions holds that are parted by `|`."""
+    for condition in place.split(" | "):
+        pattern, _, fit = condition.removeprefix("no ").partition(" = ")
+        for name in fnmatch.filter(values, pattern):
+            holds = fnmatch.fnmatchcase(str(values[name]), fit) if fit else bool(values[name])
+            if holds != condition.startswith("no "):
+                yield name
 
 
 def _batch(config: Config) -> Iterator[str]:

@@ -42,9 +42,6 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
         section, name = setting.split(".")
         if value is not None:
             tables[section][name] = value
-        reason = refusal(f"{setting} = {shown(value)}")
-        if reason and value not in (None, FIELDS[setting].default):
-            problems.append(f"{setting}: {reason} (got {shown(value)}; leave it out)")
     config = Config.model_validate(tables)
     wrong = [setting for setting in FIELDS if any(setting in problem for problem in problems)]
     problems += [rule for rule in problems_of(config) if not any(name in rule.partition(": ")[0] for name in wrong)]
