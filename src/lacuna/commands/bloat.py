@@ -14,8 +14,8 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 def code_lines(source: str) -> int:
     """Lines that hold code: not blank, not comment, not the docstring of a module, class or function."""
-    tokens = [token for token in tokenize.generate_tokens(io.StringIO(source).readline) if token.string.strip()]
-    shown = [token for token in tokens if token.type != tokenize.COMMENT]
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    shown = (token for token in tokens if token.string.strip() and token.type != tokenize.COMMENT)
     code = {line for token in shown for line in range(token.start[0], token.end[0] + 1)}
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
@@ -28,9 +28,8 @@ def run(words: list[str]) -> int:
     CommandParser(prog="lacuna bloat", description=__doc__).parse_args(words)
     package = Path(__file__).parent.parent
     counts: Counter[str] = Counter()
-    for path in sorted(package.rglob("*.py")):
-        folder = path.relative_to(package).parts[0] if path.parent != package else "."
-        counts[folder] += code_lines(path.read_text())
+    for path in package.rglob("*.py"):
+        counts[str(path.parent.relative_to(package))] += code_lines(path.read_text())
     for folder, count in sorted(counts.items()):
         print(f"{folder:<12} {count:>6,}")
     total = sum(counts.values())

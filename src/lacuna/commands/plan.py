@@ -24,4 +24,4 @@ def run(words: list[str]) -> None:
     show = draw if options.draw else dry_run
     degrees = (getattr(config.parallelism, setting) for setting in AXES.values())
     processes = options.gpus or options.cpus or abs(math.prod(degrees))  # -1 counts as 1
-    show(config, processes, "cuda" if options.gpus else "cpu" if options.cpus else device_type())
+    show(config, processes, "cuda" if options.gpus else device_type())

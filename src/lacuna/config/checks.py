@@ -145,7 +145,6 @@ def _paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[str, s
         named.append(("validation.data_files", validation))
     for setting, source in named:
         yield setting.replace("data_files", "dataset"), source.dataset
-        folder = "" if source.dataset in READERS else source.dataset
-        for file in source.files:
-            if "://" not in file and os.path.isdir(folder or "."):
-                yield setting, os.path.abspath(os.path.join(folder, source.dir or "", file))
+        folder = "." if source.dataset in READERS else source.dataset
+        here = [file for file in source.files if "://" not in file and os.path.isdir(folder)]
+        yield from ((setting, os.path.abspath(os.path.join(folder, source.dir or "", file))) for file in here)

@@ -25,9 +25,8 @@ def generate_text(
     if chat:
         asked = [{"role": "user", "content": prompt}]
         prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(prompt, add_special_tokens=not chat, return_tensors="pt").input_ids.to(device)
-    if ids.shape[1] == 0:
-        ids = torch.tensor([[tokenizer.bos_token_id or tokenizer.eos_token_id or 0]], device=device)
+    first = tokenizer.bos_token_id or tokenizer.eos_token_id or 0
+    ids = torch.tensor([tokenizer(prompt, add_special_tokens=not chat).input_ids or [first]], device=device)
     attention = model.config._attn_implementation
     devices = [device] if device.type == "cuda" else []
     try:
