@@ -21,7 +21,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from lacuna.config import Config, UserError, explained, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data.tokenizer import added_ids
-from lacuna.model.architecture import meta_model, vocabulary_weights
+from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
 from lacuna.model.lora import PARTS, adapted_modules
 from lacuna.parallel.fsdp import local, own_part, stored_dtype
 
@@ -32,17 +32,19 @@ def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fil
     """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
     shadow = meta_model(model.config, model.config._attn_implementation, stored_dtype(config, device.type))
+    buffers = {name for name, _ in model.named_buffers()}
     loaded = fill and config.model.name_or_path is not None
     if loaded:
         for module in adapted_modules(model).values():
             module.to_empty(device=home, recurse=False)  # what no file holds
-        load_weights(model, shadow, config.model, home)
+        load_weights(model, shadow, config.model, {"": home} | dict.fromkeys(buffers, device))
     else:
         model.to_empty(device=home)
-        tie_weights(model)  # to_empty gives each of two names memory of its own, unless the model is sharded
-    compute_buffers(model, shadow, device, loaded)
-    if fill and not loaded:
-        initialize_weights(model, shadow, device, config.training.seed)
+    names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
+        model.tie_weights()  # unless only one end of it is on this rank's pipeline stages
+    stored = {*stored_tensors(model)} if fill else set()
+    compute_tensors(model, shadow, buffers - stored if loaded else buffers | stored, device, config.training.seed)
 
 
 def weight_files(source: str) -> list[Path]:
@@ -92,8 +94,12 @@ class _Grown:
         return read
 
 
-def load_weights(model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig, device: torch.device) -> None:
+def load_weights(
+    model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig, places: dict[str, torch.device]
+) -> None:
     """Loads the weights of `name_or_path` into the sharded meta `model`; each rank reads only the slices it holds.
+
+    `places` says to which device, by name or its beginning.
 
     Where the vocabulary is to grow, the rows of new tokens, and all that the files lack, become the mean of the rows
     of the tokens that there were.
@@ -110,76 +116,54 @@ def load_weights(model: PreTrainedModel, shadow: PreTrainedModel, settings: Mode
         ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}  # what precedes may differ
         slices |= {key: _Grown(stored, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends}
     mapping = get_model_conversion_mapping(shadow)
-    placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map={"": device})
+    placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map=places)
     info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
     missing = sorted(name for name in info.missing_keys - {*model.all_tied_weights_keys} if not name.endswith(PARTS))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
         raise UserError(f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}")
-    tie_weights(model)
-
-
-def tie_weights(model: PreTrainedModel) -> None:
-    """Ties in place what the model ties, unless only one end of it is on this rank's pipeline stages."""
-    names = dict(model.named_parameters(remove_duplicate=False))
-    if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
-        model.tie_weights()
 
 
 @torch.no_grad()
-def initialize_weights(model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, seed: int) -> None:
-    """Fills the sharded, materialised `model` with the weights that transformers would draw from `seed`.
+def compute_tensors(
+    model: PreTrainedModel, shadow: PreTrainedModel, names: Set[str], device: torch.device, seed: int
+) -> None:
+    """Gives the sharded, materialised `model` those of its tensors that are in `names`, by the model's own code.
 
-    `shadow` is the same model, unsharded, on the meta device. One decoder layer of it at a time is made real on
-    `device`, initialised by the model's own code, copied slice by slice and dropped, so that every rank draws the
-    same numbers and none holds more than its shards and one layer. (DTensor's own random numbers are the same on
-    every rank of a CPU mesh, and transformers' zeroing of the padding row does not reach a DTensor.)
+    These are buffers (rotary frequencies, masks) and, unless they were loaded, the weights that transformers would draw
+    from `seed`. `shadow` is the same model, unsharded, on the meta device. One decoder layer of it at a time is made
+    real on `device`, initialised, copied slice by slice and dropped, so that every rank draws the same numbers and none
+    holds more than its shards and one layer. (DTensor's own random numbers are the same on every rank of a CPU mesh,
+    and transformers' zeroing of the padding row does not reach a DTensor.) Raises `RuntimeError` when the model leaves
+    a buffer unset.
     """
     torch.manual_seed(seed)
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    layers = {id(layer) for child in shadow.modules() if isinstance(child, nn.ModuleList) for layer in child}
+    weights = {name: weight for name, weight in model.named_parameters() if name in names}
+    paths = {module: path for path, module in shadow.named_modules()}
+    layers = {layer for module in paths if weights and isinstance(module, nn.ModuleList) for layer in module}
+    inside = {module for layer in layers for module in layer.modules() if module is not layer}
 
-    def visit(module: nn.Module, prefix: str) -> None:
-        is_layer = id(module) in layers
-        if not is_layer:
-            for name, child in module.named_children():
-                visit(child, f"{prefix}{name}.")
-        module.to_empty(device=device, recurse=is_layer)
-        if is_layer:  # first the children: a parent may correct what they drew (GPT-2's c_proj)
-            module.apply(shadow._init_weights)
-        else:
-            shadow._init_weights(module)
-        for name, parameter in module.named_parameters(recurse=is_layer):
-            # What is tied follows its source; what another pipeline stage holds is drawn all the same.
-            if prefix + name not in model.all_tied_weights_keys and prefix + name in parameters:
-                target = parameters[prefix + name]
-                local(target).copy_(own_part(parameter, target))  # which may be on other devices
-        module.to_empty(device="meta", recurse=is_layer)
-
-    with guard_torch_init_functions():
-        visit(shadow, "")
-    tie_weights(model)
-
-
-@torch.no_grad()
-def compute_buffers(model: PreTrainedModel, shadow: PreTrainedModel, device: torch.device, loaded: bool) -> None:
-    """Computes the buffers of `model` that no file holds (rotary frequencies, masks), by the model's own code.
-
-    Unless its weights are `loaded`, those that files hold as well. `shadow` is the same model on the meta device:
-    working there cannot touch weights that were just loaded. Raises `RuntimeError` when the model leaves one unset.
-    """
-    modules = dict(model.named_modules())
-    for prefix, module in shadow.named_modules():
-        if not module._buffers or prefix not in modules:  # another pipeline stage has it
-            continue
+    def compute(module: nn.Module) -> None:
+        if not weights and not module._buffers:
+            return
         module.to_empty(device=device, recurse=False)
         for buffer in module.buffers(recurse=False):
             if buffer.is_floating_point():
                 buffer.fill_(float("nan"))
         shadow._init_weights(module)
-        target = modules[prefix]._buffers
-        for name, buffer in module.named_buffers(recurse=False):
-            kept = loaded and name not in module._non_persistent_buffers_set
-            if not kept and buffer.isnan().any():
-                raise RuntimeError(f"{type(model).__name__} does not compute its buffer {prefix}.{name}")
-            target[name] = target[name].to(device) if kept else buffer
+        if module in inside:
+            return  # a parent may correct what it drew (GPT-2's c_proj)
+        path, is_layer = paths[module], module in layers
+        for name, drawn in module.named_parameters(path, is_layer):
+            if name in weights:  # what another pipeline stage holds is drawn all the same
+                local(weights[name]).copy_(own_part(drawn, weights[name]))  # which may be on other devices
+        for name, buffer in module.named_buffers(path, is_layer):
+            if name in names:
+                if buffer.isnan().any():
+                    raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
+                place, _, own_name = name.rpartition(".")
+                setattr(model.get_submodule(place), own_name, buffer)
+        module.to_empty(device="meta", recurse=is_layer)
+
+    with guard_torch_init_functions():
+        shadow.apply(compute)  # the children of a module before it
