@@ -13,7 +13,6 @@ from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import run_tokenizer
 from lacuna.export.huggingface import export_model
-from lacuna.model import weights
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
@@ -68,7 +67,6 @@ def resized(model: PreTrainedModel, growth: Growth) -> PreTrainedModel:
 
 def loaded(case: Case, growths: list[Growth], root: Path) -> list[dict[str, Tensor]]:
     """The whole weights that this rank has a share of; each model is exported as well."""
-    weights._BLOCK = 10
     models = []
     for growth in growths:
         folder = str(folder_of(growth, root))

@@ -25,8 +25,6 @@ from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_wei
 from lacuna.model.lora import PARTS, adapted_modules
 from lacuna.parallel.fsdp import local, own_part, stored_dtype
 
-_BLOCK = 4096  # rows read at once for their mean
-
 
 def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fill: bool) -> None:
     """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
@@ -68,7 +66,7 @@ class _Grown:
     """A slice of a safetensors file, for transformers' loader, with `rows` rows.
 
     Those of the ids `added` and those that the file lacks are the mean of the first `known`, which only a rank whose
-    share has such a row reads, a block at a time.
+    share has such a row reads.
     """
 
     stored: Any
@@ -87,10 +85,7 @@ class _Grown:
         new = [row - first for row in range(first, last) if row >= size or row in self.added]
         if new:
             read = torch.cat([read, read.new_empty(last - first - len(read), *read.shape[1:])])
-            known = min(self.known, size)
-            blocks = (slice(start, min(start + _BLOCK, known)) for start in range(0, known, _BLOCK))
-            total = sum(self.stored[(block, *others)].double().sum(0) for block in blocks)
-            read[new] = (total / known).to(read.dtype)
+            read[new] = self.stored[(slice(min(self.known, size)), *others)].double().mean(0).to(read.dtype)
         return read
 
 

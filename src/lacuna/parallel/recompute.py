@@ -5,26 +5,17 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from transformers import PreTrainedModel
 
-import lacuna.parallel.context  # noqa: F401  registers its operation
 from lacuna.config import Config
 
-_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._grouped_mm.default}
-_KEPT = {
-    torch.ops.aten._scaled_dot_product_flash_attention.default,
-    torch.ops.aten._scaled_dot_product_efficient_attention.default,
-    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
-    torch.ops.torch_attn._varlen_attn.default,
-    torch.ops.lacuna.ring_attention.default,
-    torch.ops._c10d_functional.all_gather_into_tensor.default,
-    torch.ops._c10d_functional.reduce_scatter_tensor.default,
-    torch.ops._c10d_functional.all_to_all_single.default,
-}
+# By their names, or how these begin.
+_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
+_ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn", "lacuna::ring_attention")
+_COMMUNICATION = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+_KEPT = (*_ATTENTION, *(f"_c10d_functional::{name}" for name in _COMMUNICATION))
 
 
 def recompute(layers: Sequence[nn.Module], config: Config) -> None:
@@ -50,24 +41,23 @@ def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
     The hooks are around the decoder and not its layers, since compiled layers must not contain them.
     """
     base, width = model.base_model, model.config.get_text_config().hidden_size
-    forward, stream = base.forward, torch.cuda.Stream() if device_type == "cuda" else None
+    device = torch.get_device_module(device_type)  # streams of a CPU do nothing
+    forward, stream = base.forward, device.Stream()
 
     def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
         if tensor.ndim != 3 or tensor.shape[-1] != width or not tensor.is_floating_point():
             return tensor
-        if stream is None:
-            return tensor.device, tensor.clone()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            kept = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-        tensor.record_stream(stream)  # its memory must not be given away before it is copied
+        stream.wait_stream(device.current_stream())
+        with device.stream(stream):
+            kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+        if tensor.is_cuda:
+            tensor.record_stream(stream)  # its memory must not be given away before it is copied
         return tensor.device, kept
 
     def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
-        if stream is not None:
-            torch.cuda.current_stream().wait_stream(stream)
+        device.current_stream().wait_stream(stream)
         return kept[1].to(kept[0], non_blocking=True)
 
     def offloading(*arguments: Any, **named: Any) -> Any:
@@ -92,7 +82,8 @@ def _policy() -> Callable[..., CheckpointPolicy]:
     keep_product = {repeated: itertools.cycle((True, False)) for repeated in (True, False)}
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        kept = operation in _KEPT or (operation in _PRODUCTS and next(keep_product[context.is_recompute]))
+        name = operation.name()
+        kept = name.startswith(_KEPT) or (name in _PRODUCTS and next(keep_product[context.is_recompute]))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
