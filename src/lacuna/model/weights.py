@@ -3,7 +3,6 @@
 import json
 import os
 from collections.abc import Set
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,32 +60,17 @@ def weight_files(source: str) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
-@dataclass(frozen=True)
-class _Grown:
-    """A slice of a safetensors file, for transformers' loader, with `rows` rows.
+def _grown(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
+    """What a safetensors file has of a vocabulary, with `rows` rows.
 
-    Those of the ids `added` and those that the file lacks are the mean of the first `known`, which only a rank whose
-    share has such a row reads.
+    Those of the ids `added` and those that the file lacks are the mean of the first `known`.
     """
-
-    stored: Any
-    rows: int
-    known: int
-    added: Set[int]
-
-    def get_shape(self) -> list[int]:
-        return [self.rows, *self.stored.get_shape()[1:]]
-
-    def __getitem__(self, index: Any) -> Tensor:
-        rows, *others = (slice(None),) if index is ... else index
-        first, last, _ = rows.indices(self.rows)
-        size = self.stored.get_shape()[0]
-        read = self.stored[(slice(min(first, size), min(last, size)), *others)]
-        new = [row - first for row in range(first, last) if row >= size or row in self.added]
-        if new:
-            read = torch.cat([read, read.new_empty(last - first - len(read), *read.shape[1:])])
-            read[new] = self.stored[(slice(min(self.known, size)), *others)].double().mean(0).to(read.dtype)
-        return read
+    read = stored[...]
+    blocks = read[:known].split(4096)  # as float64, one at a time
+    mean = sum(block.double().sum(0) for block in blocks) / len(read[:known])
+    grown = torch.cat([read, read.new_empty(max(rows - len(read), 0), *read.shape[1:])])
+    grown[[*added, *range(len(read), rows)]] = mean.to(read.dtype)
+    return grown
 
 
 def load_weights(
@@ -94,10 +78,8 @@ def load_weights(
 ) -> None:
     """Loads the weights of `name_or_path` into the sharded meta `model`; each rank reads only the slices it holds.
 
-    `places` says to which device, by name or its beginning.
-
-    Where the vocabulary is to grow, the rows of new tokens, and all that the files lack, become the mean of the rows
-    of the tokens that there were.
+    `places` says to which device each goes, by its name or how that begins. Where the vocabulary is to grow, it is read
+    whole, and the rows of new tokens, and all that the files lack, become the mean of those of the tokens before.
 
     transformers' own loader renames and fuses what its model classes store otherwise than the Hub does; it finds its
     rules by class, which sharding changes, hence `shadow`, the same model unsharded. Raises `UserError` when the files
@@ -109,7 +91,7 @@ def load_weights(
     if settings.new_tokens or settings.vocabulary_multiple > 1:
         grow = shadow.config.get_text_config().vocab_size, *added_ids(settings)
         ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}  # what precedes may differ
-        slices |= {key: _Grown(stored, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends}
+        slices |= {key: _grown(stored, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends}
     mapping = get_model_conversion_mapping(shadow)
     placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map=places)
     info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
