@@ -44,12 +44,12 @@ class Head:
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
     def loss(self, product: Tensor, labels: Tensor) -> Tensor:
-        """The summed cross-entropy of tokens whose head's product is `product` [tokens, vocabulary]."""
-        return F.cross_entropy(self.logits(product), labels, ignore_index=IGNORED, reduction="sum")
+        """The summed cross-entropy of tokens whose head's product is `product` [tokens, vocabulary].
 
-    def tried(self, product: Tensor, labels: Tensor) -> Tensor:
-        """Float32 [2]: that loss, and of how many labels the likeliest token is right."""
-        return torch.stack([self.loss(product, labels), (product.argmax(-1) == labels).sum()])
+        Without gradients float32 [2]: that, and of how many labels the likeliest token is right.
+        """
+        loss = F.cross_entropy(self.logits(product), labels, ignore_index=IGNORED, reduction="sum")
+        return loss if torch.is_grad_enabled() else torch.stack([loss, (product.argmax(-1) == labels).sum()])
 
 
 def _gradient_and_loss(product: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
@@ -110,14 +110,14 @@ def chunked_cross_entropy(linear: nn.Linear, head: Head, hidden: Tensor, labels:
     Equals `F.cross_entropy(..., reduction="sum")`; logits exist for `chunk` tokens at a time (0: as many as
     fit `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32. `head.compiled` fuses the
     elementwise work (GPU). Gradients are computed in the forward pass, as in Liger (arXiv 2410.10989). Where none are
-    wanted the result is `head.tried`.
+    wanted the result is as that of `head.loss`.
     """
     weight, bias = linear.weight, linear.bias
     chunk = chunk or max(256, CHUNK_BYTES // (4 * len(weight)) // 256 * 256)
     if torch.is_grad_enabled():
         return _ChunkedLinearCrossEntropy.apply(hidden, weight, bias, labels, head, chunk)
     parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-    return torch.stack([head.tried(F.linear(states, weight, bias), targets) for states, targets in parts]).sum(0)
+    return torch.stack([head.loss(F.linear(states, weight, bias), targets) for states, targets in parts]).sum(0)
 
 
 def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:
@@ -138,7 +138,7 @@ def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
     if head.chunked:
         loss = model.get_output_embeddings().summed_loss(head, states, labels)
     else:
-        loss = (head.loss if torch.is_grad_enabled() else head.tried)(states, labels)
+        loss = head.loss(states, labels)
     return loss if inputs.gather is None else loss / inputs.gather.size()
 
 

@@ -153,8 +153,8 @@ class Pipeline:
         self.dtype = compute_dtype(config, device.type)
         self.width = stages[0].module.config.get_text_config().hidden_size
         order = pipeline_order(config.parallelism, microbatches)
-        self.held = held_stages(order)
-        self.total = sum(map(len, self.held.values()))
+        self.owners = {stage: rank for rank, held in held_stages(order).items() for stage in held}
+        self.total = len(self.owners)
         changes = {"F": 1, "I": 0, "B": -1, "W": -1}
         own_last = [action for action in order[mesh.rank("pp")] if action.stage == self.total - 1]
         unfinished = max(accumulate((changes[action.kind] for action in own_last), initial=0))
@@ -193,8 +193,8 @@ class Pipeline:
         self.inputs, self.divisor = inputs, divisor
         numbers = torch.arange(len(inputs))
         losses: list[Tensor] = []
-        target = {"target": numbers, "losses": losses} if self.total - 1 in self.stages else {}
-        self.schedule.step(*((numbers,) if 0 in self.stages else ()), index=numbers, return_outputs=False, **target)
+        first = (numbers,) if 0 in self.stages else ()
+        self.schedule.step(*first, index=numbers, target=numbers, losses=losses, return_outputs=False)
         self.graphs.clear()
         return torch.stack(losses).detach().sum() * divisor if losses else torch.zeros((), device=self.device)
 
@@ -202,15 +202,14 @@ class Pipeline:
         """What the last stage computes of one micro-batch, forward only (zeros [2] on other ranks)."""
         self.inputs, group = [inputs], self.mesh.pipeline
         shape = (*inputs.arguments["input_ids"].shape, self.width)
-        owner = {stage: rank for rank, stages in self.held.items() for stage in stages}
         hidden = torch.zeros((), device=self.device)
         for index, stage in self.stages.items():
             if index and index - 1 not in self.stages:
                 hidden = torch.empty(shape, dtype=self.dtype, device=self.device)
-                dist.recv(hidden, group=group, group_src=owner[index - 1])
+                dist.recv(hidden, group=group, group_src=self.owners[index - 1])
             hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64), judged=True)
             if not stage.is_last and index + 1 not in self.stages:
-                dist.send(hidden, group=group, group_dst=owner[index + 1])
+                dist.send(hidden, group=group, group_dst=self.owners[index + 1])
         return hidden if self.total - 1 in self.stages else torch.zeros(2, device=self.device)
 
 
