@@ -73,7 +73,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float
     flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
     grouped = {"enable_gqa": True} if _TAKES_GQA and query.shape[1] != key.shape[1] else {}
     sees = (-1 if window is None else window - 1, 0)
-    output = varlen_attn(*flat, *flash_bounds(part), scale=scaling, window_size=sees, **grouped)
+    output = varlen_attn(*flat, *flash_bounds(part, query.shape[2]), scale=scaling, window_size=sees, **grouped)
     return output.unflatten(0, (len(query), query.shape[2]))
 
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lacuna.config import logger, refuse
 from lacuna.model.architecture import decoder_layers, meta_model
@@ -153,14 +153,6 @@ def attach_loss(model: PreTrainedModel) -> None:
             register_fsdp_forward_method(module, "summed_loss")
 
 
-def known_head(model_config: PretrainedConfig, compiled: bool) -> Head:
-    """The head that a configuration speaks of: Gemma's soft cap, Cohere's and Granite's scales."""
-    text_config = model_config.get_text_config()
-    scale = getattr(text_config, "logit_scale", None) or 1.0
-    scale /= getattr(text_config, "logits_scaling", None) or 1.0
-    return Head(float(scale), getattr(text_config, "final_logit_softcapping", None), compiled=compiled)
-
-
 def _relative_difference(left: Tensor, right: Tensor) -> float:
     return ((left.float() - right.float()).norm() / right.float().norm().clamp(min=1e-12)).item()
 
@@ -195,9 +187,12 @@ def _probe_inputs(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
 def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     """Compares the chunked path with the model's own logits on a few tokens and decides which one to use.
 
-    They are compared as they are, and with the head's weight enlarged: near zero a soft cap would not show.
+    The chunked path knows of what the configuration speaks: Gemma's soft cap, Cohere's and Granite's scales. They are
+    compared as they are, and with the head's weight enlarged: near zero a soft cap would not show.
     """
-    head, linear = known_head(model.config, compiled), model.get_output_embeddings()
+    text_config, linear = model.config.get_text_config(), model.get_output_embeddings()
+    scale = (getattr(text_config, "logit_scale", None) or 1.0) / (getattr(text_config, "logits_scaling", None) or 1.0)
+    head = Head(float(scale), getattr(text_config, "final_logit_softcapping", None), compiled=compiled)
     inputs, known = _probe_inputs(model, torch.arange(16)), isinstance(linear, nn.Linear)
     for factor in (1, 1024) if known else ():
         linear.weight.mul_(factor)

@@ -48,7 +48,7 @@ def packing_arguments(
         bounds = to_device(torch.cat([cu_seqlens, empty]), device)
         longest = min(1 << (max_seqlen - 1).bit_length(), length)  # an upper bound that takes few values
         if mesh is None or mesh.layout.cp == 1:
-            return {"parts": (Part(bounds, bounds, longest, longest, length, whole=whole),)}
+            return {"parts": (Part(bounds, bounds, longest, length, whole=whole),)}
         parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
         ring = (bounds, longest) if mesh.layout.ring else None
         return {"parts": parts, "group": mesh.named["cp"].get_group(), "ring": ring}

@@ -27,8 +27,7 @@ class Part(NamedTuple):
     Attributes:
         cu_q: int32 [N + 1], bounds of the pieces among the queries of all rows, flattened.
         cu_k: int32 [N + 1], bounds of the pieces among the first `stop` keys of each row, flattened.
-        longest_q: no piece has more queries.
-        longest_k: no piece has more keys.
+        longest: no piece has more queries, nor more keys.
         stop: how many keys of each row there are.
         causal: whether the last query of a piece sees all of its keys, the one before all but the last and so on
             (FlashAttention's alignment, bottom right), or every query sees all.
@@ -37,8 +36,7 @@ class Part(NamedTuple):
 
     cu_q: Tensor
     cu_k: Tensor
-    longest_q: int
-    longest_k: int
+    longest: int
     stop: int
     causal: bool = True
     whole: bool = False
@@ -52,14 +50,13 @@ def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) 
     size = length // (2 * cp)
     for chunk in _chunks(cp, rank):
         stop = (chunk + 1) * size
-        cu_q, cu_k = _among(bounds, length, size, (chunk,)), _among(bounds, length, stop, (0,))
-        yield Part(cu_q, cu_k, min(longest, size), min(longest, stop), stop)
+        yield Part(_among(bounds, length, size, (chunk,)), _among(bounds, length, stop, (0,)), longest, stop)
 
 
-def flash_bounds(part: Part) -> tuple[Tensor, Tensor, int, int]:
-    """What FlashAttention must be told of a part."""
-    # With a longest_q of 1, it would take every piece to have one query, as in generation.
-    return part.cu_q, part.cu_k, max(part.longest_q, 2), part.longest_k
+def flash_bounds(part: Part, queries: int) -> tuple[Tensor, Tensor, int, int]:
+    """What FlashAttention must be told of a part with so many `queries` in a row."""
+    # Told that none has more than 1, it would take every piece to have one query, as in generation.
+    return part.cu_q, part.cu_k, max(min(part.longest, queries), 2), min(part.longest, part.stop)
 
 
 def visible(part: Part, rows: int, queries: int, window: int | None = None) -> Tensor:
@@ -127,7 +124,7 @@ def _ring_part(bounds: Tensor, rows: int, size: int, cp: int, rank: int, origin:
     each row has both.
     """
     queries, keys = _chunks(cp, rank)[1 if origin > rank else 0 :], _chunks(cp, origin)[: 1 if origin < rank else 2]
-    length, count, stop = 2 * cp * size, len(queries) * size, len(keys) * size
+    length, stop = 2 * cp * size, len(keys) * size
     whole, own = len(bounds) == rows + 1, origin == rank
     if not own:  # three pieces a row: that one document, all before it and all after it
         starts = torch.arange(0, rows * length, length, dtype=torch.int32, device=bounds.device)
@@ -135,7 +132,7 @@ def _ring_part(bounds: Tensor, rows: int, size: int, cp: int, rank: int, origin:
         pieces = torch.stack((bounds[place - 1], bounds[place], starts + length), 1)
         bounds, longest = torch.cat((starts[:1], pieces.flatten())), length
     cu_q, cu_k = _among(bounds, length, size, queries), _among(bounds, length, size, keys)
-    return 2 * size - count, Part(cu_q, cu_k, min(longest, count), min(longest, stop), stop, own, whole)
+    return (2 - len(queries)) * size, Part(cu_q, cu_k, longest, stop, own, whole)
 
 
 def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
@@ -231,7 +228,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: floa
         return output.transpose(1, 2), lse.view(lse.shape[:3]).transpose(1, 2)
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        settings = (*flash_bounds(part), 0.0, part.causal, False)
+        settings = (*flash_bounds(part, query.shape[1]), 0.0, part.causal, False)
         output, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *settings, scale=scaling)
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of a query that sees no key
         return output.unflatten(0, query.shape[:2]), lse.T.unflatten(0, query.shape[:2])
@@ -256,8 +253,8 @@ def _attend_backward(
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (grad, query, key, value, output))
         dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # there is none
-        settings = (lse.flatten(0, 1).T.contiguous(), *flash_bounds(part), 0.0, part.causal, *dropout_state)
-        grads = torch.ops.aten._flash_attention_backward(*tensors, *settings, scale=scaling)
+        settings = (lse.flatten(0, 1).T.contiguous(), *flash_bounds(part, query.shape[1]), 0.0, part.causal)
+        grads = torch.ops.aten._flash_attention_backward(*tensors, *settings, *dropout_state, scale=scaling)
         return tuple(tensor.unflatten(0, (len(query), -1)) for tensor in grads)
     grad, output, lse, query, key, value = _grouped(key.shape[2], grad, output, lse, query, key, value)
     weights = (_scores(query, key, part, scaling) - lse[..., None]).exp()
