@@ -72,9 +72,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtyp
             out, into = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
             sizes = ((settings.rank, into), (out, settings.rank), (out,))
             for part, size in zip(PARTS if settings.dora else PARTS[:2], sizes, strict=False):
-                module.register_parameter(
-                    part, nn.Parameter(torch.empty(size, dtype=dtype, device=module.weight.device))
-                )
+                setattr(module, part, nn.Parameter(torch.empty(size, dtype=dtype, device=module.weight.device)))
             module.__class__ = _adapted(type(module), settings)
     return targets, whole
 

@@ -104,7 +104,7 @@ def ring_attention(
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     place = (group.group_name, group.size(), group.rank())
-    return _ring_forward(query, key, value, bounds, longest, scaling, *place)[0].transpose(1, 2)
+    return _ring_forward(query, torch.stack((key, value)), bounds, longest, scaling, *place)[0].transpose(1, 2)
 
 
 def _chunks(cp: int, rank: int) -> tuple[int, int]:
@@ -139,36 +139,35 @@ def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
     """Starts to send a tensor to the next rank; returns what the rank before sends, once waited for."""
     sent, received = [0] * cp, [0] * cp
     sent[(rank + 1) % cp] = received[rank - 1] = len(tensor)
-    return _collectives.all_to_all_single(tensor, received, sent, group)
+    return _collectives.all_to_all_single(tensor.contiguous(), received, sent, group)
 
 
 def _travel(
-    key: Tensor, value: Tensor, bounds: Tensor, longest: int, group: str, cp: int, rank: int
+    pair: Tensor, bounds: Tensor, longest: int, group: str, cp: int, rank: int
 ) -> Iterator[tuple[int, Part, Tensor, Tensor]]:
     """Of each rank, its own first: the first query that sees its keys, their part, its keys and values that are seen.
 
     The next are on their way while some are worked on.
     """
-    travelling = torch.stack((key, value))
+    _, rows, tokens, *_ = pair.shape
     for step in range(cp):
-        arriving = _pass_on(travelling, group, cp, rank) if step + 1 < cp else None
-        start, part = _ring_part(bounds, len(key), key.shape[1] // 2, cp, rank, (rank - step) % cp, longest)
-        yield start, part, *travelling[:, :, : part.stop]
+        arriving = _pass_on(pair, group, cp, rank) if step + 1 < cp else None
+        start, part = _ring_part(bounds, rows, tokens // 2, cp, rank, (rank - step) % cp, longest)
+        yield start, part, *pair[:, :, : part.stop]
         if arriving is not None:
-            travelling = _collectives.wait_tensor(arriving)
+            pair = _collectives.wait_tensor(arriving)
 
 
 # Operations of their own: `torch.compile` takes them as they are, and recomputation can keep their results.
-# From here on tensors are [B, tokens, heads, D], log-sum-exps [B, tokens, heads].
+# From here on tensors are [B, tokens, heads, D], key and value a pair [2, ...], log-sum-exps [B, tokens, heads].
 @torch.library.custom_op("lacuna::ring_attention", mutates_args=())
 def _ring_forward(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
-    longest: int, scaling: float, group: str, cp: int, rank: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    query: Tensor, pair: Tensor, bounds: Tensor, longest: int, scaling: float, group: str, cp: int, rank: int
+) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
     output = query.new_zeros(query.shape, dtype=torch.float32)
     lse = output.new_full(query.shape[:-1], -torch.inf)
-    for start, part, keys, values in _travel(key, value, bounds, longest, group, cp, rank):
+    for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
         partial, partial_lse = _attend(query[:, start:], keys, values, part, scaling)
         output[:, start:].lerp_(partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1))
         lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
@@ -178,13 +177,12 @@ def _ring_forward(
 
 @torch.library.custom_op("lacuna::ring_attention_backward", mutates_args=())
 def _ring_backward(
-    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, bounds: Tensor,
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, pair: Tensor, bounds: Tensor,
     longest: int, scaling: float, group: str, cp: int, rank: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Gradients of the query, and of key and value in one, which travel with what they belong to."""
-    grad_query = query.new_zeros(query.shape, dtype=torch.float32)
-    grads = grad_query.new_zeros((2, *key.shape))
-    for start, part, keys, values in _travel(key, value, bounds, longest, group, cp, rank):
+    """Gradients of the query, and of the pair, which travel with what they belong to."""
+    grad_query, grads = (tensor.new_zeros(tensor.shape, dtype=torch.float32) for tensor in (query, pair))
+    for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
         seeing = (tensor[:, start:] for tensor in (grad, output, lse, query))
         of_query, of_key, of_value = _attend_backward(*seeing, keys, values, part, scaling)
         grad_query[:, start:] += of_query
@@ -194,7 +192,7 @@ def _ring_backward(
         grads[1, :, : part.stop] += of_value
         grads = _pass_on(grads, group, cp, rank)
         del keys, values
-    return grad_query.to(query.dtype), _collectives.wait_tensor(grads).to(key.dtype)
+    return grad_query.to(query.dtype), _collectives.wait_tensor(grads).to(pair.dtype)
 
 
 @_ring_forward.register_fake
@@ -203,18 +201,17 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @_ring_backward.register_fake
-def _(grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return query.new_empty(query.shape), key.new_empty((2, *key.shape))
+def _(grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, pair: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return query.new_empty(query.shape), pair.new_empty(pair.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.save_for_backward(*output, *inputs[:4])
-    ctx.settings = inputs[4:]
+    ctx.save_for_backward(*output, *inputs[:3])
+    ctx.settings = inputs[3:]
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    grad_query, (grad_key, grad_value) = _ring_backward(grad, *ctx.saved_tensors, *ctx.settings)
-    return grad_query, grad_key, grad_value, *[None] * 6
+    return *_ring_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 6
 
 
 _ring_forward.register_autograd(_differentiate, setup_context=_save)
