@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.recompute import recompute
+from lacuna.parallel.recompute import KEPT, PRODUCTS, recompute
 from layouts import Case, check_same, outcomes
 from tiny import random_model, tiny_config
 
@@ -71,3 +72,9 @@ def test_what_is_recomputed_is_not_kept() -> None:
     none, full, half = (saved_bytes(mode) for mode in (ActivationCheckpointConfig(), FULL, EVERY_SECOND))
     assert full < half < none
     assert full < none / 3
+
+
+def test_operations_whose_results_are_kept_are_those_of_torch_and_of_the_ring() -> None:
+    known = torch._C._dispatch_get_all_op_names()
+    assert {*PRODUCTS} <= {*known}
+    assert [name for name in KEPT if not any(each.startswith(name) for each in known)] == []

@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from lacuna.config import Config
 
-# By their names, or how these begin.
-_PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
+# Operations by their names, or how these begin.
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
 _ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn", "lacuna::ring_attention")
 _COMMUNICATION = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-_KEPT = (*_ATTENTION, *(f"_c10d_functional::{name}" for name in _COMMUNICATION))
+KEPT = (*_ATTENTION, *(f"_c10d_functional::{name}" for name in _COMMUNICATION))
 
 
 def recompute(layers: Sequence[nn.Module], config: Config) -> None:
@@ -83,7 +83,7 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = operation.name()
-        kept = name.startswith(_KEPT) or (name in _PRODUCTS and next(keep_product[context.is_recompute]))
+        kept = name.startswith(KEPT) or (name in PRODUCTS and next(keep_product[context.is_recompute]))
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
