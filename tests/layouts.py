@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
@@ -41,6 +41,7 @@ class Case:
     early_step: bool = False
     recompute: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compiled: bool = False
+    lora: LoraConfig = LoraConfig()
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,7 @@ def configuration(model_config: Path, case: Case) -> Config:
         parallelism=ParallelismConfig(zero_stage=case.zero_stage, **case.parallelism),
         activation_checkpoint=case.recompute,
         compile=CompileConfig(enable=case.compiled),
+        lora=case.lora,
     )
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lacuna.config.sections import LoraConfig
 from lacuna.parallel.mesh import Layout
 from layouts import FOUR_LAYERS, Case, Outcome, check_same, outcomes, pipelined, sequences
 from tiny import VOCABULARY, differing, tiny_config
@@ -63,6 +64,21 @@ def test_every_parallelism_makes_the_same_step(cases: list[Case], architecture: 
     alone = outcomes(tmp_path, [Case()])[0]
     for outcome in outcomes(tmp_path, cases):
         check_same(outcome, alone)
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2"])
+def test_adapters_learn_the_same_in_every_layout(architecture: str, tmp_path: Path) -> None:
+    tiny_config(architecture).save_pretrained(tmp_path)
+    layouts = (Layout(), Layout(tp=2), Layout(dp_shard=2), Layout(cp=2), Layout(pp=2))
+    degrees = {"pipeline_parallel_degree": 2}
+    for adapters in (LoraConfig(rank=3), LoraConfig(rank=4, dora=True)):
+        alone, *others = (
+            outcomes(tmp_path, [Case(layout, 2, parallelism=degrees if layout.pp > 1 else {}, lora=adapters)])[0]
+            for layout in layouts
+        )
+        assert {name.rpartition(".")[2] for name in alone.gradients} >= {"lora_A", "lora_B"}
+        for outcome in others:
+            check_same(outcome, alone)
 
 
 def test_where_parameters_gradients_and_states_are_kept_changes_nothing(alone: Outcome, model_config: Path) -> None:

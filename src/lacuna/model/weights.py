@@ -30,17 +30,17 @@ def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fil
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
     shadow = meta_model(model.config, model.config._attn_implementation, stored_dtype(config, device.type))
     buffers = {name for name, _ in model.named_buffers()}
+    stored = {*stored_tensors(model)} if fill else set()
     loaded = fill and config.model.name_or_path is not None
     if loaded:
         for module in adapted_modules(model).values():
             module.to_empty(device=home, recurse=False)  # what no file holds
-        load_weights(model, shadow, config.model, {"": home} | dict.fromkeys(buffers, device))
+        load_weights(model, shadow, config.model, {"": home} | dict.fromkeys(buffers & stored, device))
     else:
         model.to_empty(device=home)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
         model.tie_weights()  # unless only one end of it is on this rank's pipeline stages
-    stored = {*stored_tensors(model)} if fill else set()
     compute_tensors(model, shadow, buffers - stored if loaded else buffers | stored, device, config.training.seed)
 
 

@@ -12,13 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, parallel
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, parallel
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import refuse
 
 SETTING = "parallelism.tensor_parallel_degree"
+_NORM = "replicated_with_grad_allreduce"
 _PLANS = {  # of one layer, for architectures that transformers has none for
     "gpt2": {
         "attn.c_attn": "colwise_gather_output",  # queries, keys and values in one
@@ -33,7 +34,7 @@ _STYLES = {  # torch's, by transformers' names
     "rowwise": parallel.RowwiseParallel(output_layouts=Shard(1)),
     "rowwise_split_input": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
     # norms of heads [B, T, heads, head_dim]
-    "replicated_with_grad_allreduce": parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
+    _NORM: parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
 }
 
 
@@ -83,31 +84,23 @@ def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, me
             if name not in gathered and any(True for _ in child.parameters()):
                 parallel.parallelize_module(child, mesh, parallel.SequenceParallel(use_local_output=True))
         for name, style in plan.items():
-            module = layer.get_submodule(name)
-            split = _split_transposed if isinstance(module, Conv1D) else parallel.parallelize_module
-            adapter = {part: module._parameters.pop(part) for part in {*module._parameters} - {"weight", "bias"}}
-            split(module, mesh, _STYLES[style])
-            for part, parameter in adapter.items():
-                # What is beside the inputs is split where they are, what is beside the outputs where those are.
-                inward = part == "lora_A"
-                place = Shard(int(inward)) if inward == style.startswith("rowwise") else Replicate()
-                module.register_parameter(part, nn.Parameter(distribute_tensor(parameter, mesh, [place])))
+            split = parallel.parallelize_module if style == _NORM else _split
+            split(layer.get_submodule(name), mesh, _STYLES[style])
         leaves_out = f"{SETTING}: the plan of {model_config.model_type!r} models leaves out"
         refuse({f"{leaves_out} {name}": not isinstance(whole, DTensor) for name, whole in layer.named_parameters()})
 
 
-def _split_transposed(module: Conv1D, mesh: DeviceMesh, style: parallel.ParallelStyle) -> None:
-    """Splits in place, by column or row, GPT-2's linear layer, whose weight is [in, out]."""
-    rowwise = isinstance(style, parallel.RowwiseParallel)
-    for name, placement in {"weight": Shard(1 - rowwise), "bias": Replicate() if rowwise else Shard(0)}.items():
-        setattr(module, name, nn.Parameter(distribute_tensor(getattr(module, name), mesh, [placement])))
-    layouts = parallel.PrepareModuleInputOutput(
-        input_layouts=style.input_layouts,
-        desired_input_layouts=Shard(-1) if rowwise else Replicate(),
-        output_layouts=Partial() if rowwise else Shard(-1),
-        desired_output_layouts=style.output_layouts,
-    )
-    parallel.parallelize_module(module, mesh, layouts)
+def _split(module: nn.Module, mesh: DeviceMesh, style: parallel.ParallelStyle) -> None:
+    """Splits in place, by column or row, a linear layer (GPT-2's weights are [in, out]) and the adapter beside it."""
+    rowwise, inward = isinstance(style, parallel.RowwiseParallel), 0 if isinstance(module, Conv1D) else 1
+    # What is beside the inputs is split where these are, and all else where the outputs are.
+    places = {"weight": Shard(inward if rowwise else 1 - inward), "lora_A": Shard(1) if rowwise else Replicate()}
+    for name, whole in [*module.named_parameters(recurse=False)]:
+        place = places.get(name, Replicate() if rowwise else Shard(0))
+        setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, [place])))
+    inputs = partial(style._prepare_input_fn, style.input_layouts, (Shard(-1) if rowwise else Replicate(),))
+    outputs = partial(style._prepare_output_fn, style.output_layouts, style.use_local_output)
+    distribute_module(module, mesh, None, inputs, outputs)
 
 
 def _gathered(hidden: Tensor, mesh: DeviceMesh) -> DTensor:
