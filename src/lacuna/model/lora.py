@@ -176,7 +176,10 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
         local(down).copy_(own_part(drawn, down))
         local(up).zero_()
         if magnitude is not None:
-            local(magnitude).copy_(own_part(whole_tensor(_row_lengths(module)), magnitude))
+            # Of the weight alone, which nothing changes yet, and whole: torch 2.11 cannot add to it as it is sharded.
+            weight = whole_tensor(module.weight).float()
+            lengths = torch.linalg.vector_norm(weight, dim=0 if isinstance(module, Conv1D) else 1)
+            local(magnitude).copy_(own_part(lengths, magnitude))
 
 
 def file_name(name: str) -> str:
