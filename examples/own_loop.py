@@ -54,8 +54,6 @@ target = os.path.join(config.job.dump_folder, f"step-{config.training.steps}")
 state = {"step": config.training.steps, "data": gather_objects(process, loader.state_dict())}
 write_checkpoint(target, tensors, state, tokenizer.save_pretrained, process)
 dtype = getattr(torch, config.checkpoint.export_dtype)
-export_model(
-    built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), dtype, process.is_first, pipeline=mesh.pipeline
-)
+export_model(built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), dtype)
 loader.close()
 stop_process()

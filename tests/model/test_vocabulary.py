@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
@@ -79,8 +78,7 @@ def loaded(case: Case, growths: list[Growth], root: Path) -> list[dict[str, Tens
         tokenizer = run_tokenizer(config)
         built = build_model(config, tokenizer, mesh, CPU, case.accumulation)
         assert built.model.config.vocab_size == growth.grown
-        target, first = f"{folder}-out", dist.get_rank() == 0
-        export_model(built.model, tokenizer, target, torch.float32, first, pipeline=mesh.pipeline)
+        export_model(built.model, tokenizer, f"{folder}-out", torch.float32)
         models.append({name: whole(weight).detach() for name, weight in built.model.named_parameters()})
     return models
 

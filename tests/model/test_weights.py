@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
@@ -60,8 +59,7 @@ def load_and_export(root: Path) -> None:
     for name in ARCHITECTURES:
         model = sharded_model(tiny_config(name), from_folder(root / name))
         check_loaded(root / name, model)
-        first = dist.get_rank() == 0
-        export_model(model, tokenizer_of_words(), str(root / f"{name}-out"), torch.float32, first)
+        export_model(model, tokenizer_of_words(), str(root / f"{name}-out"), torch.float32)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -86,7 +84,7 @@ def export_with(source: Path | None, target: Path, file_bytes: int, dtype: torch
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(huggingface, "FILE_BYTES", file_bytes)
         model = random_model(tiny_config("llama"))
-        export_model(model, tokenizer_of_words(), str(target), dtype, True, source and str(source))
+        export_model(model, tokenizer_of_words(), str(target), dtype, source and str(source))
 
 
 def test_an_index_says_which_file_holds_what_when_one_is_not_enough(tmp_path: Path) -> None:
@@ -106,7 +104,7 @@ def test_an_index_says_which_file_holds_what_when_one_is_not_enough(tmp_path: Pa
 
 def test_a_mixture_of_experts_leaves_in_the_layout_of_the_hub(tmp_path: Path) -> None:
     model = random_model(tiny_config("qwen3_moe"))
-    export_model(model, tokenizer_of_words(), str(tmp_path / "out"), torch.float32, True)
+    export_model(model, tokenizer_of_words(), str(tmp_path / "out"), torch.float32)
     tensors = files_of(tmp_path / "out")
     for expert in range(4):
         name = f"model.layers.1.mlp.experts.{expert}"
@@ -168,7 +166,7 @@ def test_odd_generation_settings_are_kept_as_well(tmp_path: Path) -> None:
 def test_an_export_leaves_the_configuration_of_the_model_alone(tmp_path: Path) -> None:
     model = random_model(tiny_config("llama"))
     before = model.config.to_dict()
-    export_model(model, tokenizer_of_words(), str(tmp_path / "out"), torch.bfloat16, True)
+    export_model(model, tokenizer_of_words(), str(tmp_path / "out"), torch.bfloat16)
     assert model.config.to_dict() == before
     assert model.config._attn_implementation == "sdpa"
 

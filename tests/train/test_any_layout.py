@@ -86,9 +86,7 @@ def load(name: str, model_config: Path, paths: list[Path], target: Path) -> list
                 tensor.zero_()
         read_tensors(str(path), tensors, process)
         equal.append(all(torch.equal(whole(tensors[key]), expected[key]) for key in expected))
-    export_model(
-        built.model, tokenizer_of_words(), str(target), torch.float32, process.is_first, pipeline=built.mesh.pipeline
-    )
+    export_model(built.model, tokenizer_of_words(), str(target), torch.float32)
     return equal
 
 

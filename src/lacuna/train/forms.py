@@ -69,7 +69,7 @@ def convert(source: str, target: str, form: str, dtype: str | None) -> None:
     if dtype is not None:
         model = model.to(getattr(torch, dtype))
     if form == "hf":
-        export_model(model, tokenizer, target, model.dtype, True, description)
+        export_model(model, tokenizer, target, model.dtype, description)
     else:
         describe = partial(save_model_description, model.config, tokenizer, description)
         tensors = checkpoint.model_tensors(model)

@@ -87,11 +87,10 @@ def _train(config: Config, process: Process, console: Console, stop: list[int]) 
             console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
         elif train(run, stop):
             model, dtype = os.path.join(folder, "hf"), getattr(torch, settings.export_dtype)
-            source, pipeline = config.model.name_or_path, built.mesh.pipeline
-            export_model(built.model, run.tokenizer, model, dtype, process.is_first, source, pipeline)
+            export_model(built.model, run.tokenizer, model, dtype, config.model.name_or_path)
             if config.lora.rank:
                 beside = os.path.join(model, "adapter")
-                export_adapter(built.model, config.lora, source, beside, process.is_first, pipeline)
+                export_adapter(built.model, config.lora, config.model.name_or_path, beside)
             on_first(process, lambda: mark_finished(config, state.step))
             console.print(
                 f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s.\n"
