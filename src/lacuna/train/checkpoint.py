@@ -60,21 +60,19 @@ def _sync(path: str) -> None:
 
 def find_damage(path: str, process: Process) -> str | None:
     """What is wrong with the checkpoint at `path`, or None. The ranks share the reading; all get the same answer."""
+    problem = None
     try:
         manifest: dict[str, list[int]] = json.loads(Path(path, MANIFEST).read_text())
-    except FileNotFoundError:
-        return f"{MANIFEST} is missing: it was never finished"
+        for name in sorted(manifest)[process.rank :: process.world_size]:
+            (size, checksum), wanted = _checksum(Path(path, name)), manifest[name]
+            if size != wanted[0]:
+                problem = f"{name} has {size} bytes instead of {wanted[0]}"
+            elif checksum != wanted[1]:
+                problem = f"{name} is damaged (its checksum differs)"
+    except FileNotFoundError as error:
+        problem = f"{os.path.relpath(error.filename, path)} is missing"
     except ValueError:
-        return f"{MANIFEST} is damaged"
-    problem = None
-    for name in sorted(manifest)[process.rank :: process.world_size]:
-        target = os.path.join(path, name)
-        if not os.path.exists(target):
-            problem = f"{name} is missing"
-        elif os.path.getsize(target) != manifest[name][0]:
-            problem = f"{name} has {os.path.getsize(target)} bytes instead of {manifest[name][0]}"
-        elif _checksum(target) != manifest[name]:
-            problem = f"{name} is damaged (its checksum differs)"
+        problem = f"{MANIFEST} is damaged"
     return next((found for found in gather_objects(process, problem) if found), None)
 
 
@@ -123,14 +121,13 @@ def write_checkpoint(
         manifest = {name: checksum for part in gather_objects(process, own) for name, checksum in part.items()}
         on_first(process, lambda: _seal(path, unfinished, state, describe, manifest))
     except (Exception, CheckpointException) as error:  # of the disk, whatever type the libraries give it
-        full = "the disk is full: " if shutil.disk_usage(folder).free < 2**20 else ""
         if process.is_first:
             shutil.rmtree(unfinished, ignore_errors=True)
         # torch wraps what went wrong on one rank in the tracebacks of all
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise RunError(
-            f"cannot write the checkpoint {path}: {full}{reason}. Earlier checkpoints are intact; the same command "
-            f"goes on from the newest of them."
+            f"cannot write the checkpoint {path}: {reason}. Earlier checkpoints are intact; the same command goes on "
+            f"from the newest of them."
         ) from error
 
 
@@ -181,14 +178,6 @@ class CheckpointSaver:
         self.last_time = time.monotonic()
         self._thread = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
-
-    def due_by_steps(self, step: int) -> bool:
-        """Whether a checkpoint falls due after `step` steps."""
-        return self.settings.interval_type == "steps" and step % self.settings.interval == 0
-
-    def due_by_time(self) -> bool:
-        """Whether, by this rank's clock, a checkpoint falls due now."""
-        return self.settings.interval_type == "seconds" and time.monotonic() - self.last_time >= self.settings.interval
 
     def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], wait: bool = False) -> None:
         """Writes `tensors` and `state` as the checkpoint of `step`; all ranks must call it.

@@ -149,7 +149,9 @@ class Run:
 
     interval: Interval
     built: BuiltModel | None = None
-    pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+    pending: tuple[torch.Tensor, Any] | None = (
+        None  # a step's numbers on their way to the host, and when they are there
+    )
     stopping = save_wanted = False
     skipped_in_a_row = 0
 

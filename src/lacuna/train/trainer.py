@@ -53,10 +53,10 @@ def train(run: Run, stop: list[int]) -> bool:
 
 def _step(run: Run, stop: bool) -> None:
     """Trains one step, then does what falls due after it; `stop` makes it the last one, on all ranks."""
-    config, state = run.config, run.state
+    config, state, saving = run.config, run.state, run.config.checkpoint
     batches = _next_batches(run)
-    save = run.process.is_first and run.saver.due_by_time()  # clocks differ: the first rank's counts
-    totals = agree(batches, stop, save, run.built)
+    overdue = time.monotonic() - run.saver.last_time >= saving.interval and saving.interval_type == "seconds"
+    totals = agree(batches, stop, overdue and run.process.is_first, run.built)  # clocks differ: the first rank's counts
     rate = learning_rate(config, state.step, run.total_steps)
     for group in run.optimizer.param_groups:  # before the backward pass, which may be what updates
         group["lr"] = rate
@@ -78,8 +78,9 @@ def _step(run: Run, stop: bool) -> None:
         _validate(run)
     if not run.stopping:
         _follow(run)
-    due = run.save_wanted or run.saver.due_by_steps(state.step)
-    if due and not run.stopping and state.step < run.total_steps:
+    by_steps = saving.interval_type == "steps" and state.step % saving.interval == 0
+    best = saving.keep_best and state.best_step == state.step
+    if (run.save_wanted or by_steps or best) and not run.stopping and state.step < run.total_steps:
         _save(run)
     run.interval.started += time.perf_counter() - started
 
@@ -97,25 +98,21 @@ def _next_batches(run: Run) -> list[Batch]:
 
 def _tell(run: Run, news: Tensor) -> None:
     """Sends a step's numbers to the host, which reads them a step late, so that it never waits for a GPU."""
+    _take(run)
+    sent = torch.get_device_module(news.device).Event()
+    run.pending = news.to("cpu", non_blocking=True), sent  # into page-locked memory
+    sent.record()
     if not news.is_cuda:
-        return _take(run, news.tolist())
-    _catch_up(run)
-    host = news.to("cpu", non_blocking=True)  # into page-locked memory
-    run.pending = host, torch.cuda.current_stream().record_event()
+        _take(run)
 
 
-def _catch_up(run: Run) -> None:
-    """Waits for the numbers that were sent to the host, if any."""
-    if run.pending is not None:
-        (host, sent), run.pending = run.pending, None
-        sent.synchronize()
-        _take(run, host.tolist())
-
-
-def _take(run: Run, news: list[float]) -> None:
-    """Acts on a step's numbers; every rank gets the same, at the same step."""
-    state, training = run.state, run.config.training
-    tokens, _, *sources, stop, save, finite, skipped = news
+def _take(run: Run) -> None:
+    """Acts on the numbers that were sent to the host, if any; every rank gets the same, at the same step."""
+    if run.pending is None:
+        return
+    state, training, (news, sent), run.pending = run.state, run.config.training, run.pending, None
+    sent.synchronize()
+    tokens, _, *sources, stop, save, finite, skipped = news.tolist()
     state.tokens += int(tokens)
     state.source_tokens = [seen + int(more) for seen, more in zip(state.source_tokens, sources, strict=True)]
     state.skipped_steps += int(skipped)
@@ -140,7 +137,7 @@ def _log(run: Run, loss: Tensor, trained: Tensor, norm: Tensor, rate: float) -> 
     state, interval = run.state, run.interval
     summed = torch.stack([loss, torch.tensor(interval.waited, dtype=torch.float64, device=loss.device)])
     dist.all_reduce(summed)
-    _catch_up(run)
+    _take(run)
     total_loss, waited = summed.tolist()
     seconds = time.perf_counter() - interval.started
     row = {
@@ -163,7 +160,7 @@ def _log(run: Run, loss: Tensor, trained: Tensor, norm: Tensor, rate: float) -> 
 
 
 def _validate(run: Run) -> None:
-    """Measures the held-out loss, samples text, keeps the best checkpoint and ends the run early if asked."""
+    """Measures the held-out loss, samples text, and ends the run early if asked."""
     state, config, settings = run.state, run.config, run.config.validation
     if run.validation is not None:
         measured = evaluate(run.built, run.validation())
@@ -175,8 +172,6 @@ def _validate(run: Run) -> None:
             logger.info("stopping early: no better validation loss for %d validations", settings.patience)
             run.total_steps = state.step
         _follow(run, measured["val_loss"])
-        if config.checkpoint.keep_best and state.best_step == state.step > 0:
-            _save(run)
     sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, config.job.task == "sft")
     for prompt in settings.prompts:
         run.metrics.write_sample(state.step, prompt, generate_text(run.built.model, run.tokenizer, prompt, *sampling))
@@ -233,7 +228,7 @@ def _rank(run: Run) -> None:
 def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     """Writes a checkpoint of the present step, unless there is one."""
     state, settings = run.state, run.config.checkpoint
-    _catch_up(run)
+    _take(run)
     run.save_wanted = False
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
