@@ -7,8 +7,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lacuna.config.sections import LoraConfig
+from lacuna.export.huggingface import describe_adapter, save_model_description
+from lacuna.model.lora import add_adapters, initialize_adapters
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import read_tensors
+from lacuna.train.checkpoint import model_tensors, read_tensors, write_checkpoint
 from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, steps, together, train
 from tiny import differing, random_model, tiny_config, tokenizer_of_words
@@ -77,3 +80,22 @@ def test_a_checkpoint_of_any_architecture_opens_as_the_model_it_was_made_of(arch
     assert differing(expected.state_dict(), found.state_dict()) == []
     ids = torch.arange(4, 20)[None]
     assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_checkpoint_of_adapters_opens_in_the_types_of_the_model_they_are_beside(tmp_path: Path) -> None:
+    base, settings = str(tmp_path / "base"), LoraConfig(rank=2, modules=("lm_head",))
+    random_model(tiny_config("llama")).to(torch.bfloat16).save_pretrained(base)
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    add_adapters(model, settings, torch.float32)
+    initialize_adapters(model, seed=0)
+
+    def describe(folder: str) -> None:
+        save_model_description(model.config, tokenizer_of_words(), None, folder)
+        describe_adapter(model, settings, base, folder)
+
+    write_checkpoint(str(tmp_path / "step-1"), model_tensors(model), {"step": 1}, describe, Process())
+    found, *_ = load_any_model(str(tmp_path / "step-1"), "cpu")
+    assert differing(dict(expected.named_buffers()), dict(found.named_buffers())) == []
+    assert differing(expected.state_dict(), found.state_dict()) == []

@@ -55,25 +55,23 @@ def check_device(config: Config, kind: str) -> None:
 def start_process(config: Config) -> Process:
     """Joins the process group described by the environment (torchrun's variables), or makes a group of one."""
     rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank = int(os.environ.get("LOCAL_RANK", rank))
-    kind = device_type()
+    local_rank, kind, gpu = int(os.environ.get("LOCAL_RANK", rank)), device_type(), None
     check_device(config, kind)
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     if kind == "cuda":
+        gpu = torch.device(kind, local_rank)
         gpus, started = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", world_size)
         wrong = f"{started} processes were started on a host with {gpus} GPU(s): start at most one per GPU (--gpus N)"
         refuse({wrong: local_rank >= gpus})
-        torch.cuda.set_device(local_rank)
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+        torch.cuda.set_device(gpu)
         os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(config.comm.trace_buf_size))
-        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1" if config.comm.trace_buf_size else "0")
-        dump_prefix = os.path.join(str(config.job.dump_folder), "comm_trace", "rank_")
-        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", dump_prefix)
         if config.comm.trace_buf_size:
-            os.makedirs(os.path.dirname(dump_prefix), exist_ok=True)
-    gpu = torch.device(kind, local_rank) if kind == "cuda" else None
+            traces = os.path.join(str(config.job.dump_folder), "comm_trace")
+            os.makedirs(traces, exist_ok=True)
+            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(traces, "rank_"))
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
     store = None if "RANK" in os.environ else dist.HashStore()
+    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=gpu)
     # A save of a large model may outlast any step: these groups wait as long as the longest of them.
     control, background = (dist.new_group(backend="gloo", timeout=timedelta(hours=2)) for _ in range(2))
@@ -116,13 +114,13 @@ def require_same_config(config: Config, process: Process) -> None:
 
 def on_first(process: Process, action: Callable[[], Result]) -> Result:
     """Runs `action` on the first rank and hands its result to all; an error of it is raised on all ranks alike."""
-    outcome: tuple[Any, Exception | None] = None, None
+    result = failure = None
     if process.is_first:
         try:
-            outcome = action(), None
+            result = action()
         except Exception as error:  # passed on below, on every rank
-            outcome = None, error
-    result, failure = gather_objects(process, outcome)[0]
+            failure = error
+    result, failure = gather_objects(process, (result, failure))[0]
     if failure is not None:
         raise failure
     return result

@@ -47,19 +47,19 @@ def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTraine
         if not is_checkpoint:
             return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval(), tokenizer, description
         model_config = AutoConfig.from_pretrained(description)
-        adapted = os.path.exists(os.path.join(description, ADAPTER_FILE))
-        if adapted:
-            base = AutoModelForCausalLM.from_pretrained(adapter_base(description), config=model_config, dtype="auto")
-            model, dtype = base.to(device), base.dtype
-            add_adapters(model, LoraConfig(adapter=description), torch.float32)
+        if adapted := os.path.exists(os.path.join(description, ADAPTER_FILE)):
+            model = AutoModelForCausalLM.from_pretrained(adapter_base(description), config=model_config, dtype="auto")
     if not adapted:
-        with torch.device(device), no_init_weights():
+        with no_init_weights():
             model = AutoModelForCausalLM.from_config(model_config)
         model.tie_weights()
-    checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
+    model, dtype = model.to(device), model.dtype
     if adapted:
-        merge_adapters(model)
-        model.to(dtype)
+        add_adapters(model, LoraConfig(adapter=description), torch.float32)
+    checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
+    merge_adapters(model)
+    for parameter in model.parameters():  # modules trained whole; buffers of rotations are float32 in any model
+        parameter.data = parameter.to(dtype)
     return model.eval(), tokenizer, description
 
 

@@ -119,8 +119,6 @@ class MetricWriter(ExitStack):
             self._wandb.log(numbers, step=step)
         shown = "  ".join(text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key))
         self.console.print(f"step {step:>6}  {shown}", soft_wrap=True, style="cyan" if "val_loss" in row else None)
-        if "loss" in row:
-            self.advance(description=f"loss {row['loss']:.4f}  {row['tokens_per_second']:,.0f} tokens/s")
 
     def write_sample(self, step: int, prompt: str, text: str) -> None:
         """Keeps and shows a text that the model wrote after `prompt`."""
@@ -133,9 +131,10 @@ def _wandb_run(config: Config) -> Any:
     mend = "pip install 'lacuna-train[wandb]', or leave the setting out"
     with explained("metrics.enable_wandb: the wandb package is not installed", ImportError, mend=mend):
         import wandb
-    defaults = {"project": "lacuna", "name": config.job.name, "resume": "allow"}
-    chosen = {key: os.environ.get(f"WANDB_{key.upper()}", default) for key, default in defaults.items()}
-    return wandb.init(**chosen, config=config.model_dump(), dir=config.job.dump_folder)
+    project, name = os.environ.get("WANDB_PROJECT", "lacuna"), os.environ.get("WANDB_NAME", config.job.name)
+    return wandb.init(
+        project=project, name=name, resume="allow", config=config.model_dump(), dir=config.job.dump_folder
+    )
 
 
 @contextmanager

@@ -31,9 +31,8 @@ def stop_on_signals() -> list[int]:
     received: list[int] = []
 
     def handle(number: int, _: object) -> None:
-        if received and number == signal.SIGINT:
-            raise KeyboardInterrupt
         received.append(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, handle)

@@ -73,8 +73,6 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
     })  # fmt: skip
     if layout.pp > 1:
         pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
-    if micro != training.batch_size:
-        logger.info("micro-batches of %d keep the run's global batch of %d", micro, total)
     return BatchPlan(rows // pieces, pieces, total)
 
 
@@ -149,9 +147,7 @@ class Run:
 
     interval: Interval
     built: BuiltModel | None = None
-    pending: tuple[torch.Tensor, Any] | None = (
-        None  # a step's numbers on their way to the host, and when they are there
-    )
+    pending: tuple[torch.Tensor, Any] | None = None
     stopping = save_wanted = False
     skipped_in_a_row = 0
 
