@@ -39,6 +39,7 @@ from transformers import (
 from lacuna.config import Config
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.head import attach_loss
+from lacuna.model.lora import trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.parallelize import parallelize
@@ -120,7 +121,7 @@ def sharded_model(model_config: PretrainedConfig, settings: Config, replicate: i
     model = meta_model(model_config, "sdpa", torch.float32)
     mesh = build_mesh(Layout(replicate, dist.get_world_size() // replicate), "cpu")
     parallelize(model, decoder_layers(model), mesh, settings)
-    fill_model(model, settings, CPU, fill=True)
+    fill_model(model, trained_names(model), settings, CPU, fill=True)
     attach_loss(model)
     return model
 

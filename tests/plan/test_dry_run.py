@@ -7,6 +7,7 @@ from transformers import LlamaConfig
 from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
 from lacuna.model.architecture import meta_model
+from lacuna.model.lora import add_adapters
 from lacuna.parallel.mesh import Layout
 from lacuna.plan.dry_run import estimate_memory
 from lacuna.train.setup import plan_batch
@@ -55,3 +56,14 @@ def test_a_pipeline_divides_the_layers_but_keeps_several_microbatches_in_flight(
     assert one["weights"] < 0.3 * alone["weights"]
     assert all_at_once["activations"] == pytest.approx(2 * one["activations"], rel=0.05), "8 against 4 micro-batches"
     assert one["activations"] == pytest.approx(alone["activations"] / 8, rel=0.05), "4 of 8 micro-batches and 16 layers"
+
+
+def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
+    config = Config(training={"seq_len": 2048, "batch_size": 16}, lora={"rank": 8})
+    model = meta_model(MODEL, "sdpa", torch.bfloat16)
+    frozen = model.num_parameters()
+    add_adapters(model, config.lora, torch.float32)
+    added = model.num_parameters() - frozen
+    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, torch.bfloat16, True)
+    assert parts["weights"] == pytest.approx(2 * frozen + 4 * added)
+    assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * added, 8 * added))

@@ -7,11 +7,12 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from lacuna.config import Config, to_toml
 from lacuna.config.sections import LoraConfig
-from lacuna.export.huggingface import describe_adapter, save_model_description
+from lacuna.export.huggingface import save_model_description
 from lacuna.model.lora import add_adapters, initialize_adapters
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import model_tensors, read_tensors, write_checkpoint
+from lacuna.train.checkpoint import RUN, model_tensors, read_tensors, write_checkpoint
 from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, steps, together, train
 from tiny import differing, random_model, tiny_config, tokenizer_of_words
@@ -93,7 +94,9 @@ def test_a_checkpoint_of_adapters_opens_in_the_types_of_the_model_they_are_besid
 
     def describe(folder: str) -> None:
         save_model_description(model.config, tokenizer_of_words(), None, folder)
-        describe_adapter(model, settings, base, folder)
+        Path(folder, RUN).write_text(
+            to_toml(Config(model={"name_or_path": base}, training={"seq_len": 32}, lora=settings))
+        )
 
     write_checkpoint(str(tmp_path / "step-1"), model_tensors(model), {"step": 1}, describe, Process())
     found, *_ = load_any_model(str(tmp_path / "step-1"), "cpu")

@@ -102,6 +102,12 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
         (("--lora.targets", "lm_head"), "'lm_head' matches no linear layer"),
         (("--lora.modules", "nrm"), "lora.modules: 'nrm' matches no module"),
         (("--lora.rank", "33"), "lora.rank: 33 is more than 32"),
+        (("--lora.rank", "0", "--lora.dora"), "lora.dora, lora.rank: without the second there is no adapter"),
+        (("--lora.rank", "0", "--lora.targets", "q_proj"), "lora.targets, lora.rank: without it there is no adapter"),
+        (
+            ("--model.new_tokens", "<a>", "--model.train_new_tokens_only"),
+            "adapters leave the vocabulary frozen: name its embedding in lora.modules",
+        ),
         (("--lora.adapter", "nowhere"), "lora.adapter: cannot read nowhere/adapter_config.json"),
     ],
 )
@@ -116,3 +122,20 @@ def test_an_adapter_of_another_model_is_refused(world: Path, runs: dict[str, Pat
     tokens = ("--model.tokenizer_path", world / "model")
     said = train(world, world / "no", *other, *tokens, "--lora.adapter", runs["plain"] / "hf" / "adapter", status=2)
     assert "is of another model" in said
+
+
+def test_an_adapter_with_more_than_the_run_takes_is_refused(world: Path, runs: dict[str, Path]) -> None:
+    given = (*settings(world)[:6], "--lora.adapter", runs["plain"] / "hf" / "adapter", "--lora.targets", "q_proj")
+    said = train(world, world / "less", *given, status=2)
+    assert "or of other settings than lora.*: nothing here takes base_model.model.model.layers.0.mlp" in said
+
+
+def test_only_new_rows_of_a_vocabulary_trained_beside_adapters_move(world: Path) -> None:
+    new = ("--model.new_tokens", "<a>", "--model.train_new_tokens_only", "--lora.modules", "embed_tokens,lm_head")
+    train(world, world / "rows", *settings(world), *new)
+    base = load_file(world / "base" / "model.safetensors")["model.embed_tokens.weight"]
+    rows = load_file(world / "rows" / "hf" / "model.safetensors")["model.embed_tokens.weight"]
+    assert len(rows) > len(base) and torch.equal(rows[: len(base)], base)
+    lacuna("convert", checkpoint(world / "rows", 8), world / "rows_converted", "--to", "hf")
+    converted = load_file(world / "rows_converted" / "model.safetensors")
+    torch.testing.assert_close(converted, load_file(world / "rows" / "hf" / "model.safetensors"))

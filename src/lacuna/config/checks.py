@@ -41,6 +41,8 @@ CONTRADICTIONS: dict[str, str] = {
     "checkpoint.keep_best | checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "needs the second",
     "model.train_new_tokens_only & no model.new_tokens": "the second names the rows that the first trains; set it",
     "model.train_new_tokens_only & optimizer.early_step_in_backward": "early steps train all rows; drop one",
+    "lora.d* | lora.rslora | lora.modules & no lora.rank": "without the second there is no adapter; set it",
+    "no lora.alpha = 16.0 | no lora.targets = ('all-linear',) & no lora.rank": "without it there is no adapter; set it",
     "optimizer.early_step_in_backward & training.max_norm": "early steps leave nothing to clip; set max_norm = 0",
     "optimizer.early_step_in_backward & training.skip_nan_inf": "an early step cannot be skipped; drop one",
     "activation_checkpoint.mode = memory_budget & compile.enable = False": "needs torch.compile; drop the second",

@@ -130,15 +130,17 @@ def export_model(
     os.replace(unfinished, folder)
 
 
-def _adapted_shadow(model: PreTrainedModel, settings: LoraConfig) -> tuple[PreTrainedModel, list[str], list[str]]:
-    """The whole model with adapters, without memory; the names of what has one, and of modules trained whole."""
+def export_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | None, folder: str) -> None:
+    """Writes adapters and whole modules of `model`, trained beside `base`, to `folder` as peft opens them.
+
+    All ranks must call it.
+    """
     shadow = meta_model(deepcopy(model.config), "eager", torch.float32)
-    return shadow, *add_adapters(shadow, settings, torch.float32)
-
-
-def describe_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | None, folder: str) -> None:
-    """Writes peft's description of a run's adapter, trained beside the model `base`, to `folder`."""
-    shadow, targets, whole = _adapted_shadow(model, settings)
+    targets, whole = add_adapters(shadow, settings, torch.float32)
+    trained = {name: parameter for name, parameter in shadow.named_parameters() if parameter.requires_grad}
+    tensors = {file_name(name): tensor.contiguous() for name, tensor in gathered(model, trained)}
+    if not _writes():
+        return
     about = {theirs: getattr(settings, ours) for ours, theirs in ADAPTER_FIELDS.items()}
     about |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
     transposed = any(isinstance(module, Conv1D) for module in adapted_modules(shadow).values())
@@ -146,13 +148,4 @@ def describe_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | N
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, ADAPTER_FILE), "w") as file:
         json.dump(about | {"inference_mode": True}, file, indent=2)
-
-
-def export_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | None, folder: str) -> None:
-    """Writes adapters and whole modules of `model`, trained beside `base`, to `folder`. All ranks must call it."""
-    shadow, *_ = _adapted_shadow(model, settings)
-    trained = {name: parameter for name, parameter in shadow.named_parameters() if parameter.requires_grad}
-    tensors = {file_name(name): tensor.contiguous() for name, tensor in gathered(model, trained)}
-    if _writes():
-        describe_adapter(model, settings, base, folder)
-        save_file(tensors, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})
+    save_file(tensors, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})

@@ -15,7 +15,7 @@ from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.lora import add_adapters, initialize_adapters, load_adapter
+from lacuna.model.lora import add_adapters, initialize_adapters, load_adapter, trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
 from lacuna.parallel.mesh import Layout, Mesh
@@ -89,6 +89,9 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     model = architecture.meta_model(model_config, attention, stored_dtype(config, device_type))
     if config.lora.rank:
         add_adapters(model, config.lora, getattr(torch, config.training.dtype))
+        learns = any(weight.requires_grad for weight in architecture.vocabulary_weights(model).values())
+        frozen = "model.train_new_tokens_only, lora.modules: adapters leave the vocabulary frozen: name its embedding"
+        refuse({f"{frozen} in lora.modules": config.model.train_new_tokens_only and not learns})
     return model
 
 
@@ -113,15 +116,13 @@ def build_model(
         probe_packing(probed)
     del probed
     sizes = {"parameters": model.num_parameters(), "matrix_parameters": architecture.non_embedding_parameters(model)}
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    trained = trained_names(model)
     stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
-    fill_model(model, config, device, fill)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trained)  # splitting and loading make new ones
+    fill_model(model, trained, config, device, fill)
     if fill:
         initialize_adapters(model, config.training.seed)
         if config.lora.adapter:
-            load_adapter(model, config.lora.adapter)
+            load_adapter(model, trained, config.lora.adapter)
     if is_alone(config, mesh.layout):
         compute_in(model, compute_dtype(config, device.type))
     for stage in stages:
@@ -141,7 +142,7 @@ def with_microbatches(built: BuiltModel, number: int) -> BuiltModel:
 
 def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:
     """Of the vocabulary of a sharded model, lets only the rows of the ids `trained` keep their gradients."""
-    for weight in architecture.vocabulary_weights(model).values():
+    for weight in filter(lambda weight: weight.requires_grad, architecture.vocabulary_weights(model).values()):
         frozen = torch.ones(len(weight), *[1] * (weight.ndim - 1), dtype=torch.bool)
         frozen[trained] = False
         weight.register_post_accumulate_grad_hook(partial(_clear, own_part(frozen, weight).to(weight.device)))

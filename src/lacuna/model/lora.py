@@ -1,13 +1,10 @@
 """Low-rank adapters: small matrices that learn beside linear layers which do not (LoRA, arXiv 2106.09685)."""
 
 import fnmatch
-import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence, Set
 from functools import cache
-from pathlib import Path
 from zlib import crc32
 
 import torch
@@ -19,7 +16,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import refuse
-from lacuna.config.sections import ADAPTER_FILE, LoraConfig
+from lacuna.config.sections import LoraConfig
 from lacuna.parallel.fsdp import local, own_part
 
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
@@ -79,12 +76,10 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtyp
 
 @cache
 def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
-    """A kind of linear layer that adds what its adapter makes of the input, while `adapter_on`."""
+    """A kind of linear layer that adds what its adapter makes of the input."""
 
     def forward(module: nn.Module, hidden: Tensor) -> Tensor:
         result = kind.forward(module, hidden)
-        if not module.adapter_on:
-            return result
         shown = F.dropout(hidden, adapter.dropout, module.training)
         change = _scale(adapter) * F.linear(F.linear(shown, module.lora_A), module.lora_B)
         if not adapter.dora:
@@ -96,7 +91,7 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
         factor = module.lora_magnitude_vector / _row_lengths(module).to(hidden.dtype)
         return result + (factor - 1) * unbiased + factor * change
 
-    return type(kind.__name__, (kind,), {"forward": forward, "adapter": adapter, "adapter_on": True})
+    return type(kind.__name__, (kind,), {"forward": forward, "adapter": adapter})
 
 
 def _row_lengths(module: nn.Module) -> Tensor:
@@ -126,7 +121,7 @@ def merged_tensor(model: nn.Module, name: str) -> Tensor:
     place, _, part = name.rpartition(".")
     module = model.get_submodule(place)
     whole = whole_tensor(getattr(module, part))
-    if part != "weight" or not hasattr(module, "adapter"):
+    if part != "weight" or not hasattr(type(module), "adapter"):
         return whole
     down, up, *magnitude = (whole_tensor(module._parameters[part]) for part in PARTS if part in module._parameters)
     whole = _changed(module, whole, down, up)
@@ -147,22 +142,14 @@ def merge_adapters(model: nn.Module) -> None:
     model.requires_grad_(True)
 
 
-@contextmanager
-def without_adapters(model: nn.Module) -> Iterator[None]:
-    """Within it, the model is the one that its adapters were added to."""
-    adapted = adapted_modules(model).values()
-    for module in adapted:
-        module.adapter_on = False
-    try:
-        yield
-    finally:
-        for module in adapted:
-            module.adapter_on = True
-
-
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The layers that have adapters, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(module, "adapter_on")}
+    return {name: module for name, module in model.named_modules() if hasattr(type(module), "adapter")}
+
+
+def trained_names(model: nn.Module) -> set[str]:
+    """The names of the parameters that are not frozen."""
+    return {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @torch.no_grad()
@@ -187,25 +174,20 @@ def file_name(name: str) -> str:
     return f"base_model.model.{name}{'.weight' if name.endswith(PARTS[:2]) else ''}"
 
 
-def adapter_base(folder: str) -> str:
-    """The model that the adapter described in `folder` was trained beside. Raises `UserError` when it had no name."""
-    base = json.loads(Path(folder, ADAPTER_FILE).read_text())["base_model_name_or_path"]
-    refuse({f"{folder}: its adapter was trained beside random weights, which no file has": base is None})
-    return base
-
-
 @torch.no_grad()
-def load_adapter(model: nn.Module, folder: str) -> None:
-    """Fills what is trained of a model with adapters, in place, from those in `folder`.
+def load_adapter(model: nn.Module, trained: Set[str], folder: str) -> None:
+    """Fills what a rank has of the parameters `trained` of a whole model, in place, from the adapters in `folder`.
 
-    Raises `UserError` when they are others: of another rank, for other layers, or of another model.
+    Raises `UserError` when these are others: of another rank, for other layers, or of another model.
     """
+    wrong = f"lora.adapter: {folder} is of another model, or of other settings than lora.*"
     with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as file:
         known = {*file.keys()}
+        needless = min(known - {file_name(name) for name in trained}, default=None)
+        refuse({f"{wrong}: nothing here takes {needless}": needless is not None})
         for name, parameter in model.named_parameters():
             if parameter.requires_grad:
                 key, wanted = file_name(name), list(parameter.shape)
                 found = list(file.get_slice(key).get_shape()) if key in known else "missing"
-                wrong = f"lora.adapter: {folder} is of another model, or of other settings than lora.*"
                 refuse({f"{wrong}: {key} is {found}, and {wanted} here": found != wanted})
                 local(parameter).copy_(own_part(file.get_tensor(key), parameter))

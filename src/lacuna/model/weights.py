@@ -25,8 +25,11 @@ from lacuna.model.lora import PARTS, adapted_modules
 from lacuna.parallel.fsdp import local, own_part, stored_dtype
 
 
-def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fill: bool) -> None:
-    """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU."""
+def fill_model(model: PreTrainedModel, trained: Set[str], config: Config, device: torch.device, fill: bool) -> None:
+    """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU.
+
+    All parameters are frozen but those `trained`.
+    """
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
     shadow = meta_model(model.config, model.config._attn_implementation, stored_dtype(config, device.type))
     buffers = {name for name, _ in model.named_buffers()}
@@ -42,6 +45,8 @@ def fill_model(model: PreTrainedModel, config: Config, device: torch.device, fil
     if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
         model.tie_weights()  # unless only one end of it is on this rank's pipeline stages
     compute_tensors(model, shadow, buffers - stored if loaded else buffers | stored, device, config.training.seed)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trained)  # splitting and loading made new ones
 
 
 def weight_files(source: str) -> list[Path]:

@@ -101,12 +101,16 @@ def estimate_memory(
     outside = head if layout.pp > 1 else model.num_parameters() - sum(layers)
     inside, layer = sum(layers) / layout.pp / layout.tp, max(layers) / layout.tp
     shard = (outside / layout.tp + inside) / shards
-    stored = getattr(torch, config.training.dtype).itemsize
+    master = getattr(torch, config.training.dtype).itemsize
+    stored = compute.itemsize if config.lora.rank else master
+    # All of it but where adapters are.
+    learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / model.num_parameters()
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     alone = is_alone(config, layout)
     copies = not (alone and compiled) and (compute.itemsize != stored or shards > 1)
     at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
     unreduced = 0 if alone else outside + (inside if layout.pp > 1 else layer)  # a pipeline reduces at its end
+    learning_head = model.get_output_embeddings().weight.requires_grad
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
     recompute = config.activation_checkpoint
@@ -114,10 +118,10 @@ def estimate_memory(
     recomputed = {"none": 0, "full": 1, "selective": selective, "memory_budget": 1 - recompute.memory_budget}
     kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed[recompute.mode])
     return {
-        "weights": shard * stored,
-        "gradients": shard * stored + unreduced * (compute.itemsize + reduced),
-        "optimizer": 2 * shard * stored,
+        "weights": shard * (learns * master + (1 - learns) * stored),
+        "gradients": learns * (shard * master + unreduced * (compute.itemsize + reduced)),
+        "optimizer": 2 * learns * shard * master,
         "gathered": at_once * compute.itemsize if copies else 0,
         "activations": tokens * kept * compute.itemsize,
-        "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head,
+        "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head * learning_head,
     }

@@ -23,6 +23,7 @@ from lacuna.parallel.processes import Process, gather_objects, on_first
 MANIFEST = "manifest.json"
 STATE = "state.pt"
 DESCRIPTION = "hf"
+RUN = "config.toml"  # in it, where the tensors are adapters
 
 
 def checkpoint_path(folder: str, step: int) -> str:

@@ -1,16 +1,20 @@
 """The forms a trained model has on disk (Hugging Face folder, checkpoint step, run folder): open and convert them."""
 
 import os
+import tomllib
 from functools import partial
+from pathlib import Path
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
 
-from lacuna.config import explained, refuse
-from lacuna.config.sections import ADAPTER_FILE, LoraConfig
+from lacuna.config import Config, explained, refuse
 from lacuna.export.huggingface import export_model, save_model_description
-from lacuna.model.lora import adapter_base, add_adapters, merge_adapters
+from lacuna.model.build import plan_model
+from lacuna.model.lora import merge_adapters, trained_names
+from lacuna.model.weights import fill_model
+from lacuna.parallel.mesh import Layout
 from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
 
@@ -47,20 +51,25 @@ def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTraine
         if not is_checkpoint:
             return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval(), tokenizer, description
         model_config = AutoConfig.from_pretrained(description)
-        if adapted := os.path.exists(os.path.join(description, ADAPTER_FILE)):
-            model = AutoModelForCausalLM.from_pretrained(adapter_base(description), config=model_config, dtype="auto")
-    if not adapted:
+    run = Path(description, checkpoint.RUN)
+    if run.exists():
+        model = _frozen_model(Config.model_validate(tomllib.loads(run.read_text())), tokenizer)
+    else:
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(model_config)
         model.tie_weights()
-    model, dtype = model.to(device), model.dtype
-    if adapted:
-        add_adapters(model, LoraConfig(adapter=description), torch.float32)
     checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
     merge_adapters(model)
     for parameter in model.parameters():  # modules trained whole; buffers of rotations are float32 in any model
-        parameter.data = parameter.to(dtype)
-    return model.eval(), tokenizer, description
+        parameter.data = parameter.to(model_config.dtype)
+    return model.to(device).eval(), tokenizer, description
+
+
+def _frozen_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model of a run that trains adapters, whole on the CPU: frozen weights as in the run, and empty adapters."""
+    model = plan_model(config, tokenizer, Layout(), "cpu")
+    fill_model(model, trained_names(model), config, torch.device("cpu"), fill=True)
+    return model
 
 
 def convert(source: str, target: str, form: str, dtype: str | None) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
-from lacuna.export.huggingface import describe_adapter, save_model_description
+from lacuna.export.huggingface import save_model_description
 from lacuna.model.architecture import attention_widths
 from lacuna.model.build import BuiltModel, build_model, with_microbatches
 from lacuna.parallel.mesh import Layout, build_mesh, resolve_layout
@@ -73,6 +73,8 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
     })  # fmt: skip
     if layout.pp > 1:
         pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
+    if micro != training.batch_size:
+        logger.info("micro-batches of %d keep the run's global batch of %d", micro, total)
     return BatchPlan(rows // pieces, pieces, total)
 
 
@@ -196,7 +198,7 @@ class Run:
         model, source = self.built.model, self.config.model.name_or_path
         save_model_description(model.config, self.tokenizer, source, folder)
         if self.config.lora.rank:
-            describe_adapter(model, self.config.lora, source, folder)
+            Path(folder, checkpoint.RUN).write_text(to_toml(self.config))  # which says what it was trained beside
 
     def open_data(self) -> None:
         """Opens the training data of the present stage and ranking, from its beginning."""
