@@ -28,7 +28,7 @@ tokenizer = run_tokenizer(config)
 plan = plan_batch(config, layout)
 mesh = build_mesh(layout, process.device.type)
 loader = build_loader(config, tokenizer, plan, mesh.data_rank)
-built = build_model(config, tokenizer, mesh, process.device, plan.accumulation)
+built = build_model(config, tokenizer, mesh, process.device)
 optimizer = build_optimizer(built.model, config)
 tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)  # not copies: filled in place below
 

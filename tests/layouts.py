@@ -120,7 +120,7 @@ def own_batches(case: Case, mesh: Mesh, seed: int = 3) -> list[Batch]:
 def one_step(model_config: Path, case: Case) -> Outcome:
     """Trains one step on the eight sequences, this rank and each micro-batch on their share."""
     config, mesh = configuration(model_config, case), build_mesh(case.layout, "cpu")
-    built = build_model(config, tokenizer_of_words(), mesh, CPU, case.accumulation)
+    built = build_model(config, tokenizer_of_words(), mesh, CPU)
     optimizer = build_optimizer(built.model, config)
     batches = own_batches(case, mesh)
     totals = agree(batches, False, False, built)

@@ -70,7 +70,7 @@ def train(model_config: Path, case: Case) -> list[tuple[float, float]] | str:
     config, mesh = configuration(model_config, case), build_mesh(case.layout, "cpu")
     config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.01})})
     try:
-        built = build_model(config, tokenizer_of_words(), mesh, CPU, case.accumulation)
+        built = build_model(config, tokenizer_of_words(), mesh, CPU)
     except UserError as error:
         return str(error)
     optimizer = build_optimizer(built.model, config)

@@ -76,7 +76,7 @@ def loaded(case: Case, growths: list[Growth], root: Path) -> list[dict[str, Tens
         )
         mesh = build_mesh(case.layout, "cpu")
         tokenizer = run_tokenizer(config)
-        built = build_model(config, tokenizer, mesh, CPU, case.accumulation)
+        built = build_model(config, tokenizer, mesh, CPU)
         assert built.model.config.vocab_size == growth.grown
         export_model(built.model, tokenizer, f"{folder}-out", torch.float32)
         models.append({name: whole(weight).detach() for name, weight in built.model.named_parameters()})

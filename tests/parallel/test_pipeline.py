@@ -66,7 +66,7 @@ def shapes_of_the_loss(model_config: Path) -> tuple[list[int], list[int]]:
     """Without gradients: what the last stage gives to the schedule, and what a validation gets."""
     case = pipelined(Layout(pp=2), 2)
     mesh = build_mesh(case.layout, "cpu")
-    built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU, 2)
+    built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU)
     batch, _ = own_batches(case, mesh)
     with torch.no_grad():
         judged = built.pipeline.evaluate(built.inputs(batch))
@@ -110,7 +110,7 @@ def most_kept(model_config: Path) -> tuple[float, int]:
     """How many graphs of a micro-batch a step with a zero-bubble schedule keeps at most, and how many tensors after."""
     case = pipelined(Layout(pp=2), 8, "InterleavedZeroBubble")
     mesh = build_mesh(case.layout, "cpu")
-    built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU, 8)
+    built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU)
     kept, counts = weakref.WeakSet[Kept](), list[int]()
 
     def keep(tensor: Tensor) -> Kept:

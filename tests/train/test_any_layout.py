@@ -51,7 +51,7 @@ def built_in(name: str, model_config: Path) -> tuple[BuiltModel, dict[str, Tenso
     )
     group = torch.distributed.group.WORLD
     process = Process(group.rank(), group.size(), CPU, group, group)
-    built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU, case.accumulation)
+    built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU)
     optimizer = build_optimizer(built.model, config)
     return built, model_tensors(built.model) | optimizer_tensors(built.model, optimizer), process
 
@@ -119,7 +119,7 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
         training=TrainingConfig(seq_len=24, enable_cpu_offload=case.offload),
         parallelism=case.parallelism,
     )
-    built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU, case.accumulation)
+    built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU)
     return {key: whole(parameter).detach().clone() for key, parameter in built.model.named_parameters()}
 
 

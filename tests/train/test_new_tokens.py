@@ -48,7 +48,7 @@ def trained(case: Case, folder: Path, implementation: str) -> tuple[dict[str, Te
         parallelism=case.parallelism,
     )
     mesh = build_mesh(case.layout, "cpu")
-    built = build_model(config, run_tokenizer(config), mesh, CPU, case.accumulation)
+    built = build_model(config, run_tokenizer(config), mesh, CPU)
     optimizer = build_optimizer(built.model, config)
     norms, square = [], 0.0
     for step in range(2):

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -96,17 +96,11 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
 
 
 def build_model(
-    config: Config,
-    tokenizer: PreTrainedTokenizerBase,
-    mesh: Mesh,
-    device: torch.device,
-    microbatches: int = 1,
-    fill: bool = True,
+    config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device, fill: bool = True
 ) -> BuiltModel:
     """Builds and spreads the model, and unless its weights will come from a checkpoint, fills it.
 
-    `microbatches` is the number of them in a step, which a pipeline must know. Raises `UserError` for whatever the
-    configuration gets wrong.
+    Raises `UserError` for whatever the configuration gets wrong.
     """
     model = plan_model(config, tokenizer, mesh.layout, device.type)
     logger.info("attention: %s", choose_kernels(model.config, mesh.layout))
@@ -129,15 +123,8 @@ def build_model(
         attach_loss(stage.module)
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
-    return with_microbatches(BuiltModel(config, model, stages, None, mesh, device, head, **sizes), microbatches)
-
-
-def with_microbatches(built: BuiltModel, number: int) -> BuiltModel:
-    """The same model for steps of this number of micro-batches, of any one shape, which a pipeline must know."""
-    if built.mesh.layout.pp == 1:
-        return built
-    run = partial(_run_stage, built.head)
-    return replace(built, pipeline=Pipeline(built.config, built.mesh, built.device, built.stages, number, run))
+    pipeline = Pipeline(config, mesh, device, stages, partial(_run_stage, head)) if mesh.layout.pp > 1 else None
+    return BuiltModel(config, model, stages, pipeline, mesh, device, head, **sizes)
 
 
 def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:

@@ -51,7 +51,7 @@ def packing_arguments(
             return {"parts": (Part(bounds, bounds, longest, length, whole=whole),)}
         parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
         ring = (bounds, longest) if mesh.layout.ring else None
-        return {"parts": parts, "group": mesh.named["cp"].get_group(), "ring": ring}
+        return {"parts": parts, "group": mesh.named.get_group("cp"), "ring": ring}
     if attention.startswith("flash_attention"):
         bounds = to_device(cu_seqlens, device)
         return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,

@@ -81,11 +81,6 @@ class Mesh:
     root: DeviceMesh
     ends: dist.ProcessGroup | None
 
-    @property
-    def pipeline(self) -> dist.ProcessGroup | None:
-        """The ranks that have the other layers, where there are any."""
-        return self.named["pp"].get_group() if self.layout.pp > 1 else None
-
     def rank(self, name: str) -> int:
         """This process's place along a dimension of `named`."""
         return self.named.get_local_rank(name)

@@ -140,31 +140,37 @@ def stage_ranges(points: Sequence[str], stages: int, model: PreTrainedModel, lay
 
 
 class Pipeline:
-    """The stages of this rank, and torch's schedule of them. Every rank of a pipeline must make the same calls.
+    """The stages of this rank in torch's schedules. Every rank of a pipeline must make the same calls.
 
     `run(stage, inputs)` computes a stage: hidden states [..., width], or of the last stage the summed loss.
     """
 
     def __init__(
-        self, config: Config, mesh: Mesh, device: torch.device, stages: Sequence[Stage], microbatches: int,
+        self, config: Config, mesh: Mesh, device: torch.device, stages: Sequence[Stage],
         run: Callable[[Stage, Any], Tensor],
     ) -> None:  # fmt: skip
-        self.device, self.mesh, self.run = device, mesh, run
+        self.settings, self.mesh, self.device, self.run = config.parallelism, mesh, device, run
         self.dtype = compute_dtype(config, device.type)
         self.width = stages[0].module.config.get_text_config().hidden_size
-        order = pipeline_order(config.parallelism, microbatches)
-        self.owners = {stage: rank for rank, held in held_stages(order).items() for stage in held}
+        held = held_stages(pipeline_order(self.settings))
+        self.owners = {stage: rank for rank, own in held.items() for stage in own}
         self.total = len(self.owners)
-        changes = {"F": 1, "I": 0, "B": -1, "W": -1}
-        own_last = [action for action in order[mesh.rank("pp")] if action.stage == self.total - 1]
-        unfinished = max(accumulate((changes[action.kind] for action in own_last), initial=0))
         self.stages = {stage.index: stage for stage in stages}
         self.inputs: Sequence[Any] = ()
-        self.divisor, self.graphs = torch.ones((), device=device), deque[Any](maxlen=unfinished)
+        self.divisor = torch.ones((), device=device)
+        self.planned: tuple[int, torch.Size] | None = None
         for stage in stages:
             stage.module.forward = partial(self._forward, stage)
-        own = [PipelineStage(stage.module, stage.index, self.total, device, group=mesh.pipeline) for stage in stages]
-        name, file = config.parallelism.pipeline_parallel_schedule, config.parallelism.pipeline_parallel_schedule_csv
+
+    def _plan(self, microbatches: int) -> None:
+        """Has torch's schedule of steps of so many micro-batches, of any one shape."""
+        order = pipeline_order(self.settings, microbatches)
+        changes = {"F": 1, "I": 0, "B": -1, "W": -1}
+        own_last = [action for action in order[self.mesh.rank("pp")] if action.stage == self.total - 1]
+        self.graphs = deque[Any](maxlen=max(accumulate((changes[action.kind] for action in own_last), initial=0)))
+        group, stages = self.mesh.named.get_group("pp"), self.stages.values()
+        own = [PipelineStage(stage.module, stage.index, self.total, self.device, group=group) for stage in stages]
+        name, file = self.settings.pipeline_parallel_schedule, self.settings.pipeline_parallel_schedule_csv
         kind = schedules._PipelineScheduleRuntime if file else schedules.get_schedule_class(name)
         single = issubclass(kind, schedules.PipelineScheduleSingle)
         self.schedule: Any = kind(own[0] if single else own, microbatches, loss_fn=self._scaled, scale_grads=False)
@@ -191,6 +197,10 @@ class Pipeline:
         Gradients are those of the summed loss over `divisor`.
         """
         self.inputs, self.divisor = inputs, divisor
+        form = len(inputs), inputs[0].arguments["input_ids"].shape
+        if form != self.planned:
+            self._plan(len(inputs))
+            self.planned = form
         numbers = torch.arange(len(inputs))
         losses: list[Tensor] = []
         first = (numbers,) if 0 in self.stages else ()
@@ -200,7 +210,7 @@ class Pipeline:
 
     def evaluate(self, inputs: Any) -> Tensor:
         """What the last stage computes of one micro-batch, forward only (zeros [2] on other ranks)."""
-        self.inputs, group = [inputs], self.mesh.pipeline
+        self.inputs, group = [inputs], self.mesh.named.get_group("pp")
         shape = (*inputs.arguments["input_ids"].shape, self.width)
         hidden = torch.zeros((), device=self.device)
         for index, stage in self.stages.items():

@@ -85,7 +85,7 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     norms = [_norm([p.grad for p in part if id(p) not in counted_elsewhere]) for part in parts.values()]
     square = sum((norm.square() for norm in norms), torch.zeros(()))
     if built.pipeline is not None:
-        dist.all_reduce(square, group=built.mesh.pipeline)
+        dist.all_reduce(square, group=built.mesh.named.get_group("pp"))
     norm = square.sqrt().float()
     if max_norm > 0:
         for part in parts.values():

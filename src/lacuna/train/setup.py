@@ -14,7 +14,7 @@ from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
 from lacuna.model.architecture import attention_widths
-from lacuna.model.build import BuiltModel, build_model, with_microbatches
+from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
 from lacuna.parallel.schedule import held_stages, pipeline_order
@@ -148,7 +148,6 @@ class Run:
     """
 
     interval: Interval
-    built: BuiltModel | None = None
     pending: tuple[torch.Tensor, Any] | None = None
     stopping = save_wanted = False
     skipped_in_a_row = 0
@@ -180,7 +179,7 @@ class Run:
         if config.job.print_args and process.is_first:
             print(settings)
         fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
-        built = self.built = build_model(config, tokenizer, mesh, process.device, self.plan.accumulation, fill)
+        built = self.built = build_model(config, tokenizer, mesh, process.device, fill)
         self.optimizer = build_optimizer(built.model, config)
         moments = {} if saved is None else optimizer_tensors(built.model, self.optimizer)
         if start is not None:
@@ -211,5 +210,3 @@ class Run:
                 order = np.lexsort((ranking["losses"], ranking["uses"]))
         self.loader.close()
         self.loader = build_loader(config, self.tokenizer, self.plan, self.data_rank, order)
-        if self.built is not None:
-            self.built = with_microbatches(self.built, self.plan.accumulation)
