@@ -50,11 +50,10 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise UserError(f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded.")
 
 
-def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, tied ones once, not copied."""
-    persistent = set(model.state_dict(keep_vars=True))
-    buffers = {name: buffer for name, buffer in model.named_buffers() if name in persistent}
-    return dict(model.named_parameters()) | buffers
+    tied = model.all_tied_weights_keys
+    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
 
 
 def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
