@@ -50,8 +50,7 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
     """
     degrees = {name: getattr(config.parallelism, setting) for name, setting in AXES.items()}
     if degrees["dp_shard"] == -1:
-        others = math.prod(degree for name, degree in degrees.items() if name != "dp_shard")
-        degrees["dp_shard"] = max(world_size // others, 1)
+        degrees["dp_shard"] = max(world_size // -math.prod(degrees.values()), 1)  # what the others leave
     product = math.prod(degrees.values())
     shown = {name: setting for name, setting in AXES.items() if degrees[name] > 1 or name.startswith("dp")}
     arithmetic = f"{' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}"
