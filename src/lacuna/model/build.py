@@ -1,7 +1,7 @@
 """The model of a run: what its layout asks of it, then the making, in the order of the lines of `build_model`."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,6 +34,7 @@ class BuiltModel:
         model: all parameters that this rank has a share of, under their names.
         stages: the parts of it that this rank runs: the model itself, or its stages of a pipeline.
         pipeline: runs the stages, when there are several over all ranks.
+        flops: of a number of tokens in documents of these lengths, in all that shares the work, as `step_flops` says.
     """
 
     config: Config
@@ -44,7 +45,7 @@ class BuiltModel:
     device: torch.device
     head: Head
     parameters: int
-    matrix_parameters: int
+    flops: Callable[[int, Tensor], float]
 
     def inputs(self, batch: Batch) -> Inputs:
         """This rank's share of `batch`, on the device."""
@@ -109,7 +110,8 @@ def build_model(
     if config.data.document_mask:
         probe_packing(probed)
     del probed
-    sizes = {"parameters": model.num_parameters(), "matrix_parameters": architecture.non_embedding_parameters(model)}
+    parameters, products = model.num_parameters(), architecture.non_embedding_parameters(model)
+    flops = partial(architecture.step_flops, products, architecture.attention_widths(model.config))
     trained = trained_names(model)
     stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
     fill_model(model, trained, config, device, fill)
@@ -124,7 +126,7 @@ def build_model(
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
     pipeline = Pipeline(config, mesh, device, stages, partial(_run_stage, head)) if mesh.layout.pp > 1 else None
-    return BuiltModel(config, model, stages, pipeline, mesh, device, head, **sizes)
+    return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, flops)
 
 
 def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:

@@ -13,7 +13,6 @@ from rich.console import Console
 from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.export.huggingface import save_model_description
-from lacuna.model.architecture import attention_widths
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
@@ -190,7 +189,6 @@ class Run:
         self.metrics = MetricWriter(config, process.rank, console, self.state.step, self.total_steps)
         self.first_step, self.saved_step = self.state.step + 1, self.state.step
         self.peak_flops = peak_flops(process.device)
-        self.attention_widths = attention_widths(built.model.config)
 
     def describe(self, folder: str) -> None:
         """Writes to `folder` what its tensors alone do not tell: the model's configuration, tokenizer, and adapter."""

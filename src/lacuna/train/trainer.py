@@ -14,7 +14,6 @@ from lacuna.config import RunError, logger
 from lacuna.data import Batch, merge_states
 from lacuna.data.mixture import random_key
 from lacuna.data.rows import documents_begun
-from lacuna.model.architecture import step_flops
 from lacuna.parallel.processes import gather_objects, on_first, tighten_timeout
 from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
@@ -91,8 +90,7 @@ def _next_batches(run: Run) -> list[Batch]:
     batches = [next(run.loader) for _ in range(run.plan.accumulation)]
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
-        flops = step_flops(built.matrix_parameters, run.attention_widths, batch.tokens, batch.cu_seqlens.diff())
-        run.interval.flops += flops / built.mesh.layout.sharing
+        run.interval.flops += built.flops(batch.tokens, batch.cu_seqlens.diff()) / built.mesh.layout.sharing
     return batches
 
 
