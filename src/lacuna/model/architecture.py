@@ -58,10 +58,9 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """What has a row for every token, embedding and head with its bias, by each of their names."""
-    ends = (model.get_input_embeddings(), model.get_output_embeddings())
-    found = {id(weight) for end in ends if end is not None for weight in end.parameters()}
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: weight for name, weight in named if id(weight) in found}
+    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
+    found = {*nn.ModuleList(ends).parameters()}
+    return {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if weight in found}
 
 
 def non_embedding_parameters(model: nn.Module) -> int:

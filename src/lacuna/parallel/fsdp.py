@@ -79,11 +79,8 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 @cache
 def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
     """A kind of module whose weights of these names are cast when they are read."""
-
-    def cast(name: str) -> property:
-        return property(lambda module: module._parameters[name].to(dtype))
-
-    return type(kind.__name__, (kind,), {name: cast(name) for name in names})
+    cast = {name: property(lambda module, name=name: module._parameters[name].to(dtype)) for name in names}
+    return type(kind.__name__, (kind,), cast)
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
