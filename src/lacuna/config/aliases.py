@@ -33,7 +33,6 @@ RENAMED: dict[str, str] = {
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
 _TO_COME = ("quantization", "distillation", "grpo", "ppo")
-_EXPORTING = ("checkpoint.convert_to_hf_on_save", "checkpoint.last_save_in_hf")
 _ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 
 # Pattern of a name that nothing here answers to -> why it cannot be had; leaving it out is the mending.
@@ -44,9 +43,9 @@ REFUSED: dict[str, str] = {
     "training.pin_memory": "batches are always pinned on a GPU",
     "training.persistent_workers": "data workers always stay alive",
     "checkpoint.hf_*": "models cannot be sent to the Hub yet; upload the folder hf/ of the run yourself",
-    **dict.fromkeys(_EXPORTING, "the final model is always exported to hf/; `lacuna convert` exports any other"),
     "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
+    "checkpoint.*_hf*": "the final model is always exported to hf/; `lacuna convert` exports any other",
     **{f"{section}*": f"the section {section} is not available yet" for section in _TO_COME},
 }
 
