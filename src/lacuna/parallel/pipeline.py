@@ -17,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lacuna.config import Config, refuse
 from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Mesh
-from lacuna.parallel.schedule import held_stages, pipeline_order, splits_backward
+from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order, splits_backward
 
 
 class PassThrough(nn.Module):
@@ -165,9 +165,8 @@ class Pipeline:
     def _plan(self, microbatches: int) -> None:
         """Has torch's schedule of steps of so many micro-batches, of any one shape."""
         order = pipeline_order(self.settings, microbatches)
-        changes = {"F": 1, "I": 0, "B": -1, "W": -1}
         own_last = [action for action in order[self.mesh.rank("pp")] if action.stage == self.total - 1]
-        self.graphs = deque[Any](maxlen=max(accumulate((changes[action.kind] for action in own_last), initial=0)))
+        self.graphs = deque[Any](maxlen=most_unfinished(own_last))
         group, stages = self.mesh.named.get_group("pp"), self.stages.values()
         own = [PipelineStage(stage.module, stage.index, self.total, self.device, group=group) for stage in stages]
         name, file = self.settings.pipeline_parallel_schedule, self.settings.pipeline_parallel_schedule_csv

@@ -47,6 +47,12 @@ def held_stages(order: dict[int, list[Action]]) -> dict[int, list[int]]:
     return {rank: sorted({action.stage for action in actions}) for rank, actions in order.items()}
 
 
+def most_unfinished(actions: list[Action]) -> int:
+    """The most forward passes, as these actions are done, that wait for their backward pass, or for its weights."""
+    changes = {"F": 1, "I": 0, "B": -1, "W": -1}
+    return max(itertools.accumulate((changes[action.kind] for action in actions), initial=0))
+
+
 def _order_by_name(settings: ParallelismConfig, microbatches: int | None) -> dict[int, list[Action]]:
     """torch's own schedule. Raises `ValueError` for stages or micro-batches that it cannot run."""
     pp, points = settings.pipeline_parallel_degree, settings.pipeline_parallel_split_points

@@ -1,7 +1,5 @@
 """What a run will take, said before it: everything is resolved and checked, memory estimated, nothing started."""
 
-from itertools import accumulate
-
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -17,7 +15,7 @@ from lacuna.parallel.fsdp import compute_dtype, is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import check_device, device_type
-from lacuna.parallel.schedule import held_stages, pipeline_order
+from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
 from lacuna.train.setup import plan_stages, total_steps
 
 
@@ -64,9 +62,7 @@ def layers_in_flight(config: Config, layout: Layout, microbatches: int, layers: 
     if layout.pp == 1:
         return layers
     order = pipeline_order(config.parallelism, microbatches)
-    held = {"F": 1, "B": -1, "I": 0, "W": -1}
-    most = max(max(accumulate(held[action.kind] for action in actions)) for actions in order.values())
-    return most * layers / sum(map(len, held_stages(order).values()))
+    return max(map(most_unfinished, order.values())) * layers / sum(map(len, held_stages(order).values()))
 
 
 def _kept_values(text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float) -> float:
