@@ -122,11 +122,6 @@ class ChatConfig(Section):
     train_on: Literal["all", "last"] = "all"
     columns: Annotated[Names, AfterValidator(_known_once)] = ()
 
-    @property
-    def renamed(self) -> dict[str, str]:
-        """Our name -> the data's, of the columns that are named."""
-        return dict(pair.split("=", 1) for pair in self.columns)
-
 
 class PackingConfig(Section):
     """How examples share the rows of a batch.

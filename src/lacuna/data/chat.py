@@ -89,12 +89,13 @@ def conversation_columns(columns: Collection[str], settings: ChatConfig) -> tupl
 
     A format that `chat.columns` names goes first. Raises UserError when there are no such columns.
     """
+    renamed = dict(pair.split("=", 1) for pair in settings.columns)
     names = {ours: ours for ours in COLUMNS}
     if "messages" not in columns:
         names["messages"] = "conversations"
-    found = {ours: theirs for ours, theirs in (names | settings.renamed).items() if theirs in columns}
-    for needed in sorted(_FORMATS, key=settings.renamed.keys().isdisjoint):
-        if found.keys() >= {*needed, *settings.renamed}:
+    found = {ours: theirs for ours, theirs in (names | renamed).items() if theirs in columns}
+    for needed in sorted(_FORMATS, key=renamed.keys().isdisjoint):
+        if found.keys() >= {*needed, *renamed}:
             return needed, found
     wanted = ", ".join(settings.columns) or "messages (or conversations), prompt and completion, or text"
     mend = "say by chat.columns which hold conversations, such as messages=dialog or prompt=question,completion=answer"
