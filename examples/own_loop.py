@@ -47,7 +47,7 @@ for step in range(first_step, config.training.steps):
         group["lr"] = learning_rate(config, step, config.training.steps)
     loss = accumulate_gradients(built, micro_batches, trained)
     norm, skipped = update(built, optimizer, trained)
-    if process.is_first and step % config.metrics.log_freq == 0:
+    if process.rank == 0 and step % config.metrics.log_freq == 0:
         print(f"step {step + 1}: loss {loss.item() * process.world_size / trained.item():.4f} on this rank")
 
 target = os.path.join(config.job.dump_folder, f"step-{config.training.steps}")

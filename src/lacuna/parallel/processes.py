@@ -18,8 +18,8 @@ Result = TypeVar("Result")
 class Process:
     """One process of the run; by default one that has no group, for tools that work on files.
 
-    `control` is a gloo group over all of them for talk in between steps; `background` is another one for threads,
-    whose collectives must not mix with those.
+    That of rank 0 prints and writes files. `control` is a gloo group over all of them for talk in between steps;
+    `background` is another one for threads, whose collectives must not mix with those.
     """
 
     rank: int = 0
@@ -27,11 +27,6 @@ class Process:
     device: torch.device = torch.device("cpu")
     control: dist.ProcessGroup | None = None
     background: dist.ProcessGroup | None = None
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this is the process that prints and writes files."""
-        return self.rank == 0
 
 
 def device_type() -> str:
@@ -115,7 +110,7 @@ def require_same_config(config: Config, process: Process) -> None:
 def on_first(process: Process, action: Callable[[], Result]) -> Result:
     """Runs `action` on the first rank and hands its result to all; an error of it is raised on all ranks alike."""
     result = failure = None
-    if process.is_first:
+    if process.rank == 0:
         try:
             result = action()
         except Exception as error:  # passed on below, on every rank

@@ -122,7 +122,7 @@ def write_checkpoint(
         manifest = {name: checksum for part in gather_objects(process, own) for name, checksum in part.items()}
         on_first(process, lambda: _seal(path, unfinished, state, describe, manifest))
     except (Exception, CheckpointException) as error:  # of the disk, whatever type the libraries give it
-        if process.is_first:
+        if process.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
         # torch wraps what went wrong on one rank in the tracebacks of all
         reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error

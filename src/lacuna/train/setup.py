@@ -175,7 +175,7 @@ class Run:
             self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
         settings = to_toml(config)
         on_first(process, lambda: Path(str(config.job.dump_folder), "config.toml").write_text(settings))
-        if config.job.print_args and process.is_first:
+        if config.job.print_args and process.rank == 0:
             print(settings)
         fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
         built = self.built = build_model(config, tokenizer, mesh, process.device, fill)

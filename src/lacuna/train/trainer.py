@@ -55,7 +55,7 @@ def _step(run: Run, stop: bool) -> None:
     config, state, saving = run.config, run.state, run.config.checkpoint
     batches = _next_batches(run)
     overdue = time.monotonic() - run.saver.last_time >= saving.interval and saving.interval_type == "seconds"
-    totals = agree(batches, stop, overdue and run.process.is_first, run.built)  # clocks differ: the first rank's counts
+    totals = agree(batches, stop, overdue and run.process.rank == 0, run.built)  # clocks differ: the first's counts
     rate = learning_rate(config, state.step, run.total_steps)
     for group in run.optimizer.param_groups:  # before the backward pass, which may be what updates
         group["lr"] = rate
