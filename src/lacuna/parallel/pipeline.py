@@ -156,8 +156,6 @@ class Pipeline:
         self.owners = {stage: rank for rank, own in held.items() for stage in own}
         self.total = len(self.owners)
         self.stages = {stage.index: stage for stage in stages}
-        self.inputs: Sequence[Any] = ()
-        self.divisor = torch.ones((), device=device)
         self.planned: tuple[int, torch.Size] | None = None
         for stage in stages:
             stage.module.forward = partial(self._forward, stage)
