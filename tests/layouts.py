@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from lacuna.config.sections import LoraConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.config.sections import LoraConfig, ModelConfig, OptimizerConfig, QuantizationConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
@@ -42,6 +42,8 @@ class Case:
     recompute: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compiled: bool = False
     lora: LoraConfig = LoraConfig()
+    base: Literal["none", "int8", "nf4"] = "none"
+    precision: Literal["bfloat16", "float32"] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,18 +97,25 @@ def micro_batch(rows: slice, seed: int = 3) -> Batch:
     )  # fmt: skip
 
 
-def configuration(model_config: Path, case: Case) -> Config:
-    """The run of a case."""
+def configuration(model: Path, case: Case) -> Config:
+    """The run of a case; it starts from the weights in the folder `model` where there are any."""
+    source = "name_or_path" if (model / "model.safetensors").exists() else "config"
     # A small eps would blow up rounding where gradients are zero.
     optimizer = OptimizerConfig(lr=0.1, eps=1e-2, early_step_in_backward=case.early_step)
     return Config(
-        model=ModelConfig(config=str(model_config)),
-        training=TrainingConfig(seq_len=LENGTH, max_norm=case.max_norm, enable_cpu_offload=case.offload),
+        model=ModelConfig(**{source: str(model)}),
+        training=TrainingConfig(
+            seq_len=LENGTH,
+            max_norm=case.max_norm,
+            enable_cpu_offload=case.offload,
+            mixed_precision_param=case.precision,
+        ),
         optimizer=optimizer,
         parallelism=ParallelismConfig(zero_stage=case.zero_stage, **case.parallelism),
         activation_checkpoint=case.recompute,
         compile=CompileConfig(enable=case.compiled),
         lora=case.lora,
+        quantization=QuantizationConfig(base=case.base),
     )
 
 
@@ -133,6 +142,10 @@ def one_step(model_config: Path, case: Case) -> Outcome:
     norm, skip = update(built, optimizer, totals[1])
     assert not skip
     updated = {name: whole(parameter).detach().clone() for name, parameter in parameters.items()}
+    if case.base != "none":  # bytes that pass for numbers may look like no number
+        updated = {
+            name: one if parameters[name].requires_grad else one.view(torch.uint8) for name, one in updated.items()
+        }
     return Outcome(loss.item() / totals[1].item(), norm.item(), totals[1].item(), gradients, updated)
 
 

@@ -8,6 +8,7 @@ from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.lora import add_adapters
+from lacuna.model.quantization import quantize_layers, quantized_modules
 from lacuna.parallel.mesh import Layout
 from lacuna.plan.dry_run import estimate_memory
 from lacuna.train.setup import plan_batch
@@ -67,3 +68,16 @@ def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
     parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, torch.bfloat16, True)
     assert parts["weights"] == pytest.approx(2 * frozen + 4 * added)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * added, 8 * added))
+
+
+def test_quantised_layers_take_their_bits() -> None:
+    config = Config(training={"seq_len": 2048, "batch_size": 16}, lora={"rank": 8})
+    model = meta_model(MODEL, "sdpa", torch.bfloat16)
+    quantize_layers(model, "nf4", [])
+    add_adapters(model, config.lora, torch.float32)
+    dense = sum(layer.weight.numel() for layer in quantized_modules(model).values())
+    plain, learning = model.num_parameters(), sum(one.numel() for one in model.parameters() if one.requires_grad)
+    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, torch.bfloat16, True)
+    expected = 4.13 / 8 * dense + 2 * (plain - dense - learning) + 4 * learning
+    assert parts["weights"] == pytest.approx(expected, rel=0.01)
+    assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * learning, 8 * learning))

@@ -20,7 +20,7 @@ def run(words: list[str]) -> None:
     from lacuna.rollout.generate import generate_text
     from lacuna.train.forms import load_any_model
 
-    model, tokenizer, _ = load_any_model(given.model, device_type())
+    model, tokenizer = load_any_model(given.model, device_type())
     if given.chat and not tokenizer.chat_template:
         raise UserError("generate: --chat: the tokenizer has no chat template: drop it, or train with job.task = sft.")
     sampling = (given.max_new_tokens, given.temperature, given.seed, given.chat)

@@ -32,7 +32,7 @@ RENAMED: dict[str, str] = {
 # Those of them that are true where ours is false.
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
-_TO_COME = ("quantization", "distillation", "grpo", "ppo")
+_TO_COME = ("distillation", "grpo", "ppo")
 _ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 
 # Pattern of a name that nothing here answers to -> why it cannot be had; leaving it out is the mending.

@@ -145,6 +145,16 @@ class LoraConfig(Section):
         return {ours: theirs[name] for ours, name in ADAPTER_FIELDS.items() if theirs.get(name)} | given
 
 
+class QuantizationConfig(Section):
+    """Fewer bits for weights that stay as they are (QLoRA).
+
+    base: How the linear layers beside adapters are kept, all but the head: nf4 takes 4.13 bits a weight, int8 a little
+        more than 8. On a GPU nf4 needs bitsandbytes.
+    """
+
+    base: Literal["none", "int8", "nf4"] = "none"
+
+
 class OptimizerConfig(Section):
     """What moves the weights.
 
@@ -196,6 +206,7 @@ class Config(Section):
     packing: PackingConfig = PackingConfig()
     curriculum: CurriculumConfig = CurriculumConfig()
     lora: LoraConfig = LoraConfig()
+    quantization: QuantizationConfig = QuantizationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
     parallelism: machine.ParallelismConfig = machine.ParallelismConfig()

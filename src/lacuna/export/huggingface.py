@@ -26,7 +26,7 @@ from lacuna.data.chat import end_of_turn
 from lacuna.model.architecture import meta_model, stored_tensors
 from lacuna.model.lora import WEIGHTS, adapted_modules, add_adapters, file_name, merged_tensor
 
-FILE_BYTES = 5 * 10**9
+FILE_BYTES = 10**9  # as much is in memory at a time
 
 
 def _writes() -> bool:

@@ -16,6 +16,7 @@ from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.lora import add_adapters, initialize_adapters, load_adapter, trained_names
+from lacuna.model.quantization import check_stored, pack_layers, quantize_layers
 from lacuna.model.weights import fill_model
 from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
 from lacuna.parallel.mesh import Layout, Mesh
@@ -82,12 +83,15 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
 
     Raises `UserError` for a model that cannot be had like that.
     """
-    model_config = architecture.load_model_config(config, tokenizer)
+    model_config, base = architecture.load_model_config(config, tokenizer), config.quantization.base
+    left = check_stored(model_config, base)
     for number, stage in enumerate(config.stages()):
         with of_stage(number):
             check_layout(stage, model_config, layout)
     attention = choose_attention(config, model_config, device_type, compute_dtype(config, device_type), layout)
     model = architecture.meta_model(model_config, attention, stored_dtype(config, device_type))
+    if base != "none":
+        quantize_layers(model, base, left)
     if config.lora.rank:
         add_adapters(model, config.lora, getattr(torch, config.training.dtype))
         learns = any(weight.requires_grad for weight in architecture.vocabulary_weights(model).values())
@@ -113,6 +117,7 @@ def build_model(
     parameters, products = model.num_parameters(), architecture.non_embedding_parameters(model)
     flops = partial(architecture.step_flops, products, architecture.attention_widths(model.config))
     trained = trained_names(model)
+    pack_layers(model)
     stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
     fill_model(model, trained, config, device, fill)
     if fill:

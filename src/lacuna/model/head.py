@@ -113,7 +113,8 @@ def chunked_cross_entropy(linear: nn.Linear, head: Head, hidden: Tensor, labels:
     wanted the result is as that of `head.loss`.
     """
     weight, bias = linear.weight, linear.bias
-    chunk = chunk or max(256, CHUNK_BYTES // (4 * len(weight)) // 256 * 256)
+    size = CHUNK_BYTES if weight.requires_grad else CHUNK_BYTES // 4  # a frozen head has no gradient to add to
+    chunk = chunk or max(256, size // (4 * len(weight)) // 256 * 256)
     if torch.is_grad_enabled():
         return _ChunkedLinearCrossEntropy.apply(hidden, weight, bias, labels, head, chunk)
     parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)

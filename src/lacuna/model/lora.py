@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import refuse
 from lacuna.config.sections import LoraConfig
+from lacuna.model.quantization import dense_weight, quantized_modules
 from lacuna.parallel.fsdp import local, own_part
 
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
@@ -81,7 +82,8 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
     def forward(module: nn.Module, hidden: Tensor) -> Tensor:
         result = kind.forward(module, hidden)
         shown = F.dropout(hidden, adapter.dropout, module.training)
-        change = _scale(adapter) * F.linear(F.linear(shown, module.lora_A), module.lora_B)
+        # Scaled where it is narrow: for the backward pass, a wide product would be kept twice.
+        change = F.linear(_scale(adapter) * F.linear(shown, module.lora_A), module.lora_B)
         if not adapter.dora:
             return result + change
         # Also the weight itself sees only what is shown; the lengths of rows are constants (DoRA, section 4.3).
@@ -114,14 +116,17 @@ def whole_tensor(tensor: Tensor) -> Tensor:
 
 @torch.no_grad()
 def merged_tensor(model: nn.Module, name: str) -> Tensor:
-    """The stored tensor `name` of a model, whole; where an adapter is beside it, float32 with the adapter in it.
+    """The tensor `name` of a model, whole; float32 where it is quantised, or an adapter is beside it, which is in it.
 
     Every rank that has a share of it must call it.
     """
     place, _, part = name.rpartition(".")
     module = model.get_submodule(place)
     whole = whole_tensor(getattr(module, part))
-    if part != "weight" or not hasattr(type(module), "adapter"):
+    if part != "weight":
+        return whole
+    whole = dense_weight(module, whole)
+    if not hasattr(type(module), "adapter"):
         return whole
     down, up, *magnitude = (whole_tensor(module._parameters[part]) for part in PARTS if part in module._parameters)
     whole = _changed(module, whole, down, up)
@@ -132,11 +137,14 @@ def merged_tensor(model: nn.Module, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def merge_adapters(model: nn.Module) -> None:
-    """Puts the adapters of a model that is whole into the weights beside them, in place, and takes them away."""
-    for name, module in adapted_modules(model).items():
-        module.weight.copy_(merged_tensor(model, f"{name}.weight"))
-        module.__class__ = type(module).__base__
+def merge_adapters(model: nn.Module, dtype: torch.dtype) -> None:
+    """Dequantises a model that is whole, puts its adapters into the weights beside them, and takes them away.
+
+    All in place, weights in `dtype`.
+    """
+    for name, module in (quantized_modules(model) | adapted_modules(model)).items():
+        module.weight = nn.Parameter(merged_tensor(model, f"{name}.weight").to(dtype))
+        module.__class__ = next(kind for kind in (nn.Linear, Conv1D) if isinstance(module, kind))
         for part in PARTS:
             module._parameters.pop(part, None)
     model.requires_grad_(True)

@@ -22,6 +22,7 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.tokenizer import added_ids
 from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
 from lacuna.model.lora import PARTS, adapted_modules
+from lacuna.model.quantization import packed_slices, packed_weights, quantize
 from lacuna.parallel.fsdp import local, own_part, stored_dtype
 
 
@@ -38,7 +39,7 @@ def fill_model(model: PreTrainedModel, trained: Set[str], config: Config, device
     if loaded:
         for module in adapted_modules(model).values():
             module.to_empty(device=home, recurse=False)  # what no file holds
-        load_weights(model, shadow, config.model, {"": home} | dict.fromkeys(buffers & stored, device))
+        load_weights(model, shadow, config.model, {"": home} | dict.fromkeys(buffers & stored, device), device)
     else:
         model.to_empty(device=home)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -79,12 +80,17 @@ def _grown(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
 
 
 def load_weights(
-    model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig, places: dict[str, torch.device]
+    model: PreTrainedModel,
+    shadow: PreTrainedModel,
+    settings: ModelConfig,
+    places: dict[str, torch.device],
+    device: torch.device,
 ) -> None:
     """Loads the weights of `name_or_path` into the sharded meta `model`; each rank reads only the slices it holds.
 
-    `places` says to which device each goes, by its name or how that begins. Where the vocabulary is to grow, it is read
-    whole, and the rows of new tokens, and all that the files lack, become the mean of those of the tokens before.
+    `places` says to which device each goes, by its name or how that begins; what is packed is computed on `device`.
+    Where the vocabulary is to grow, it is read whole, and the rows of new tokens, and all that the files lack, become
+    the mean of those of the tokens before.
 
     transformers' own loader renames and fuses what its model classes store otherwise than the Hub does; it finds its
     rules by class, which sharding changes, hence `shadow`, the same model unsharded. Raises `UserError` when the files
@@ -97,6 +103,7 @@ def load_weights(
         grow = shadow.config.get_text_config().vocab_size, *added_ids(settings)
         ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}  # what precedes may differ
         slices |= {key: _grown(stored, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends}
+    slices = slices | packed_slices(model, slices, device)  # which read the others
     mapping = get_model_conversion_mapping(shadow)
     placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map=places)
     info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
@@ -121,6 +128,7 @@ def compute_tensors(
     """
     torch.manual_seed(seed)
     weights = {name: weight for name, weight in model.named_parameters() if name in names}
+    packed = packed_weights(model)
     paths = {module: path for path, module in shadow.named_modules()}
     layers = {layer for module in paths if weights and isinstance(module, nn.ModuleList) for layer in module}
     inside = {module for layer in layers for module in layer.modules() if module is not layer}
@@ -138,7 +146,8 @@ def compute_tensors(
         path, is_layer = paths[module], module in layers
         for name, drawn in module.named_parameters(path, is_layer):
             if name in weights:  # what another pipeline stage holds is drawn all the same
-                local(weights[name]).copy_(own_part(drawn, weights[name]))  # which may be on other devices
+                whole = quantize(drawn, packed[name]).view(drawn.dtype) if name in packed else drawn
+                local(weights[name]).copy_(own_part(whole, weights[name]))  # which may be on other devices
         for name, buffer in module.named_buffers(path, is_layer):
             if name in names:
                 if buffer.isnan().any():

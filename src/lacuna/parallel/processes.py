@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ def device_type() -> str:
 
 
 def check_device(config: Config, kind: str) -> None:
-    """Raises `UserError` for settings that need a GPU where there is none."""
+    """Raises `UserError` for settings that need a GPU where there is none, or a package where there is one."""
     uncompiled = config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable
     gpu_only = {
         'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
@@ -45,6 +46,9 @@ def check_device(config: Config, kind: str) -> None:
     }
     needs = "needs a GPU, and this run is on the CPU: leave it out"
     refuse({f"{setting} {needs}": wanted and kind != "cuda" for setting, wanted in gpu_only.items()})
+    kernels = f"quantization.base: {config.quantization.base} on a GPU needs bitsandbytes, which is not installed"
+    unaided = kind == "cuda" and config.quantization.base == "nf4" and not find_spec("bitsandbytes")
+    refuse({f"{kernels}: pip install 'lacuna-train[qlora]'": unaided})
 
 
 def start_process(config: Config) -> Process:

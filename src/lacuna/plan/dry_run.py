@@ -10,6 +10,7 @@ from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import decoder_layers, head_dim
 from lacuna.model.build import plan_model
 from lacuna.model.head import CHUNK_BYTES
+from lacuna.model.quantization import packed_sizes, quantized_modules
 from lacuna.model.weights import weight_files
 from lacuna.parallel.fsdp import compute_dtype, is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout, resolve_layout
@@ -89,18 +90,23 @@ def estimate_memory(
 
     `model` needs no memory itself; the allocator's rounding and the CUDA context (about 1 GiB) come on top. Of a
     pipeline it is taken to have the larger end: the embedding or the head, as large as each other, and the loss. What
-    is outside the layers, tensor parallelism only stores in shares.
+    is outside the layers, tensor parallelism only stores in shares. A quantised weight counts as so many that are not
+    as it takes the room of.
     """
     text, shards = model.config.get_text_config(), layout.dp_shard * layout.cp
-    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in decoder_layers(model)]
-    head = text.vocab_size * text.hidden_size
-    outside = head if layout.pp > 1 else model.num_parameters() - sum(layers)
-    inside, layer = sum(layers) / layout.pp / layout.tp, max(layers) / layout.tp
-    shard = (outside / layout.tp + inside) / shards
     master = getattr(torch, config.training.dtype).itemsize
     stored = compute.itemsize if config.lora.rank else master
+    quantised = quantized_modules(model).values()
+    room = {weight: weight.numel() for weight in model.parameters()}
+    room |= {layer.weight: sum(packed_sizes(*type(layer).quantized)) / stored for layer in quantised}
+    layers = [sum(map(room.get, layer.parameters())) for layer in decoder_layers(model)]
+    total = sum(room.values())
+    head = text.vocab_size * text.hidden_size
+    outside = head if layout.pp > 1 else total - sum(layers)
+    inside, layer = sum(layers) / layout.pp / layout.tp, max(layers) / layout.tp
+    shard = (outside / layout.tp + inside) / shards
     # All of it but where adapters are.
-    learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / model.num_parameters()
+    learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / total
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     alone = is_alone(config, layout)
     copies = not (alone and compiled) and (compute.itemsize != stored or shards > 1)

@@ -1,7 +1,10 @@
-"""The forms a trained model has on disk (Hugging Face folder, checkpoint step, run folder): open and convert them."""
+"""The forms a trained model has on disk (Hugging Face folder, adapter, checkpoint, run folder): open and convert."""
 
+import json
 import os
+import shutil
 import tomllib
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -10,9 +13,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.initialization import no_init_weights
 
 from lacuna.config import Config, explained, refuse
-from lacuna.export.huggingface import export_model, save_model_description
+from lacuna.config.sections import ADAPTER_FILE
+from lacuna.export.huggingface import export_adapter, export_model, save_model_description
+from lacuna.model.architecture import load_model_config
 from lacuna.model.build import plan_model
-from lacuna.model.lora import merge_adapters, trained_names
+from lacuna.model.lora import load_adapter, merge_adapters, trained_names
+from lacuna.model.quantization import pack_layers
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.processes import Process
@@ -28,7 +34,7 @@ def find_form(source: str) -> tuple[str, bool]:
     if os.path.exists(os.path.join(source, checkpoint.MANIFEST)):
         return checkpoint.require_complete(source, "MODEL", Process()), True
     for folder in (source, os.path.join(source, "hf")):
-        if os.path.exists(os.path.join(folder, "config.json")):
+        if any(os.path.exists(os.path.join(folder, file)) for file in ("config.json", ADAPTER_FILE)):
             return folder, False
     for folder in (os.path.join(source, "checkpoint"), source):
         if newest := checkpoint.newest_complete(folder, Process()):
@@ -38,48 +44,141 @@ def find_form(source: str) -> tuple[str, bool]:
     return source, False
 
 
-def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, str]:
-    """A model on `device`, ready to generate, its tokenizer, and the folder or Hub id of its description.
+@dataclass(frozen=True)
+class Opened:
+    """A model on the CPU, its tokenizer, and what describes it.
 
-    `source` may have any form. Raises `UserError` when it cannot be opened.
+    Attributes:
+        description: folder or Hub id of its description.
+        dtype: of its weights as they are to be, whatever those in memory have.
+        run: of a model with adapters, the settings that these were trained with; its base is as it is in files.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    description: str
+    dtype: torch.dtype
+    run: Config | None = None
+
+
+def open_model(source: str, base: str | None = None) -> Opened:
+    """The model at `source`, in any form; adapters are beside their base, or beside the model `base`.
+
+    Raises `UserError` when it cannot be opened.
     """
     path, is_checkpoint = find_form(source)
     description = os.path.join(path, checkpoint.DESCRIPTION) if is_checkpoint else path
+    run = _run_of(path, description)
+    refuse({f"convert: --base: {source} has no adapters to merge": base is not None and run is None})
+    if run is not None and base is not None:
+        quantised = run.quantization.model_copy(update={"base": "none"})
+        model = run.model.model_copy(update={"name_or_path": base, "config": None})
+        run = run.model_copy(update={"model": model, "quantization": quantised})
+    description = description if is_checkpoint or run is None else str(run.model.name_or_path)
     problem = f"{source}: no folder or Hub model that transformers can open"
     with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
         tokenizer = AutoTokenizer.from_pretrained(description)
-        if not is_checkpoint:
-            return AutoModelForCausalLM.from_pretrained(path, dtype="auto").to(device).eval(), tokenizer, description
         model_config = AutoConfig.from_pretrained(description)
-    run = Path(description, checkpoint.RUN)
-    if run.exists():
-        model = _frozen_model(Config.model_validate(tomllib.loads(run.read_text())), tokenizer)
+        if run is None and not is_checkpoint:
+            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+            return Opened(model, tokenizer, description, model.dtype)
+    if run is not None:
+        model = _beside_base(run, tokenizer)
     else:
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(model_config)
         model.tie_weights()
-    checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
-    merge_adapters(model)
-    for parameter in model.parameters():  # modules trained whole; buffers of rotations are float32 in any model
-        parameter.data = parameter.to(model_config.dtype)
-    return model.to(device).eval(), tokenizer, description
+    if is_checkpoint:
+        checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
+    elif run is not None:
+        load_adapter(model, trained_names(model), path)
+    return Opened(model, tokenizer, description, model_config.dtype or torch.float32, run)
 
 
-def _frozen_model(config: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model of a run that trains adapters, whole on the CPU: frozen weights as in the run, and empty adapters."""
-    model = plan_model(config, tokenizer, Layout(), "cpu")
-    fill_model(model, trained_names(model), config, torch.device("cpu"), fill=True)
-    return model
+def _run_of(path: str, description: str) -> Config | None:
+    """The settings that the adapters in `path` were trained with, None where there are none."""
+    run, adapter = Path(description, checkpoint.RUN), Path(path, ADAPTER_FILE)
+    if run.exists():
+        return Config.model_validate(tomllib.loads(run.read_text()))
+    if not adapter.exists():
+        return None
+    base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+    refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
+    return Config.model_validate({"model": {"name_or_path": base}, "lora": {"adapter": path}})
 
 
-def convert(source: str, target: str, form: str, dtype: str | None) -> None:
-    """Writes the model at `source` to `target` as `form`: `hf`, or `dcp`, a checkpoint of weights to start from."""
-    model, tokenizer, description = load_any_model(source, "cpu")
-    if dtype is not None:
-        model = model.to(getattr(torch, dtype))
-    if form == "hf":
-        export_model(model, tokenizer, target, model.dtype, description)
+def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model of a run that trains adapters, whole on the CPU, with empty adapters.
+
+    Weights have the dtype of their files, of which they are a view then; such as the run has quantised are, each time
+    that they are used. Only where the files have them quantised they are packed.
+    """
+    base = load_model_config(run, tokenizer)
+    if run.model.name_or_path:
+        dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float32"
+        training = run.training.model_copy(update={"mixed_precision_param": dtype})
+        run = run.model_copy(update={"training": training})
+    model = plan_model(run, tokenizer, Layout(), "cpu")
+    if hasattr(base, "quantization_config"):
+        pack_layers(model)
+    fill_model(model, trained_names(model), run, torch.device("cpu"), fill=True)
+    return model.eval()
+
+
+def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model on `device`, ready to generate, adapters merged, and its tokenizer; `source` may have any form.
+
+    Raises `UserError` when it cannot be opened.
+    """
+    opened = open_model(source)
+    merge_adapters(opened.model, opened.dtype)
+    for parameter in opened.model.parameters():  # modules trained whole; rotations stay float32 in any model
+        parameter.data = parameter.to(opened.dtype)
+    return opened.model.to(device).eval(), opened.tokenizer
+
+
+@torch.no_grad()
+def probe_logits(model: PreTrainedModel) -> torch.Tensor:
+    """What the model makes of a row of 16 tokens from all over its vocabulary: float32 [16, vocabulary]."""
+    ids = torch.arange(16) * len(model.get_input_embeddings().weight) // 16
+    return model(input_ids=ids[None]).logits[0].float()
+
+
+def convert(source: str, target: str, form: str, dtype: str | None, base: str | None, adapter_only: bool) -> str:
+    """Writes the model at `source` to `target` as `form`: `hf`, or `dcp`, a checkpoint of weights to start from.
+
+    Adapters are merged, one tensor at a time, into what they were trained beside, or into the model `base`; with
+    `adapter_only` they are written alone. Returns what there is to say of it.
+    """
+    adapter = os.path.join(find_form(source)[0], "adapter")
+    if adapter_only and os.path.isdir(adapter):
+        shutil.copytree(adapter, target)
+        return ""
+    opened = open_model(source, base)
+    model, run = opened.model, opened.run
+    refuse({f"convert: --adapter-only: {source} has no adapters": adapter_only and run is None})
+    kind = opened.dtype if dtype is None else getattr(torch, dtype)
+    if adapter_only:
+        export_adapter(model, run.lora, run.model.name_or_path, target)
+    elif form == "hf":
+        export_model(model, opened.tokenizer, target, kind, opened.description)
     else:
-        describe = partial(save_model_description, model.config, tokenizer, description)
-        tensors = checkpoint.model_tensors(model)
+        merge_adapters(model, kind)
+        describe = partial(save_model_description, model.config, opened.tokenizer, opened.description)
+        tensors = checkpoint.model_tensors(model, kind if dtype else None)
         checkpoint.write_checkpoint(os.path.abspath(target), tensors, {"step": 0}, describe, Process())
+    return "" if run is None or adapter_only or form != "hf" else _said_of_merging(opened, target)
+
+
+def _said_of_merging(opened: Opened, target: str) -> str:
+    """Into what the adapters of a model were merged, and how near the model at `target` is to it with them beside."""
+    before = probe_logits(opened.model)
+    after = probe_logits(AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval())
+    form = opened.run.quantization.base
+    stored = "as its files have them" if form == "none" else f"dequantised from {form}, as they were in training"
+    shown = [" ".join(f"{value:.3f}" for value in logits.amax(1)[:4].tolist()) for logits in (before, after)]
+    return (
+        f"Merged into the weights of {opened.run.model.name_or_path or 'the run'}, {stored}. Highest logits of four "
+        f"probe tokens before: {shown[0]}, after: {shown[1]}; the largest difference of any of 16 is "
+        f"{(before - after).abs().max():.2g}.\n"
+    )
