@@ -7,13 +7,14 @@ import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
-from itertools import groupby
+from itertools import accumulate, groupby, pairwise
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import _TYPES, save_file
 from torch import Tensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.core_model_loading import revert_weight_conversion
@@ -26,7 +27,7 @@ from lacuna.data.chat import end_of_turn
 from lacuna.model.architecture import meta_model, stored_tensors
 from lacuna.model.lora import WEIGHTS, adapted_modules, add_adapters, file_name, merged_tensor
 
-FILE_BYTES = 10**9  # as much is in memory at a time
+FILE_BYTES = 5 * 10**9
 
 
 def _writes() -> bool:
@@ -62,15 +63,26 @@ def hub_tensors(tensors: Iterable[tuple[str, Tensor]], shadow: PreTrainedModel) 
         yield from revert_weight_conversion(shadow, dict(layer)).items()
 
 
-def _write_files(folder: str, tensors: Iterable[tuple[str, Tensor]], files: StateDictSplit) -> None:
-    """Writes each of `files` once its tensors have come, so that no more than one of them is in memory at a time."""
-    waiting: dict[str, Tensor] = {}
+def _write_files(
+    folder: str, tensors: Iterable[tuple[str, Tensor]], shapes: dict[str, Tensor], files: StateDictSplit
+) -> None:
+    """Writes `tensors`, of these `shapes`, each to its place in one of `files`, so that none waits for others."""
+    dtypes, places = {dtype: name for name, dtype in _TYPES.items()}, {}
+    for file, names in files.filename_to_tensors.items():
+        ends = accumulate((shapes[name].nbytes for name in names), initial=0)
+        spans = dict(zip(names, pairwise(ends), strict=True))
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        for name, span in spans.items():
+            header[name] = {"dtype": dtypes[shapes[name].dtype], "shape": [*shapes[name].shape], "data_offsets": span}
+        encoded = json.dumps(header).encode()
+        encoded += b" " * (-len(encoded) % 8)  # as safetensors aligns its data
+        Path(folder, file).write_bytes(len(encoded).to_bytes(8, "little") + encoded)
+        places |= {name: (file, 8 + len(encoded) + start) for name, (start, _) in spans.items()}
     for name, tensor in tensors:
-        waiting[name] = tensor.contiguous()
-        file = files.tensor_to_filename[name]
-        if waiting.keys() >= set(files.filename_to_tensors[file]):
-            ready = {name: waiting.pop(name) for name in files.filename_to_tensors[file]}
-            save_file(ready, os.path.join(folder, file), metadata={"format": "pt"})
+        file, start = places[name]
+        with open(os.path.join(folder, file), "r+b") as handle:
+            handle.seek(start)
+            handle.write(tensor.reshape(-1).view(torch.uint8).numpy())
     if files.is_sharded:
         with open(os.path.join(folder, SAFE_WEIGHTS_INDEX_NAME), "w") as file:
             json.dump({"metadata": files.metadata, "weight_map": files.tensor_to_filename}, file, indent=2)
@@ -121,8 +133,9 @@ def export_model(
     shutil.rmtree(unfinished, ignore_errors=True)
     os.makedirs(unfinished)
     try:
-        _write_files(unfinished, tensors, split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES))
-    except SafetensorError as error:  # what the system says of a full disk arrives as this
+        files = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
+        _write_files(unfinished, tensors, shapes, files)
+    except OSError as error:
         raise RunError(f"cannot write the model to {folder}: {error}. Checkpoints are intact.") from error
     shadow.config.update({"use_cache": True, "dtype": dtype, "architectures": [type(shadow).__name__]})
     save_model_description(shadow.config, tokenizer, source, unfinished)
