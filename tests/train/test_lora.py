@@ -9,11 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from lacuna.config.sections import LoraConfig as Settings
+from lacuna.model.lora import adapted_modules, add_adapters, without_adapters
+from lacuna.parallel.fsdp import compute_in
 from runs import checkpoint, curve, lacuna, make_world, stop_after, together, train, weights
-from tiny import random_model
+from tiny import random_model, tiny_config
 
 KINDS = {
     "plain": ("--lora.targets", "q_proj,*.mlp.*"),
+    "summand": ("--lora.targets", "q_proj,*.mlp.*", "--lora.rslora"),
     "scaled": ("--lora.rslora", "--lora.modules", "norm,embed_tokens"),
     "DoRA": ("--lora.dora", "--lora.dropout", "0.2"),
     "two ranks": ("--cpus", "2", "--training.batch_size", "2"),
@@ -130,6 +134,27 @@ def test_an_adapter_with_more_than_the_run_takes_is_refused(world: Path, runs: d
     assert "or of other settings than lora.*: nothing here takes base_model.model.model.layers.0.mlp" in said
 
 
+def test_several_adapters_are_started_from_as_their_sum(world: Path, runs: dict[str, Path]) -> None:
+    both = [runs[kind] / "hf" / "adapter" for kind in ("summand", "plain")]
+    given = (*settings(world)[:6], "--lora.adapter", *both, "--training.steps", 1, "--optimizer.lr", 0)
+    train(world, world / "sum", *given)
+    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(world / "base"), both[0], "first")
+    theirs.load_adapter(both[1], "second")
+    theirs.base_model.set_adapter(["first", "second"])
+    merged = AutoModelForCausalLM.from_pretrained(world / "sum" / "hf")
+    torch.testing.assert_close(logits(merged), logits(theirs), rtol=1e-5, atol=1e-5)
+    summed = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(world / "base"), world / "sum/hf/adapter")
+    torch.testing.assert_close(logits(summed), logits(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_several_adapters_without_a_sum_are_refused(world: Path, runs: dict[str, Path]) -> None:
+    other = ("--lora.adapter", runs["plain"] / "hf" / "adapter", runs["two ranks"] / "hf" / "adapter")
+    assert "lora.adapter: " in train(world, world / "less", *settings(world)[:6], *other, status=2)
+    whole = ("--lora.adapter", runs["scaled"] / "hf" / "adapter", runs["scaled"] / "hf" / "adapter")
+    said = train(world, world / "less", *settings(world)[:6], *whole, status=2)
+    assert "is trained whole, and has no sum over several adapters" in said
+
+
 def test_only_new_rows_of_a_vocabulary_trained_beside_adapters_move(world: Path) -> None:
     new = ("--model.new_tokens", "<a>", "--model.train_new_tokens_only", "--lora.modules", "embed_tokens,lm_head")
     train(world, world / "rows", *settings(world), *new)
@@ -139,3 +164,22 @@ def test_only_new_rows_of_a_vocabulary_trained_beside_adapters_move(world: Path)
     lacuna("convert", checkpoint(world / "rows", 8), world / "rows_converted", "--to", "hf")
     converted = load_file(world / "rows_converted" / "model.safetensors")
     torch.testing.assert_close(converted, load_file(world / "rows" / "hf" / "model.safetensors"))
+
+
+@pytest.mark.parametrize("casting", [False, True])
+def test_without_its_adapters_a_model_is_its_base(casting: bool) -> None:
+    ids = torch.arange(5, 35)[None]
+    model = random_model(tiny_config("llama"))
+    base = model(input_ids=ids).logits
+    add_adapters(model, Settings(rank=3), torch.bfloat16 if casting else torch.float32)
+    for module in adapted_modules(model).values():
+        torch.nn.init.normal_(module.lora_A)
+        torch.nn.init.normal_(module.lora_B)
+    if casting:
+        compute_in(model, torch.float32)
+    beside = model(input_ids=ids).logits
+    assert (beside - base).abs().max() > 0.1
+    with pytest.raises(KeyError), without_adapters(model):
+        assert torch.equal(model(input_ids=ids).logits, base)
+        raise KeyError
+    assert torch.equal(model(input_ids=ids).logits, beside)

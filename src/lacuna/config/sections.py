@@ -5,12 +5,20 @@ import os
 import pathlib
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, model_validator
+from pydantic import (
+    AfterValidator,
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+    TypeAdapter,
+    model_validator,
+)
 
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
 from lacuna.config.errors import explained
-from lacuna.config.fields import Names, Path, Section, also, packaged
+from lacuna.config.fields import Names, Path, Paths, Section, also, packaged
 
 
 class JobConfig(Section):
@@ -114,7 +122,7 @@ class LoraConfig(Section):
     """Adapters (LoRA): the model stays as it is, and small matrices beside its layers learn.
 
     adapter: Folder of an adapter, peft's or a run's hf/adapter, that training starts from; the settings below are by
-        default its own.
+        default its own. Of several, which must be for the same layers, the sum: one of their ranks together.
     rank: Width of the adapters; 0 trains the model itself.
     alpha: The adapters' part of a layer's output is multiplied by alpha / rank.
     dropout: Share of the inputs that adapters are not shown.
@@ -124,7 +132,7 @@ class LoraConfig(Section):
     dora: Learn the lengths of the rows of weights apart from their directions (DoRA).
     """
 
-    adapter: Path | None = None
+    adapter: Paths = ()
     rank: NonNegativeInt = 0
     alpha: float = Field(16.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -136,13 +144,18 @@ class LoraConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _as_described(cls, given: Any) -> Any:
-        """The settings given, and for the others those of the adapter that training starts from."""
-        if not isinstance(given, dict) or given.get("adapter") is None:
+        """The settings given, and for the others those of the adapters that training starts from."""
+        if not isinstance(given, dict) or not given.get("adapter"):
             return given
-        file = os.path.join(os.path.expanduser(given["adapter"]), ADAPTER_FILE)
-        with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, mend="give the folder of an adapter"):
-            theirs = json.loads(pathlib.Path(file).read_text())
-        return {ours: theirs[name] for ours, name in ADAPTER_FIELDS.items() if theirs.get(name)} | given
+        each = []
+        for folder in TypeAdapter(Paths).validate_python(given["adapter"]):
+            file = os.path.join(folder, ADAPTER_FILE)
+            mend = "give the folder of an adapter"
+            with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, mend=mend):
+                theirs = json.loads(pathlib.Path(file).read_text())
+            each.append({ours: theirs[name] for ours, name in ADAPTER_FIELDS.items() if theirs.get(name)})
+        together = {"rank": sum(one["rank"] for one in each)} if len(each) > 1 else {}
+        return each[0] | together | given
 
 
 class QuantizationConfig(Section):

@@ -15,7 +15,7 @@ from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.lora import add_adapters, initialize_adapters, load_adapter, trained_names
+from lacuna.model.lora import add_adapters, initialize_adapters, load_adapters, trained_names
 from lacuna.model.quantization import check_stored, pack_layers, quantize_layers
 from lacuna.model.weights import fill_model
 from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
@@ -123,7 +123,7 @@ def build_model(
     if fill:
         initialize_adapters(model, config.training.seed)
         if config.lora.adapter:
-            load_adapter(model, trained, config.lora.adapter)
+            load_adapters(model, trained, config.lora)
     if is_alone(config, mesh.layout):
         compute_in(model, compute_dtype(config, device.type))
     for stage in stages:

@@ -3,7 +3,8 @@
 import fnmatch
 import math
 import os
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Iterable, Iterator, Sequence, Set
+from contextlib import contextmanager
 from functools import cache
 from zlib import crc32
 
@@ -81,6 +82,8 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
 
     def forward(module: nn.Module, hidden: Tensor) -> Tensor:
         result = kind.forward(module, hidden)
+        if not module.adapter_is_on:
+            return result
         shown = F.dropout(hidden, adapter.dropout, module.training)
         # Scaled where it is narrow: for the backward pass, a wide product would be kept twice.
         change = F.linear(_scale(adapter) * F.linear(shown, module.lora_A), module.lora_B)
@@ -93,7 +96,7 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
         factor = module.lora_magnitude_vector / _row_lengths(module).to(hidden.dtype)
         return result + (factor - 1) * unbiased + factor * change
 
-    return type(kind.__name__, (kind,), {"forward": forward, "adapter": adapter})
+    return type(kind.__name__, (kind,), {"forward": forward, "adapter": adapter, "adapter_is_on": True})
 
 
 def _row_lengths(module: nn.Module) -> Tensor:
@@ -183,19 +186,44 @@ def file_name(name: str) -> str:
 
 
 @torch.no_grad()
-def load_adapter(model: nn.Module, trained: Set[str], folder: str) -> None:
-    """Fills what a rank has of the parameters `trained` of a whole model, in place, from the adapters in `folder`.
+def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> None:
+    """Fills what a rank has of the parameters `trained` of a whole model, in place, with the sum of the adapters named.
 
     Raises `UserError` when these are others: of another rank, for other layers, or of another model.
     """
-    wrong = f"lora.adapter: {folder} is of another model, or of other settings than lora.*"
-    with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as file:
-        known = {*file.keys()}
-        needless = min(known - {file_name(name) for name in trained}, default=None)
-        refuse({f"{wrong}: nothing here takes {needless}": needless is not None})
-        for name, parameter in model.named_parameters():
-            if parameter.requires_grad:
-                key, wanted = file_name(name), list(parameter.shape)
-                found = list(file.get_slice(key).get_shape()) if key in known else "missing"
-                refuse({f"{wrong}: {key} is {found}, and {wanted} here": found != wanted})
-                local(parameter).copy_(own_part(file.get_tensor(key), parameter))
+    folders, found = settings.adapter, dict[str, list[Tensor]]()
+    for folder in folders:
+        ratio = _scale(LoraConfig(adapter=(folder,))) / _scale(settings) if len(folders) > 1 else 1.0
+        with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                tensor = file.get_tensor(key)
+                found.setdefault(key, []).append(ratio * tensor if "lora_B" in key else tensor)
+    wrong = f"lora.adapter: {', '.join(folders)} is of another model, or of other settings than lora.*"
+    needless = min(found.keys() - {file_name(name) for name in trained}, default=None)
+    refuse({f"{wrong}: nothing here takes {needless}": needless is not None})
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            key, wanted = file_name(name), list(parameter.shape)
+            parts = found.get(key, [])
+            several = f"lora.adapter: {key} is trained whole, and has no sum over several adapters: give one"
+            refuse({several: len(parts) > 1 and not name.endswith(PARTS[:2])})
+            whole = torch.cat(parts, dim=int(name.endswith("lora_B"))) if parts else None
+            shape = "missing" if whole is None else list(whole.shape)
+            refuse({f"{wrong}: {key} is {shape}, and {wanted} here": shape != wanted})
+            local(parameter).copy_(own_part(whole, parameter))
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[None]:
+    """Within it, a model is its base alone: a reference that shares the weights of what is trained.
+
+    Modules that are trained whole stay as they are.
+    """
+    modules = adapted_modules(model).values()
+    for module in modules:
+        module.adapter_is_on = False
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.adapter_is_on

@@ -17,9 +17,10 @@ from lacuna.config.sections import ADAPTER_FILE
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import plan_model
-from lacuna.model.lora import load_adapter, merge_adapters, trained_names
+from lacuna.model.lora import load_adapters, merge_adapters, trained_names
 from lacuna.model.quantization import pack_layers
 from lacuna.model.weights import fill_model
+from lacuna.parallel.fsdp import compute_in
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
@@ -91,7 +92,7 @@ def open_model(source: str, base: str | None = None) -> Opened:
     if is_checkpoint:
         checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
     elif run is not None:
-        load_adapter(model, trained_names(model), path)
+        load_adapters(model, trained_names(model), run.lora)
     return Opened(model, tokenizer, description, model_config.dtype or torch.float32, run)
 
 
@@ -104,7 +105,8 @@ def _run_of(path: str, description: str) -> Config | None:
         return None
     base = json.loads(adapter.read_text()).get("base_model_name_or_path")
     refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
-    return Config.model_validate({"model": {"name_or_path": base}, "lora": {"adapter": path}})
+    fits = {"seq_len": 1}  # any model
+    return Config.model_validate({"model": {"name_or_path": base}, "training": fits, "lora": {"adapter": path}})
 
 
 def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -122,6 +124,7 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     if hasattr(base, "quantization_config"):
         pack_layers(model)
     fill_model(model, trained_names(model), run, torch.device("cpu"), fill=True)
+    compute_in(model, model.dtype)
     return model.eval()
 
 
