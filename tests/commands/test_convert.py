@@ -1,5 +1,6 @@
 """`lacuna convert` takes weights, tokenizer and generation settings from one form to the other and back."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from runs import checkpoint, curve, lacuna, run_to_end, together, train, weights
+from runs import SOURCE, checkpoint, curve, environment, lacuna, run_to_end, together, train, weights
 
 
 @pytest.fixture(scope="module")
@@ -55,14 +56,29 @@ def test_a_run_starts_from_the_weights_in_its_step_0(trained: Path, converted: P
     assert weights(folder) == weights(trained), "its one step was of length 0"
 
 
-def test_what_cannot_be_converted_is_refused_and_nothing_is_touched(trained: Path, tmp_path: Path) -> None:
+def test_what_cannot_be_converted_is_refused_and_nothing_is_touched(
+    trained: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     (tmp_path / "there").mkdir()
+    absent = tmp_path_factory.mktemp("absent")  # before all else on the path, as if the package were not installed
+    (absent / "gguf.py").write_text("raise ModuleNotFoundError('No module named gguf', name='gguf')\n")
+    without_package = environment(PYTHONPATH=f"{absent}{os.pathsep}{SOURCE}")
     outcomes = together(
         lambda: run_to_end("convert", trained, tmp_path / "there", "--to", "hf"),
-        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf"),
+        lambda: run_to_end("convert", trained, tmp_path / "there", "--to", "gguf"),
         lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "onnx"),
+        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "hf", "--type", "F16"),
+        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", "--dtype", "float32"),
+        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", "--type", "Q4_K_M"),
+        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", "--type", "Q8_0"),
+        lambda: run_to_end("convert", tmp_path / "odd.gguf", tmp_path / "new", "--to", "hf"),
+        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", env=without_package),
     )
-    said = ("there exists already", "--to gguf is not available yet", "onnx")
+    said = (
+        "there exists already", "there exists already", "onnx", "--type is for --to gguf",
+        "--to gguf takes --type", "Q4_K_M is left to llama.cpp's llama-quantize", "the tokenizer has no merges",
+        "odd.gguf: cannot be read as a GGUF model: No such file", "pip install 'lacuna-train[gguf]'",
+    )  # fmt: skip
     for outcome, part in zip(outcomes, said, strict=True):
         assert outcome.status == 2, outcome.output
         assert part in outcome.output

@@ -1,4 +1,4 @@
-"""`lacuna convert SOURCE TARGET --to hf|dcp`: between lacuna's checkpoints, adapters and Hugging Face folders.
+"""`lacuna convert SOURCE TARGET --to hf|dcp|gguf`: between checkpoints, adapters, Hugging Face folders and GGUF files.
 
 flame's modules and their equivalents:
   python -m flame.utils.convert_dcp_to_hf --path RUN --step N ...   lacuna convert RUN/checkpoint/step-N TARGET --to hf
@@ -11,24 +11,34 @@ import os
 from argparse import RawDescriptionHelpFormatter
 
 from lacuna.commands.arguments import CommandParser
-from lacuna.config import UserError
+from lacuna.config import refuse
+
+GGUF_TYPES = "of the weights in GGUF: F16 (default), BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, or one of llama-quantize's"
 
 
 def run(words: list[str]) -> None:
     """Runs the command."""
     parser = CommandParser(prog="lacuna convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint step, adapter, or HF folder or id")
-    parser.add_argument("target", metavar="TARGET", help="folder to write; must not exist")
+    parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint, adapter, HF folder or id, .gguf file")
+    parser.add_argument("target", metavar="TARGET", help="folder or file to write; must not exist")
     parser.add_argument("--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted")
     parser.add_argument("--base", help="model to merge adapters into, instead of that they were trained beside")
     parser.add_argument("--adapter-only", "--adapter_only", action="store_true", help="write adapters, not merged")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as is")
+    parser.add_argument("--type", metavar="TYPE", help=GGUF_TYPES)
     given = parser.parse_args(words)
-    if given.to == "gguf":
-        raise UserError("convert: --to gguf is not available yet.")
-    if os.path.exists(given.target):
-        raise UserError(f"convert: {given.target} exists already: choose another target, or remove it.")
+    is_gguf, there = given.to == "gguf", os.path.exists(given.target)
+    refuse({
+        "convert: --type is for --to gguf; others take --dtype": given.type is not None and not is_gguf,
+        "convert: --to gguf takes --type, not --dtype": given.dtype is not None and is_gguf,
+        "convert: --adapter-only is for --to hf; merged adapters go into GGUF": given.adapter_only and given.to != "hf",
+        f"convert: {given.target} exists already: choose another target, or remove it": there,
+    })  # fmt: skip
+    from lacuna.export.gguf import require
     from lacuna.train.forms import convert
 
-    said = convert(given.source, given.target, given.to, given.dtype, given.base, given.adapter_only)
+    if is_gguf:
+        require(given.type or "F16")
+    kind = (given.type or "F16") if is_gguf else given.dtype
+    said = convert(given.source, given.target, given.to, kind, given.base, given.adapter_only)
     print(f"{said}Wrote {given.target}.")

@@ -15,7 +15,7 @@ from lacuna.config.sections import Config
 # Datasets that are readers of local files; the files are data_files.
 READERS = ("json", "text", "parquet", "csv", "arrow")
 
-_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2")
+_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".gguf")
 
 # Conditions that do not go together, or cannot be had at all -> why, and what to do. A condition is a setting (or
 # pattern of settings) that is on (not false, 0, empty or left out), or whose value fits a pattern; `no` negates it. Of

@@ -41,7 +41,7 @@ class JobConfig(Section):
 class ModelConfig(Section):
     """Which model is trained.
 
-    name_or_path: Hub id or folder of a Hugging Face model whose weights the run starts from.
+    name_or_path: Hub id or folder of a Hugging Face model, or GGUF file, whose weights the run starts from.
     config: Hub id, folder or .json file (also one that ships with lacuna) of a configuration; the weights are
         initialised from scratch.
     tokenizer_path: Hub id or folder of the tokenizer. Unset: where the model or its configuration comes from.

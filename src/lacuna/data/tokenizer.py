@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lacuna.config import explained, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data import corpus
+from lacuna.data.gguf import hf_folder
 
 
 def tokenizer_source(model: ModelConfig) -> str:
@@ -27,7 +28,7 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
         return corpus.stdlib_tokenizer()
     mend = f"set model.tokenizer_path to a Hub id, to a folder that holds a tokenizer, or to {corpus.NAME}"
     with explained(f"no tokenizer can be loaded from {name_or_path}", OSError, ValueError, ImportError, mend=mend):
-        return AutoTokenizer.from_pretrained(name_or_path)
+        return AutoTokenizer.from_pretrained(hf_folder(name_or_path))
 
 
 def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:

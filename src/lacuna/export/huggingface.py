@@ -24,6 +24,7 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from lacuna.config import RunError
 from lacuna.config.sections import ADAPTER_FIELDS, ADAPTER_FILE, LoraConfig
 from lacuna.data.chat import end_of_turn
+from lacuna.data.gguf import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors
 from lacuna.model.lora import WEIGHTS, adapted_modules, add_adapters, file_name, merged_tensor
 
@@ -98,7 +99,7 @@ def save_model_description(
     """
     model_config.save_pretrained(folder)
     try:
-        generation = GenerationConfig.from_pretrained(source or folder)
+        generation = GenerationConfig.from_pretrained(hf_folder(source or folder))
     except OSError:  # many models have none: the configuration's tokens are used then
         generation = GenerationConfig.from_model_config(model_config)
     ends, known = end_of_turn(tokenizer), generation.eos_token_id

@@ -8,6 +8,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained
+from lacuna.data.gguf import hf_folder
 
 
 def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -20,7 +21,7 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
     mend = "check it" if os.path.exists(str(source)) else "there is no such file or folder here, and the Hub gave none"
     problem = f"{setting}: cannot read a model configuration from {source!r}"
     with explained(problem, OSError, ValueError, KeyError, mend=mend):
-        model_config = AutoConfig.from_pretrained(source)
+        model_config = AutoConfig.from_pretrained(hf_folder(str(source)))
     if type(model_config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM.")
     text_config = model_config.get_text_config()

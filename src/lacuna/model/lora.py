@@ -140,13 +140,13 @@ def merged_tensor(model: nn.Module, name: str) -> Tensor:
 
 
 @torch.no_grad()
-def merge_adapters(model: nn.Module, dtype: torch.dtype) -> None:
-    """Dequantises a model that is whole, puts its adapters into the weights beside them, and takes them away.
+def merge_adapters(model: nn.Module) -> None:
+    """Dequantises a model that is whole, puts its adapters into the weights beside them, and takes them away, in place.
 
-    All in place, weights in `dtype`.
+    What changes becomes float32.
     """
     for name, module in (quantized_modules(model) | adapted_modules(model)).items():
-        module.weight = nn.Parameter(merged_tensor(model, f"{name}.weight").to(dtype))
+        module.weight = nn.Parameter(merged_tensor(model, f"{name}.weight"))
         module.__class__ = next(kind for kind in (nn.Linear, Conv1D) if isinstance(module, kind))
         for part in PARTS:
             module._parameters.pop(part, None)

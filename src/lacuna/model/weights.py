@@ -19,6 +19,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lacuna.config import Config, UserError, explained, refuse
 from lacuna.config.sections import ModelConfig
+from lacuna.data.gguf import hf_folder
 from lacuna.data.tokenizer import added_ids
 from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
 from lacuna.model.lora import PARTS, adapted_modules
@@ -56,6 +57,7 @@ def weight_files(source: str) -> list[Path]:
     Raises `UserError` when there is no such thing, or a file is missing.
     """
     kinds = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
+    source = hf_folder(source)
     problem = f"model.name_or_path: no folder {source!r}, and the Hub did not give it"
     with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
         folder = Path(source if os.path.isdir(source) else snapshot_download(source, allow_patterns=kinds))

@@ -14,6 +14,8 @@ from transformers.initialization import no_init_weights
 
 from lacuna.config import Config, explained, refuse
 from lacuna.config.sections import ADAPTER_FILE
+from lacuna.data.gguf import hf_folder
+from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import plan_model
@@ -42,7 +44,7 @@ def find_form(source: str) -> tuple[str, bool]:
             return newest, True
     wrong = f"{source}: neither a Hugging Face folder (no config.json), nor a checkpoint (no {checkpoint.MANIFEST})"
     refuse({f"{wrong}, nor a run folder (no hf/ and no complete checkpoint/step-N)": os.path.isdir(source)})
-    return source, False
+    return hf_folder(source), False
 
 
 @dataclass(frozen=True)
@@ -51,14 +53,14 @@ class Opened:
 
     Attributes:
         description: folder or Hub id of its description.
-        dtype: of its weights as they are to be, whatever those in memory have.
+        dtype: of its weights as they are to be, whatever those in memory have; None: as they are.
         run: of a model with adapters, the settings that these were trained with; its base is as it is in files.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     description: str
-    dtype: torch.dtype
+    dtype: torch.dtype | None
     run: Config | None = None
 
 
@@ -75,14 +77,14 @@ def open_model(source: str, base: str | None = None) -> Opened:
         quantised = run.quantization.model_copy(update={"base": "none"})
         model = run.model.model_copy(update={"name_or_path": base, "config": None})
         run = run.model_copy(update={"model": model, "quantization": quantised})
-    description = description if is_checkpoint or run is None else str(run.model.name_or_path)
+    description = description if is_checkpoint or run is None else hf_folder(str(run.model.name_or_path))
     problem = f"{source}: no folder or Hub model that transformers can open"
     with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
         tokenizer = AutoTokenizer.from_pretrained(description)
         model_config = AutoConfig.from_pretrained(description)
         if run is None and not is_checkpoint:
             model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
-            return Opened(model, tokenizer, description, model.dtype)
+            return Opened(model, tokenizer, description, None)
     if run is not None:
         model = _beside_base(run, tokenizer)
     else:
@@ -128,16 +130,21 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     return model.eval()
 
 
+def _merge(opened: Opened, dtype: torch.dtype | None) -> PreTrainedModel:
+    """The model that was opened, its adapters merged into it in place, with weights of this dtype, if one is given."""
+    merge_adapters(opened.model)
+    for parameter in opened.model.parameters():  # not its buffers: rotations stay float32 in any model
+        parameter.data = parameter.to(dtype)
+    return opened.model
+
+
 def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model on `device`, ready to generate, adapters merged, and its tokenizer; `source` may have any form.
 
     Raises `UserError` when it cannot be opened.
     """
     opened = open_model(source)
-    merge_adapters(opened.model, opened.dtype)
-    for parameter in opened.model.parameters():  # modules trained whole; rotations stay float32 in any model
-        parameter.data = parameter.to(opened.dtype)
-    return opened.model.to(device).eval(), opened.tokenizer
+    return _merge(opened, opened.dtype).to(device).eval(), opened.tokenizer
 
 
 @torch.no_grad()
@@ -148,9 +155,10 @@ def probe_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def convert(source: str, target: str, form: str, dtype: str | None, base: str | None, adapter_only: bool) -> str:
-    """Writes the model at `source` to `target` as `form`: `hf`, or `dcp`, a checkpoint of weights to start from.
+    """Writes the model at `source` to `target` as `form`, with weights of the type `dtype`, by default its own.
 
-    Adapters are merged, one tensor at a time, into what they were trained beside, or into the model `base`; with
+    A form is `hf`, `gguf`, which has types of its own, or `dcp`, a checkpoint of weights to start from. Adapters are
+    merged, to `hf` one tensor at a time, into what they were trained beside, or into the model `base`; with
     `adapter_only` they are written alone. Returns what there is to say of it.
     """
     adapter = os.path.join(find_form(source)[0], "adapter")
@@ -160,15 +168,16 @@ def convert(source: str, target: str, form: str, dtype: str | None, base: str | 
     opened = open_model(source, base)
     model, run = opened.model, opened.run
     refuse({f"convert: --adapter-only: {source} has no adapters": adapter_only and run is None})
-    kind = opened.dtype if dtype is None else getattr(torch, dtype)
+    kind = opened.dtype if dtype is None or form == "gguf" else getattr(torch, dtype)
     if adapter_only:
         export_adapter(model, run.lora, run.model.name_or_path, target)
     elif form == "hf":
-        export_model(model, opened.tokenizer, target, kind, opened.description)
+        export_model(model, opened.tokenizer, target, kind or model.dtype, opened.description)
+    elif form == "gguf":
+        export_gguf(_merge(opened, kind), opened.tokenizer, target, str(dtype))
     else:
-        merge_adapters(model, kind)
+        tensors = checkpoint.model_tensors(_merge(opened, kind))
         describe = partial(save_model_description, model.config, opened.tokenizer, opened.description)
-        tensors = checkpoint.model_tensors(model, kind if dtype else None)
         checkpoint.write_checkpoint(os.path.abspath(target), tensors, {"step": 0}, describe, Process())
     return "" if run is None or adapter_only or form != "hf" else _said_of_merging(opened, target)
 

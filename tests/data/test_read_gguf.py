@@ -1,0 +1,114 @@
+"""A GGUF file is a model to start from: read once, whoever asks, and refused where it is not understood."""
+
+import multiprocessing
+import os
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from transformers import AutoConfig, AutoTokenizer
+
+from gguf_models import python_source, tiny_gguf_model, tokenizer_like
+from lacuna.config import UserError
+from lacuna.data.gguf import hf_folder
+from lacuna.export.gguf import export_gguf
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A model that is only read."""
+    path = tmp_path_factory.mktemp("file") / "model.gguf"
+    export_gguf(*tiny_gguf_model("smollm"), str(path), "F16")
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of the test's own."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    return tmp_path
+
+
+def rewritten(file: str, target: Path, leave_out: str = "", **changes: Any) -> str:
+    """A copy of a GGUF file with other fields, and without a tensor."""
+    reader = gguf.GGUFReader(file)
+    fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
+    values = {key: field.contents() for key, field in fields.items()} | changes
+    writer = gguf.GGUFWriter(target, values.pop("general.architecture"))
+    for key, value in values.items():
+        kind = fields[key].types[0] if key in fields else gguf.GGUFValueType.get_type(value)
+        writer.add_key_value(key, value, kind)
+    for tensor in reader.tensors:
+        if tensor.name != leave_out:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return str(target)
+
+
+def test_a_file_is_read_once_whoever_asks_and_anew_when_it_is_another(file: str, cache: Path) -> None:
+    with multiprocessing.get_context("fork").Pool(3) as pool:
+        [folder] = set(pool.map(hf_folder, [file] * 3))
+    assert Path(folder).is_relative_to(cache)
+    written = {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()}
+    assert hf_folder(file) == folder
+    assert {path.name: path.stat().st_mtime_ns for path in Path(folder).iterdir()} == written
+    os.utime(file, ns=(1, 1))
+    assert hf_folder(file) != folder
+
+
+def test_what_is_no_gguf_file_stays_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "folder.gguf"
+    folder.mkdir()
+    assert [hf_folder(name) for name in ("a/hub-id", str(folder))] == ["a/hub-id", str(folder)]
+
+
+def test_half_a_folder_is_made_again(file: str, cache: Path) -> None:
+    name = Path(hf_folder(file)).name
+    (cache / "lacuna" / name).rename(cache / "lacuna" / f"new-{name}")
+    (cache / "lacuna" / f"new-{name}" / "config.json").write_text("half")
+    assert AutoConfig.from_pretrained(hf_folder(file)).num_hidden_layers == 2
+    assert [path.name for path in (cache / "lacuna").iterdir() if path.is_dir()] == [name]
+
+
+def test_a_tokenizer_of_smollm_parts_figures(file: str) -> None:
+    read, texts = AutoTokenizer.from_pretrained(hf_folder(file)), python_source(5)
+    assert len(read("1234").input_ids) == 4
+    assert read(texts).input_ids == tokenizer_like("smollm")(texts).input_ids
+    assert read.decode(read(texts[0]).input_ids) == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"general.architecture": "mamba"}, "it is a mamba model; known are qwen2"),
+        ({"tokenizer.ggml.model": "t5"}, "it has a t5 tokenizer; known are gpt2 and llama"),
+        ({"tokenizer.ggml.pre": "chameleon"}, "it has the pre-tokenizer chameleon; known are gpt-2, smollm"),
+        ({"llama.rope.scaling.type": "yarn"}, "it scales positions .yarn."),
+        ({"llama.block_count": 3}, "its tensors are not those of a llama model: .*blk.2"),
+        ({"llama.feed_forward_length": 97}, "its tensors are not those of a llama model: .*ffn_"),
+        ({"leave_out": "output_norm.weight"}, "its tensors are not those of a llama model: .*output_norm.weight"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(changes: Any, said: str, file: str, tmp_path: Path) -> None:
+    odd = rewritten(file, tmp_path / "odd.gguf", **changes)
+    with pytest.raises(UserError, match=rf"odd.gguf: cannot be read as a GGUF model: {said}"):
+        hf_folder(odd)
+    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("odd-") and path.is_dir()]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"GGUF", b"nonsense" * 9])
+def test_a_file_that_is_damaged_or_missing_is_refused(content: bytes | None, tmp_path: Path) -> None:
+    if content is not None:
+        (tmp_path / "odd.gguf").write_bytes(content)
+    with pytest.raises(UserError, match=r"odd.gguf: cannot be read as a GGUF model"):
+        hf_folder(str(tmp_path / "odd.gguf"))
+
+
+def test_half_a_file_is_refused(file: str, tmp_path: Path) -> None:
+    (tmp_path / "odd.gguf").write_bytes(Path(file).read_bytes()[:-5000])
+    with pytest.raises(UserError, match=r"odd.gguf: cannot be read as a GGUF model"):
+        hf_folder(str(tmp_path / "odd.gguf"))
