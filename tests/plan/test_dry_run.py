@@ -81,3 +81,10 @@ def test_quantised_layers_take_their_bits() -> None:
     expected = 4.13 / 8 * dense + 2 * (plain - dense - learning) + 4 * learning
     assert parts["weights"] == pytest.approx(expected, rel=0.01)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * learning, 8 * learning))
+
+
+def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
+    config = Config(training={"seq_len": 2048, "batch_size": 16, "enable_cpu_offload": True})
+    model = meta_model(MODEL, "sdpa", torch.float32)
+    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, torch.bfloat16, True)
+    assert parts["gathered"] < 2 * model.num_parameters() / 2

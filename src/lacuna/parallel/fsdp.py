@@ -27,10 +27,12 @@ def stored_dtype(config: Config, device_type: str) -> torch.dtype:
 def reshard_after_forward(config: Config, layout: Layout) -> bool:
     """Whether layers give their gathered parameters back between forward and backward (ZeRO-3), or keep them.
 
-    With one shard that would save nothing and cost a second gather; a pipeline would gather for every micro-batch.
+    With one shard on its own device that would save nothing and cost a second gather; a pipeline would gather for every
+    micro-batch.
     """
     wanted, stage = config.parallelism.fsdp_reshard_after_forward, config.parallelism.zero_stage
-    worthwhile = layout.dp_shard * layout.cp > 1 and (layout.pp == 1 or wanted == "always")
+    elsewhere = layout.dp_shard * layout.cp > 1 or config.training.enable_cpu_offload
+    worthwhile = elsewhere and (layout.pp == 1 or wanted == "always")
     return worthwhile and stage in (3, None) and wanted != "never"
 
 
