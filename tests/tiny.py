@@ -23,6 +23,7 @@ from transformers import (
     GemmaConfig,
     GPT2Config,
     GPTNeoXConfig,
+    GptOssConfig,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -77,6 +78,7 @@ _ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
                         "num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0}),
     "bloom": (BloomConfig, {**_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
     "qwen3_moe": (Qwen3MoeConfig, {**_GROUPED, **_EXPERTS, "head_dim": 16}),
+    "gpt_oss": (GptOssConfig, {**_GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (Qwen2MoeConfig, {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 24}),
 }  # fmt: skip
 

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.config import Config, to_toml
 from lacuna.config.sections import LoraConfig
-from lacuna.export.huggingface import save_model_description
+from lacuna.export.huggingface import export_adapter, save_model_description
 from lacuna.model.lora import add_adapters, initialize_adapters
 from lacuna.parallel.processes import Process
 from lacuna.train.checkpoint import RUN, model_tensors, read_tensors, write_checkpoint
@@ -81,6 +81,19 @@ def test_a_checkpoint_of_any_architecture_opens_as_the_model_it_was_made_of(arch
     assert differing(expected.state_dict(), found.state_dict()) == []
     ids = torch.arange(4, 20)[None]
     assert torch.equal(found(ids).logits, expected(ids).logits)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_an_adapter_is_merged_into_a_bfloat16_model_of_few_positions(tmp_path: Path) -> None:
+    base, adapter, settings = str(tmp_path / "base"), str(tmp_path / "adapter"), LoraConfig(rank=2)
+    random_model(tiny_config("llama")).to(torch.bfloat16).save_pretrained(base)
+    tokenizer_of_words().save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    add_adapters(model, settings, torch.float32)
+    initialize_adapters(model, seed=0)
+    export_adapter(model, settings, base, adapter)
+    assert "the largest difference of any of 16 is 0" in convert(adapter, str(tmp_path / "hf"), "hf", None, None, False)
+    assert differing(load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "base/model.safetensors")) == []
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

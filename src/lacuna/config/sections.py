@@ -17,7 +17,7 @@ from pydantic import (
 
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
-from lacuna.config.errors import explained
+from lacuna.config.errors import explained, refuse
 from lacuna.config.fields import Names, Path, Paths, Section, also, packaged
 
 
@@ -114,7 +114,7 @@ class TrainingConfig(Section):
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_FIELDS = {
     "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules",
-    "modules": "modules_to_save", "rslora": "use_rslora", "dora": "use_dora",
+    "parameters": "target_parameters", "modules": "modules_to_save", "rslora": "use_rslora", "dora": "use_dora",
 }  # fmt: skip
 
 
@@ -127,6 +127,8 @@ class LoraConfig(Section):
     alpha: The adapters' part of a layer's output is multiplied by alpha / rank.
     dropout: Share of the inputs that adapters are not shown.
     targets: Linear layers that get one: their names or patterns; all-linear is all but the head.
+    parameters: Stacks of weights, as of experts, that get one: names or patterns of parameters (peft's
+        target_parameters).
     modules: Modules that are trained whole beside the adapters, by name or pattern (peft's modules_to_save).
     rslora: Multiply by alpha / sqrt(rank) instead.
     dora: Learn the lengths of the rows of weights apart from their directions (DoRA).
@@ -137,6 +139,7 @@ class LoraConfig(Section):
     alpha: float = Field(16.0, gt=0)
     dropout: float = Field(0.0, ge=0, lt=1)
     targets: Names = ("all-linear",)
+    parameters: Names = ()
     modules: Names = ()
     rslora: bool = False
     dora: bool = False
@@ -149,11 +152,13 @@ class LoraConfig(Section):
             return given
         each = []
         for folder in TypeAdapter(Paths).validate_python(given["adapter"]):
-            file = os.path.join(folder, ADAPTER_FILE)
-            mend = "give the folder of an adapter"
+            file, mend = os.path.join(folder, ADAPTER_FILE), "give the folder of an adapter"
             with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, mend=mend):
-                theirs = json.loads(pathlib.Path(file).read_text())
-            each.append({ours: theirs[name] for ours, name in ADAPTER_FIELDS.items() if theirs.get(name)})
+                stated = json.loads(pathlib.Path(file).read_text()).items()
+            theirs = {"target_modules": ()} | {name: one for name, one in stated if one is not None}
+            unknown = next((name for name in ("alpha_pattern", "rank_pattern", "lora_bias") if theirs.get(name)), None)
+            refuse({f"lora.adapter: {file} has {unknown}, which lacuna does not know": unknown is not None})
+            each.append({ours: theirs[name] for ours, name in ADAPTER_FIELDS.items() if name in theirs})
         together = {"rank": sum(one["rank"] for one in each)} if len(each) > 1 else {}
         return each[0] | together | given
 

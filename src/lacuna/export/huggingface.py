@@ -150,7 +150,7 @@ def export_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | Non
     All ranks must call it.
     """
     shadow = meta_model(deepcopy(model.config), "eager", torch.float32)
-    targets, whole = add_adapters(shadow, settings, torch.float32)
+    targets, parameters, whole = add_adapters(shadow, settings, torch.float32)
     trained = {name: parameter for name, parameter in shadow.named_parameters() if parameter.requires_grad}
     tensors = {file_name(name): tensor.contiguous() for name, tensor in gathered(model, trained)}
     if not _writes():
@@ -158,8 +158,8 @@ def export_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | Non
     about = {theirs: getattr(settings, ours) for ours, theirs in ADAPTER_FIELDS.items()}
     about |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
     transposed = any(isinstance(module, Conv1D) for module in adapted_modules(shadow).values())
-    about |= {"target_modules": targets, "modules_to_save": whole, "fan_in_fan_out": transposed}
+    about |= {"target_modules": targets, "target_parameters": parameters, "modules_to_save": whole}
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, ADAPTER_FILE), "w") as file:
-        json.dump(about | {"inference_mode": True}, file, indent=2)
+        json.dump(about | {"fan_in_fan_out": transposed, "inference_mode": True}, file, indent=2)
     save_file(tensors, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})

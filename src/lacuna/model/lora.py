@@ -1,4 +1,9 @@
-"""Low-rank adapters: small matrices that learn beside linear layers which do not (LoRA, arXiv 2106.09685)."""
+"""Low-rank adapters: small matrices that learn beside weights which do not (LoRA, arXiv 2106.09685).
+
+The weights are those of linear layers, and stacks of experts': parameters [experts, out, in], or [experts, in, out] of
+modules that are `is_transposed`. A stack's adapter is lora_A [experts * rank, in] and lora_B [out, rank * experts]. A
+module holds that of its last stack, its child `base_layer` that of the one before, and so on, as peft's files do.
+"""
 
 import fnmatch
 import math
@@ -6,6 +11,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -30,26 +37,30 @@ def _scale(settings: LoraConfig) -> float:
     return settings.alpha / (math.sqrt(settings.rank) if settings.rslora else settings.rank)
 
 
-def find_targets(model: PreTrainedModel, settings: LoraConfig) -> tuple[list[str], list[str]]:
-    """The names of the linear layers of a whole model that get adapters, and of the modules that are trained whole.
+def find_targets(model: PreTrainedModel, settings: LoraConfig) -> tuple[list[str], ...]:
+    """The names of the linear layers and stacks of a whole model that get adapters, and of modules trained whole.
 
-    Raises `UserError` for names that match nothing, and a rank that is no lower than a layer's.
+    Raises `UserError` for names that match nothing, and a rank that is no lower than a weight's.
     """
     named = {name: module for name, module in model.named_modules() if name}
     layers = {name: module for name, module in named.items() if isinstance(module, nn.Linear | Conv1D)}
     linear = {name: module for name, module in layers.items() if module is not model.get_output_embeddings()}
     wanted = ["*"] if settings.targets == ("all-linear",) else settings.targets
     targets = _matching(wanted, linear, "targets", "linear layer")
-    whole = _matching(settings.modules, [name for name in named if name not in targets], "modules", "module")
-    size = min((min(linear[name].weight.shape) for name in targets), default=settings.rank)
-    refuse({f"lora.rank: {settings.rank} is more than {size}, the rank of a layer it is for": settings.rank > size})
-    return targets, whole
+    stacks = {name: weight for name, weight in model.named_parameters() if weight.ndim == 3}
+    parameters = _matching(settings.parameters, stacks, "parameters", "stack of weights")
+    adapted = {*targets, *(name.rpartition(".")[0] for name in parameters)}
+    whole = _matching(settings.modules, [name for name in named if name not in adapted], "modules", "module")
+    weights = [linear[name].weight for name in targets] + [stacks[name] for name in parameters]
+    size = min((min(weight.shape[-2:]) for weight in weights), default=settings.rank)
+    refuse({f"lora.rank: {settings.rank} is more than {size}, the rank of a weight it is for": settings.rank > size})
+    return targets, parameters, whole
 
 
 def _matching(patterns: Sequence[str], names: Iterable[str], setting: str, kind: str) -> list[str]:
     """The names that fit one of the patterns, as a whole or from one of their dots on."""
     found = {pattern: fnmatch.filter(names, pattern) + fnmatch.filter(names, f"*.{pattern}") for pattern in patterns}
-    known = ", ".join(sorted({part for name in names if not (part := name.rpartition(".")[2]).isdecimal()}))
+    known = ", ".join(sorted({part for name in names if not (part := name.rpartition(".")[2]).isdecimal()})) or "none"
     refuse({
         f"lora.{setting}: {pattern!r} matches no {kind} of the model: choose of {known}, with patterns or whole names":
             not matches for pattern, matches in found.items()
@@ -57,23 +68,46 @@ def _matching(patterns: Sequence[str], names: Iterable[str], setting: str, kind:
     return [name for name in names if any(name in matches for matches in found.values())]
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtype) -> tuple[list[str], list[str]]:
+def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtype) -> tuple[list[str], ...]:
     """Freezes a whole model in place but for adapters, which it gets, and modules trained whole, both in `dtype`.
 
-    Adapters are empty. Returns the names of both. Raises `UserError` as `find_targets` does.
+    Adapters are empty. Returns names and raises `UserError` as `find_targets` does.
     """
-    targets, whole = find_targets(model, settings)
+    targets, parameters, whole = find_targets(model, settings)
+    weights = {f"{name}.weight" for name in targets}.union(parameters)
     model.requires_grad_(False)
-    for name, module in model.named_modules():
+    for name, module in [*model.named_modules()]:
+        own = tuple(part for part in module._parameters if f"{name}.{part}" in weights)
         if name in whole:
             module.to(dtype).requires_grad_(True)
         elif name in targets:
-            out, into = module.weight.shape[::-1] if isinstance(module, Conv1D) else module.weight.shape
-            sizes = ((settings.rank, into), (out, settings.rank), (out,))
-            for part, size in zip(PARTS if settings.dora else PARTS[:2], sizes, strict=False):
-                setattr(module, part, nn.Parameter(torch.empty(size, dtype=dtype, device=module.weight.device)))
             module.__class__ = _adapted(type(module), settings)
-    return targets, whole
+        elif own:
+            module.__class__ = _adapted_stacks(type(module), settings, own)
+        holder = module
+        for place in reversed(own):
+            if place != own[-1]:
+                holder.base_layer = nn.Module()
+                holder = holder.base_layer
+            weight = module._parameters[place]
+            *count, out, into = weight.mT.shape if _is_transposed(module) else weight.shape
+            width = settings.rank * math.prod(count)
+            sizes = ((width, into), (out, width), (out,))
+            for part, size in zip(PARTS if settings.dora else PARTS[:2], sizes, strict=False):
+                setattr(holder, part, nn.Parameter(torch.empty(size, dtype=dtype, device=weight.device)))
+    return targets, parameters, whole
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Whether a module has its weights as [in, out]."""
+    return isinstance(module, Conv1D) or getattr(module, "is_transposed", False)
+
+
+def _holders(module: nn.Module) -> dict[str, nn.Module]:
+    """The modules that have the adapters of a module's weights, by the names of these in it."""
+    names = getattr(type(module), "adapted", ())
+    inwards = accumulate(names[1:], lambda holder, _: holder.base_layer, initial=module)
+    return dict(zip(reversed(names), inwards, strict=False))
 
 
 @cache
@@ -96,20 +130,48 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
         factor = module.lora_magnitude_vector / _row_lengths(module).to(hidden.dtype)
         return result + (factor - 1) * unbiased + factor * change
 
-    return type(kind.__name__, (kind,), {"forward": forward, "adapter": adapter, "adapter_is_on": True})
+    known = {"adapter": adapter, "adapted": ("weight",), "adapter_is_on": True}
+    return type(kind.__name__, (kind,), {"forward": forward} | known)
+
+
+class _Seen:
+    """A module as its own code sees it, with other weights; no code that is compiled may put these into a module."""
+
+    def __init__(self, module: nn.Module, weights: dict[str, Tensor]) -> None:
+        self.module, self.weights = module, weights
+
+    def __getattr__(self, name: str) -> Any:
+        return self.weights[name] if name in self.weights else getattr(self.module, name)
+
+
+@cache
+def _adapted_stacks(kind: type[nn.Module], adapter: LoraConfig, names: tuple[str, ...]) -> type[nn.Module]:
+    """A kind of module that computes with what adapters make of its stacks of these names."""
+
+    def forward(module: nn.Module, *inputs: Any, **named: Any) -> Any:
+        if not module.adapter_is_on:
+            return kind.forward(module, *inputs, **named)
+        stacks = ((name, getattr(module, name), holder) for name, holder in _holders(module).items())
+        changed = {name: _changed(module, stack, beside.lora_A, beside.lora_B) for name, stack, beside in stacks}
+        return kind.forward(_Seen(module, changed), *inputs, **named)
+
+    known = {"adapter": adapter, "adapted": names, "adapter_is_on": True}
+    return type(kind.__name__, (kind,), {"forward": forward} | known)
 
 
 def _row_lengths(module: nn.Module) -> Tensor:
     """The float32 lengths of the weights of each output [out], the adapter's change in them."""
     with torch.no_grad():
-        weight = _changed(module, module.weight, module.lora_A, module.lora_B)
+        weight = _changed(module, module.weight.float(), module.lora_A.float(), module.lora_B.float())
         return torch.linalg.vector_norm(weight, dim=0 if isinstance(module, Conv1D) else 1)
 
 
 def _changed(module: nn.Module, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
-    """The float32 `weight` of a module with the product of its adapter in it."""
-    change = _scale(module.adapter) * up.float() @ down.float()
-    return weight.float() + (change.t() if isinstance(module, Conv1D) else change)
+    """The `weight` of a module with the product of its adapter in it."""
+    if weight.ndim == 3:
+        down, up = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+    change = _scale(module.adapter) * up @ down
+    return weight + (change.mT if _is_transposed(module) else change).to(weight.dtype)
 
 
 def whole_tensor(tensor: Tensor) -> Tensor:
@@ -125,14 +187,16 @@ def merged_tensor(model: nn.Module, name: str) -> Tensor:
     """
     place, _, part = name.rpartition(".")
     module = model.get_submodule(place)
-    whole = whole_tensor(getattr(module, part))
-    if part != "weight":
+    # Not by its name in the module, under which a module that casts has it in less precision.
+    stored = module._parameters[part] if part in module._parameters else getattr(module, part)
+    whole = whole_tensor(stored)
+    if part == "weight":
+        whole = dense_weight(module, whole)
+    if part not in (holders := _holders(module)):
         return whole
-    whole = dense_weight(module, whole)
-    if not hasattr(type(module), "adapter"):
-        return whole
-    down, up, *magnitude = (whole_tensor(module._parameters[part]) for part in PARTS if part in module._parameters)
-    whole = _changed(module, whole, down, up)
+    beside = holders[part]._parameters
+    down, up, *magnitude = (whole_tensor(beside[part]).float() for part in PARTS if part in beside)
+    whole = _changed(module, whole.float(), down, up)
     inward = 0 if isinstance(module, Conv1D) else 1
     for lengths in magnitude:
         whole *= (lengths / torch.linalg.vector_norm(whole, dim=inward)).unsqueeze(inward)
@@ -146,16 +210,19 @@ def merge_adapters(model: nn.Module) -> None:
     What changes becomes float32.
     """
     for name, module in (quantized_modules(model) | adapted_modules(model)).items():
-        module.weight = nn.Parameter(merged_tensor(model, f"{name}.weight"))
-        module.__class__ = next(kind for kind in (nn.Linear, Conv1D) if isinstance(module, kind))
+        for part in _holders(module) or module._parameters.keys() & {"weight"}:
+            setattr(module, part, nn.Parameter(merged_tensor(model, f"{name}.{part}")))
+        plain = (kind for kind in type(module).mro() if not hasattr(kind, "adapter") and not hasattr(kind, "quantized"))
+        module.__class__ = next(plain)
         for part in PARTS:
             module._parameters.pop(part, None)
+        module._modules.pop("base_layer", None)
     model.requires_grad_(True)
 
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The layers that have adapters, by name."""
-    return {name: module for name, module in model.named_modules() if hasattr(type(module), "adapter")}
+    """The modules that have an adapter, by name."""
+    return {name: module for name, module in model.named_modules() if "lora_A" in module._parameters}
 
 
 def trained_names(model: nn.Module) -> set[str]:

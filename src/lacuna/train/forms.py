@@ -154,7 +154,9 @@ def probe_logits(model: PreTrainedModel) -> torch.Tensor:
     return model(input_ids=ids[None]).logits[0].float()
 
 
-def convert(source: str, target: str, form: str, dtype: str | None, base: str | None, adapter_only: bool) -> str:
+def convert(
+    source: str, target: str, form: str, dtype: str | None = None, base: str | None = None, adapter_only: bool = False
+) -> str:
     """Writes the model at `source` to `target` as `form`, with weights of the type `dtype`, by default its own.
 
     A form is `hf`, `gguf`, which has types of its own, or `dcp`, a checkpoint of weights to start from. Adapters are

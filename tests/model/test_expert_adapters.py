@@ -1,0 +1,136 @@
+"""Adapters of fused experts compute and learn as peft's of the same file do, in every layout."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import LoraConfig as TheirConfig
+from peft import PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from lacuna.config import Config, UserError
+from lacuna.config.checks import problems_of
+from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.config.sections import LoraConfig
+from lacuna.export.huggingface import export_adapter
+from lacuna.model.architecture import meta_model
+from lacuna.model.lora import add_adapters, file_name, load_adapter, merge_adapters, trained_names
+from lacuna.parallel.mesh import Layout
+from lacuna.train.forms import convert
+from layouts import Case, check_same, outcomes, pipelined
+from runs import checkpoint, curve, make_world, train
+from tiny import random_model, relative_error, tiny_config
+
+BOTH = ("experts.gate_up_proj", "experts.down_proj")
+
+
+def adapted_by_peft(architecture: str, folder: Path, parameters: tuple[str, ...] = BOTH) -> PeftModel:
+    """A tiny model with random adapters of peft's, which are saved in `folder`."""
+    about = TheirConfig(r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=[*parameters])
+    model = get_peft_model(random_model(tiny_config(architecture), "eager"), about)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder)
+    return model
+
+
+def logits(model: PreTrainedModel | PeftModel) -> Tensor:
+    return model(input_ids=torch.arange(4, 64).reshape(2, 30), use_cache=False).logits
+
+
+def gradients(model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
+    logits(model).square().sum().backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "parameters"), [("qwen3_moe", BOTH), ("qwen3_moe", BOTH[1:]), ("gpt_oss", BOTH)]
+)
+def test_adapters_of_experts_are_pefts(architecture: str, parameters: tuple[str, ...], tmp_path: Path) -> None:
+    theirs = adapted_by_peft(architecture, tmp_path / "theirs", parameters)
+    ours, settings = random_model(tiny_config(architecture), "eager"), LoraConfig(adapter=str(tmp_path / "theirs"))
+    add_adapters(ours, settings, torch.float32)
+    load_adapter(ours, trained_names(ours), settings.adapter)
+    close = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(logits(ours), logits(theirs), **close)
+    expected = {name.replace(".default", ""): gradient for name, gradient in gradients(theirs).items()}
+    assert relative_error({file_name(name): one for name, one in gradients(ours).items()}, expected) < 1e-5
+
+    export_adapter(ours, settings, None, str(tmp_path / "ours"))
+    again = PeftModel.from_pretrained(random_model(tiny_config(architecture), "eager"), tmp_path / "ours")
+    assert torch.equal(logits(again), logits(theirs))
+    merge_adapters(ours, torch.float32)
+    plain = random_model(tiny_config(architecture), "eager")
+    assert [*ours.state_dict()] == [*plain.state_dict()]
+    torch.testing.assert_close(logits(ours), logits(theirs), **close)
+    assert (logits(ours) - logits(plain)).abs().max() > 0.1
+
+
+def test_adapters_of_experts_learn_the_same_in_every_layout(tmp_path: Path) -> None:
+    adapted_by_peft("qwen3_moe", tmp_path / "theirs")
+    random_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path / "base")
+    case = Case(accumulation=2, lora=LoraConfig(adapter=str(tmp_path / "theirs")))
+    full = ActivationCheckpointConfig(mode="full")
+    alone, again, *lower = outcomes(
+        tmp_path / "base",
+        [case, replace(case, recompute=full), replace(case, precision="bfloat16"), replace(case, base="nf4")],
+    )
+    assert len(alone.gradients) == 2 * 2 * 3 and all(gradient.any() for gradient in alone.gradients.values())
+    layouts = [Case(Layout(dp_shard=2)), Case(Layout(dp_shard=2), recompute=full), pipelined(Layout(pp=2), 4)]
+    spread = [replace(layout, lora=case.lora) for layout in layouts]
+    *others, packed = outcomes(tmp_path / "base", [*spread, replace(spread[0], base="nf4")])
+    for outcome in (again, *others):
+        check_same(outcome, alone)
+    check_same(packed, lower[1])
+    assert all(one.loss == pytest.approx(alone.loss, rel=0.01) for one in lower)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_run_goes_on_from_a_checkpoint_on_two_ranks_and_is_converted(tmp_path: Path) -> None:
+    world, run = make_world(tmp_path), tmp_path / "run"
+    random_model(tiny_config("qwen3_moe", vocab_size=257)).save_pretrained(world / "base")
+    start = ("--model.name_or_path", world / "base", "--model.config", "none", "--model.tokenizer_path")
+    adapters = ("--lora.rank", 4, "--lora.targets", "", "--lora.parameters", "*.experts.*", "--lora.rslora")
+    train(world, run, *start, world / "model", *adapters)
+    straight = curve(run)
+    again = ("--cpus", 2, "--training.batch_size", 2, "--checkpoint.load_step", 4)
+    train(world, run, *start, world / "model", *adapters, *again)
+    for one, other in zip(straight, curve(run), strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    convert(str(checkpoint(run, 8)), str(world / "converted"), "hf", None, None, False)
+    found, wanted = (load_file(folder / "model.safetensors") for folder in (world / "converted", run / "hf"))
+    torch.testing.assert_close(found, wanted)
+    base = AutoModelForCausalLM.from_pretrained(world / "base")
+    before, beside = logits(base).detach(), logits(PeftModel.from_pretrained(base, run / "hf" / "adapter"))
+    merged = logits(AutoModelForCausalLM.from_pretrained(run / "hf"))
+    torch.testing.assert_close(merged, beside, rtol=1e-5, atol=1e-5)
+    assert (merged - before).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (
+            {"parameters": ("experts.w1",)},
+            "'experts.w1' matches no stack of weights of the model: choose of down_proj, g",
+        ),
+        ({"parameters": ("experts.*",), "rank": 25}, "lora.rank: 25 is more than 24, the rank of a weight"),
+        ({"parameters": ("experts.*",), "modules": ("experts",)}, "lora.modules: 'experts' matches no module"),
+    ],
+)
+def test_adapters_of_experts_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
+    model = meta_model(tiny_config("qwen3_moe"), "sdpa", torch.float32)
+    with pytest.raises(UserError, match=re.escape(said)):
+        add_adapters(model, LoraConfig(**({"rank": 2, "targets": ()} | settings)), torch.float32)
+
+
+@pytest.mark.parametrize("more", [{"dropout": 0.1}, {"dora": True}, {"rank": 0}])
+def test_settings_that_stacks_cannot_have_are_refused(more: dict[str, object]) -> None:
+    config = Config(lora={"rank": 2, "parameters": ("experts.*",)} | more)
+    assert any("lora.parameters" in problem for problem in problems_of(config))
