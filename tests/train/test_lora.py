@@ -155,6 +155,14 @@ def test_several_adapters_without_a_sum_are_refused(world: Path, runs: dict[str,
     assert "is trained whole, and has no sum over several adapters" in said
 
 
+def test_an_adapter_with_ranks_of_its_own_for_some_layers_is_refused(world: Path, tmp_path: Path) -> None:
+    base = AutoModelForCausalLM.from_pretrained(world / "base")
+    theirs = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], alpha_pattern={"q_proj": 5})
+    get_peft_model(base, theirs).save_pretrained(tmp_path)
+    said = train(world, world / "less", *settings(world)[:6], "--lora.adapter", tmp_path, status=2)
+    assert "has alpha_pattern, which lacuna does not know" in said
+
+
 def test_only_new_rows_of_a_vocabulary_trained_beside_adapters_move(world: Path) -> None:
     new = ("--model.new_tokens", "<a>", "--model.train_new_tokens_only", "--lora.modules", "embed_tokens,lm_head")
     train(world, world / "rows", *settings(world), *new)
