@@ -18,7 +18,7 @@ from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.config.sections import LoraConfig
 from lacuna.export.huggingface import export_adapter
 from lacuna.model.architecture import meta_model
-from lacuna.model.lora import add_adapters, file_name, load_adapter, merge_adapters, trained_names
+from lacuna.model.lora import add_adapters, file_name, load_adapters, merge_adapters, trained_names
 from lacuna.parallel.mesh import Layout
 from lacuna.train.forms import convert
 from layouts import Case, check_same, outcomes, pipelined
@@ -56,7 +56,7 @@ def test_adapters_of_experts_are_pefts(architecture: str, parameters: tuple[str,
     theirs = adapted_by_peft(architecture, tmp_path / "theirs", parameters)
     ours, settings = random_model(tiny_config(architecture), "eager"), LoraConfig(adapter=str(tmp_path / "theirs"))
     add_adapters(ours, settings, torch.float32)
-    load_adapter(ours, trained_names(ours), settings.adapter)
+    load_adapters(ours, trained_names(ours), settings)
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(logits(ours), logits(theirs), **close)
     expected = {name.replace(".default", ""): gradient for name, gradient in gradients(theirs).items()}
@@ -65,7 +65,7 @@ def test_adapters_of_experts_are_pefts(architecture: str, parameters: tuple[str,
     export_adapter(ours, settings, None, str(tmp_path / "ours"))
     again = PeftModel.from_pretrained(random_model(tiny_config(architecture), "eager"), tmp_path / "ours")
     assert torch.equal(logits(again), logits(theirs))
-    merge_adapters(ours, torch.float32)
+    merge_adapters(ours)
     plain = random_model(tiny_config(architecture), "eager")
     assert [*ours.state_dict()] == [*plain.state_dict()]
     torch.testing.assert_close(logits(ours), logits(theirs), **close)
