@@ -59,6 +59,10 @@ def test_adapters_of_experts_are_pefts(architecture: str, parameters: tuple[str,
     load_adapters(ours, trained_names(ours), settings)
     close = {"rtol": 1e-5, "atol": 1e-5}
     torch.testing.assert_close(logits(ours), logits(theirs), **close)
+    twice = LoraConfig(adapter=(str(tmp_path / "theirs"),) * 2)
+    add_adapters(several := random_model(tiny_config(architecture), "eager"), twice, torch.float32)
+    with pytest.raises(UserError, match="has no sum over several adapters"):
+        load_adapters(several, trained_names(several), twice)
     expected = {name.replace(".default", ""): gradient for name, gradient in gradients(theirs).items()}
     assert relative_error({file_name(name): one for name, one in gradients(ours).items()}, expected) < 1e-5
 

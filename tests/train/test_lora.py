@@ -152,7 +152,7 @@ def test_several_adapters_without_a_sum_are_refused(world: Path, runs: dict[str,
     assert "lora.adapter: " in train(world, world / "less", *settings(world)[:6], *other, status=2)
     whole = ("--lora.adapter", runs["scaled"] / "hf" / "adapter", runs["scaled"] / "hf" / "adapter")
     said = train(world, world / "less", *settings(world)[:6], *whole, status=2)
-    assert "is trained whole, and has no sum over several adapters" in said
+    assert "has no sum over several adapters" in said
 
 
 def test_an_adapter_with_ranks_of_its_own_for_some_layers_is_refused(world: Path, tmp_path: Path) -> None:

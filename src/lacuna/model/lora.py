@@ -272,8 +272,8 @@ def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> 
         if parameter.requires_grad:
             key, wanted = file_name(name), list(parameter.shape)
             parts = found.get(key, [])
-            several = f"lora.adapter: {key} is trained whole, and has no sum over several adapters: give one"
-            refuse({several: len(parts) > 1 and not name.endswith(PARTS[:2])})
+            several = f"lora.adapter: {key} has no sum over several adapters, as only layers' have: give one"
+            refuse({several: len(parts) > 1 and (bool(settings.parameters) or not name.endswith(PARTS[:2]))})
             whole = torch.cat(parts, dim=int(name.endswith("lora_B"))) if parts else None
             shape = "missing" if whole is None else list(whole.shape)
             refuse({f"{wrong}: {key} is {shape}, and {wanted} here": shape != wanted})
