@@ -1,6 +1,7 @@
 """A run that trains adapters beside quantised weights: what it saves, resumes, exports and merges."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -122,7 +123,11 @@ def test_an_adapter_is_merged_into_the_base_that_is_asked_for(
     world: Path, runs: dict[str, Path], tmp_path: Path
 ) -> None:
     original = with_adapter(world / "base", runs["nf4"] / "hf" / "adapter")
+    shutil.copytree(runs["nf4"] / "hf" / "adapter", tmp_path / "of no base")
+    described = tmp_path / "of no base" / "adapter_config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"base_model_name_or_path": None}))
     sources = {"run": checkpoint(runs["nf4"], 8), "adapter": runs["nf4"] / "hf" / "adapter"}
+    sources |= {"moved": tmp_path / "of no base"}
     for name, source in sources.items():
         said = lacuna("convert", source, tmp_path / name, "--to", "hf", "--base", world / "base")
         assert f"Merged into the weights of {world / 'base'}, as its files have them" in said

@@ -71,7 +71,7 @@ def open_model(source: str, base: str | None = None) -> Opened:
     """
     path, is_checkpoint = find_form(source)
     description = os.path.join(path, checkpoint.DESCRIPTION) if is_checkpoint else path
-    run = _run_of(path, description)
+    run = _run_of(path, description, base)
     refuse({f"convert: --base: {source} has no adapters to merge": base is not None and run is None})
     if run is not None and base is not None:
         quantised = run.quantization.model_copy(update={"base": "none"})
@@ -98,14 +98,14 @@ def open_model(source: str, base: str | None = None) -> Opened:
     return Opened(model, tokenizer, description, model_config.dtype or torch.float32, run)
 
 
-def _run_of(path: str, description: str) -> Config | None:
-    """The settings that the adapters in `path` were trained with, None where there are none."""
+def _run_of(path: str, description: str, base: str | None) -> Config | None:
+    """The settings that the adapters in `path` were trained with, on `base` if that is given; None: there are none."""
     run, adapter = Path(description, checkpoint.RUN), Path(path, ADAPTER_FILE)
     if run.exists():
         return Config.model_validate(tomllib.loads(run.read_text()))
     if not adapter.exists():
         return None
-    base = json.loads(adapter.read_text()).get("base_model_name_or_path")
+    base = base or json.loads(adapter.read_text()).get("base_model_name_or_path")
     refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
     fits = {"seq_len": 1}  # any model
     return Config.model_validate({"model": {"name_or_path": base}, "training": fits, "lora": {"adapter": path}})
