@@ -1,5 +1,6 @@
 """The recipe: what is done to a model on the meta device, in this order."""
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -33,6 +34,8 @@ def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, confi
     recompute(own, config)
     if compile_enabled(config, mesh.named.device_type):
         # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay outside it.
+        # Kinds of batches (packed or not, learnt from or not, of several lengths) are more than torch allows, 8.
+        torch._dynamo.config.recompile_limit = 64
         for layer in own:
             layer.compile(fullgraph=True)
     for stage in stages:
