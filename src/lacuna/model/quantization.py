@@ -110,28 +110,47 @@ def dequantize(packed: Tensor, base: str, shape: Sequence[int], dtype: torch.dty
 
 
 @torch.library.custom_op("lacuna::quantized_product", mutates_args=())
-def quantized_product(hidden: Tensor, packed: Tensor, base: str, shape: Sequence[int], transposed: bool) -> Tensor:
-    """`hidden` [..., k] times the weight of this shape that is packed as `base`, or times its transpose.
+def quantized_product(
+    hidden: Tensor, packed: Tensor, down: Tensor | None, up: Tensor | None,
+    base: str, shape: Sequence[int], transposed: bool, scale: float,
+) -> Tensor:  # fmt: skip
+    """`hidden` [..., k] times the weight of this shape that is packed as `base`, or times its transpose [k, n].
 
-    One operation in both passes, so that no compiler finds a dequantised weight to keep between them.
+    With an adapter, `down` [rank, k] and `up` [n, rank], `scale` times their product is added to the weight. All is one
+    operation in both passes: no compiler finds a dequantised weight to keep between them, and what the adapter makes is
+    added where the product is, not beside it.
     """
     weight = dequantize(packed, base, shape, hidden.dtype)
-    return hidden @ (weight.t() if transposed else weight)
+    result = hidden @ (weight.t() if transposed else weight)
+    if down is not None:
+        result.flatten(0, -2).addmm_(hidden.flatten(0, -2) @ down.t(), up.t(), alpha=scale)
+    return result
 
 
 @quantized_product.register_fake
-def _(hidden: Tensor, packed: Tensor, base: str, shape: Sequence[int], transposed: bool) -> Tensor:
+def _(hidden: Tensor, *others: Any) -> Tensor:
+    *_, shape, transposed, _ = others
     return hidden.new_empty(*hidden.shape[:-1], shape[0 if transposed else 1])
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(inputs[1])
-    ctx.how = inputs[2:]
+    hidden, packed, *adapter = inputs[:4]
+    ctx.save_for_backward(packed, *([] if adapter[0] is None else [hidden, *adapter]))
+    ctx.how = inputs[4:]
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    base, shape, transposed = ctx.how
-    return quantized_product(gradient, *ctx.saved_tensors, base, shape, not transposed), None, None, None, None
+    packed, *adapted = ctx.saved_tensors
+    base, shape, transposed, scale = ctx.how
+    turned, changes, inward = (None, None), (None, None), None
+    if adapted:
+        hidden, down, up = adapted
+        turned = up.t(), down.t()
+        seen, wanted = hidden.flatten(0, -2), gradient.flatten(0, -2)
+        changes = (scale * (wanted @ up)).t() @ seen, wanted.t() @ (scale * (seen @ down.t()))
+    if ctx.needs_input_grad[0]:
+        inward = quantized_product(gradient, packed, *turned, base, shape, not transposed, scale)
+    return inward, None, *changes, None, None, None, None
 
 
 quantized_product.register_autograd(_backward, setup_context=_keep)
@@ -139,14 +158,16 @@ quantized_product.register_autograd(_backward, setup_context=_keep)
 
 @cache
 def _quantized(kind: type[nn.Module], base: str, shape: tuple[int, int]) -> type[nn.Module]:
-    """A kind of linear layer whose weight is packed, unless it is trained."""
+    """A kind of linear layer whose weight is packed, unless it is trained; its `forward` takes an adapter as well."""
 
-    def forward(module: nn.Module, hidden: Tensor) -> Tensor:
+    def forward(
+        module: nn.Module, hidden: Tensor, down: Tensor | None = None, up: Tensor | None = None, scale: float = 1.0
+    ) -> Tensor:
         weight = module.weight
         if weight.requires_grad:
             return kind.forward(module, hidden)
         packed = weight if weight.ndim == 1 else quantize(weight, base)
-        result = quantized_product(hidden, packed, base, shape, kind is not Conv1D)
+        result = quantized_product(hidden, packed, down, up, base, shape, kind is not Conv1D, scale)
         return result if module.bias is None else result + module.bias
 
     return type(kind.__name__, (kind,), {"forward": forward, "quantized": (base, shape)})
@@ -194,11 +215,11 @@ def check_stored(model_config: PretrainedConfig, asked: str) -> list[str]:
     doubly_nf4 = theirs.get("bnb_4bit_quant_type") == "nf4" and theirs.get("bnb_4bit_use_double_quant")
     form = "int8" if theirs.get("load_in_8bit") else "nf4" if theirs.get("load_in_4bit") and doubly_nf4 else None
     quantised = f"model.name_or_path: its weights are quantised by {theirs.get('quant_method')}"
-    unknown = form is None or model_config.model_type == "gpt2"  # which is stored transposed
+    unknown = bool(theirs) and (form is None or model_config.model_type == "gpt2")  # which is stored transposed
     refuse(
         {
-            f"{quantised}: only bitsandbytes' int8, and nf4 with double quantisation, can be read": theirs and unknown,
-            f"{quantised} as {form}, quantization.base is {asked}: set it to {form}": theirs and form != asked,
+            f"{quantised}: only bitsandbytes' int8, and nf4 with double quantisation, can be read": unknown,
+            f"{quantised} as {form}, quantization.base is {asked}: set it to {form}": bool(theirs) and form != asked,
         }
     )
     return theirs.get("llm_int8_skip_modules") or []
