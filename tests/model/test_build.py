@@ -1,11 +1,15 @@
 """A layout that the model or the data cannot have is refused with the arithmetic, before anything is built."""
 
 import pytest
+import torch
+from torch import nn
 
 from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
 from lacuna.config.sections import TrainingConfig
-from lacuna.model.build import check_layout
+from lacuna.model.architecture import meta_model
+from lacuna.model.build import check_layout, embeds_on_cpu, look_up_on_cpu
+from lacuna.model.lora import add_adapters
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 
@@ -40,3 +44,30 @@ def test_attention_that_every_rank_computes_whole_has_no_dropout() -> None:
 def test_text_is_sampled_from_whole_models_only() -> None:
     assert "validation.prompts" in refusal("llama", Layout(cp=2), prompts=("the",))
     check_layout(Config(training=TrainingConfig(seq_len=64)), tiny_config("mistral"), Layout(cp=2, tp=2, pp=2))
+
+
+def test_one_gpu_has_no_frozen_embedding_beside_quantised_weights() -> None:
+    def decided(
+        architecture: str = "llama", base: str = "nf4", shards: int = 1, device: str = "cuda", **more: object
+    ) -> bool:
+        config = Config(lora={"rank": 2}, quantization={"base": base}, **more)
+        model = meta_model(tiny_config(architecture), "sdpa", torch.float32)
+        add_adapters(model, config.lora, torch.float32)
+        return embeds_on_cpu(config, Layout(dp_shard=shards), model, device)
+
+    assert decided()
+    assert not decided(base="none") and not decided(device="cpu") and not decided(shards=2)
+    assert not decided("llama_tied"), "the head needs it"
+    assert not decided("gemma3"), "it is scaled by a number on the GPU"
+    assert not decided(training={"enable_cpu_offload": True})
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
+)
+def test_rows_that_are_looked_up_on_the_cpu_are_those_of_the_embedding(device: str) -> None:
+    embedding, ids = nn.Embedding(7, 3, device=device).requires_grad_(False), torch.tensor([[6, 0], [3, 3]])
+    expected = embedding(ids.to(device))
+    look_up_on_cpu(embedding)
+    found = embedding(ids.to(device))
+    assert embedding.weight.device.type == "cpu" and found.device == expected.device and found.equal(expected)

@@ -22,10 +22,11 @@ MODEL = LlamaConfig(
 def estimate(layout: Layout, compiled: bool = True, **parallelism: object) -> dict[str, float]:
     config = Config(
         training={"seq_len": 2048, "batch_size": 16},
+        compile={"enable": compiled},
         parallelism=ParallelismConfig(pipeline_parallel_degree=layout.pp, **parallelism),
     )
     model = meta_model(MODEL, "sdpa", torch.float32)
-    return estimate_memory(config, layout, plan_batch(config, layout), model, torch.bfloat16, compiled)
+    return estimate_memory(config, layout, plan_batch(config, layout), model, "cuda")
 
 
 def test_one_rank_holds_everything() -> None:
@@ -65,26 +66,29 @@ def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
     frozen = model.num_parameters()
     add_adapters(model, config.lora, torch.float32)
     added = model.num_parameters() - frozen
-    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, torch.bfloat16, True)
+    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
     assert parts["weights"] == pytest.approx(2 * frozen + 4 * added)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * added, 8 * added))
 
 
-def test_quantised_layers_take_their_bits() -> None:
-    config = Config(training={"seq_len": 2048, "batch_size": 16}, lora={"rank": 8})
+def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None:
+    config = Config(training={"seq_len": 2048, "batch_size": 16}, lora={"rank": 8}, quantization={"base": "nf4"})
     model = meta_model(MODEL, "sdpa", torch.bfloat16)
     quantize_layers(model, "nf4", [])
     add_adapters(model, config.lora, torch.float32)
     dense = sum(layer.weight.numel() for layer in quantized_modules(model).values())
     plain, learning = model.num_parameters(), sum(one.numel() for one in model.parameters() if one.requires_grad)
-    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, torch.bfloat16, True)
+    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
     expected = 4.13 / 8 * dense + 2 * (plain - dense - learning) + 4 * learning
-    assert parts["weights"] == pytest.approx(expected, rel=0.01)
+    embedding = 2 * model.get_input_embeddings().weight.numel()
+    assert parts["weights"] == pytest.approx(expected - embedding, rel=0.01)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * learning, 8 * learning))
+    shared = estimate_memory(config, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda")
+    assert shared["weights"] == pytest.approx(expected / 2, rel=0.01), "shards are whole"
 
 
 def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
     config = Config(training={"seq_len": 2048, "batch_size": 16, "enable_cpu_offload": True})
     model = meta_model(MODEL, "sdpa", torch.float32)
-    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, torch.bfloat16, True)
+    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
     assert parts["gathered"] < 2 * model.num_parameters() / 2

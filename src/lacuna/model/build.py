@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, of_stage, refuse
@@ -126,12 +126,29 @@ def build_model(
             load_adapters(model, trained, config.lora)
     if is_alone(config, mesh.layout):
         compute_in(model, compute_dtype(config, device.type))
+    if embeds_on_cpu(config, mesh.layout, model, device.type):
+        look_up_on_cpu(model.get_input_embeddings())
     for stage in stages:
         attach_loss(stage.module)
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
     pipeline = Pipeline(config, mesh, device, stages, partial(_run_stage, head)) if mesh.layout.pp > 1 else None
     return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, flops)
+
+
+def embeds_on_cpu(config: Config, layout: Layout, model: PreTrainedModel, device_type: str) -> bool:
+    """Whether the embedding stays in CPU memory: on one GPU, frozen beside quantised weights, and not also the head."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    lone = device_type == "cuda" and config.quantization.base != "none" and is_alone(config, layout)
+    plain = lone and type(embedding) is nn.Embedding and getattr(head, "weight", None) is not embedding.weight
+    return plain and not embedding.weight.requires_grad
+
+
+def look_up_on_cpu(embedding: nn.Embedding) -> None:
+    """Moves an embedding to CPU memory, in place: what it finds there goes to where the ids are."""
+    embedding.cpu()
+    forward = embedding.forward
+    embedding.forward = lambda ids: forward(ids.cpu()).to(ids.device)
 
 
 def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:

@@ -8,7 +8,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lacuna.config import Config
 from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import decoder_layers, head_dim
-from lacuna.model.build import plan_model
+from lacuna.model.build import embeds_on_cpu, plan_model
 from lacuna.model.head import CHUNK_BYTES
 from lacuna.model.quantization import packed_sizes, quantized_modules
 from lacuna.model.weights import weight_files
@@ -36,8 +36,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     steps = total_steps(config, build_loader(config, tokenizer, plan, dp_rank=0))
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, plan, dp_rank=0)
-    compute = compute_dtype(config, device)
-    estimate = estimate_memory(config, layout, plan, model, compute, compile_enabled(config, device))
+    compute, estimate = compute_dtype(config, device), estimate_memory(config, layout, plan, model, device)
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
     step_tokens = plan.global_batch * config.training.seq_len
     rows = {
@@ -84,7 +83,7 @@ def _kept_values(text: PretrainedConfig, layers: float, tp: int, fused: bool, re
 
 
 def estimate_memory(
-    config: Config, layout: Layout, plan: BatchPlan, model: PreTrainedModel, compute: torch.dtype, compiled: bool
+    config: Config, layout: Layout, plan: BatchPlan, model: PreTrainedModel, device: str
 ) -> dict[str, float]:
     """Bytes by what holds them on the rank that needs most, with an even share of the layers.
 
@@ -94,6 +93,7 @@ def estimate_memory(
     as it takes the room of.
     """
     text, shards = model.config.get_text_config(), layout.dp_shard * layout.cp
+    compute, compiled = compute_dtype(config, device), compile_enabled(config, device)
     master = getattr(torch, config.training.dtype).itemsize
     stored = compute.itemsize if config.lora.rank else master
     quantised = quantized_modules(model).values()
@@ -115,12 +115,13 @@ def estimate_memory(
     learning_head = model.get_output_embeddings().weight.requires_grad
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
+    elsewhere = head * stored * embeds_on_cpu(config, layout, model, device)
     recompute = config.activation_checkpoint
     selective = 0.5 if recompute.selective_ac_option == "op" else 1 / int(recompute.selective_ac_option)
     recomputed = {"none": 0, "full": 1, "selective": selective, "memory_budget": 1 - recompute.memory_budget}
     kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed[recompute.mode])
     return {
-        "weights": shard * (learns * master + (1 - learns) * stored),
+        "weights": shard * (learns * master + (1 - learns) * stored) - elsewhere,
         "gradients": learns * (shard * master + unreduced * (compute.itemsize + reduced)),
         "optimizer": 2 * learns * shard * master,
         "gathered": at_once * compute.itemsize if copies else 0,
