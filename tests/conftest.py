@@ -1,9 +1,12 @@
 """What the tests that run the command line share."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported: no test may wait for a network
 
 from runs import make_world
 

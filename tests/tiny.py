@@ -6,8 +6,6 @@ import tempfile
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
 import torch.distributed as dist
 from tokenizers import Tokenizer, models, pre_tokenizers
