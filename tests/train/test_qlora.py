@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.model.quantization import dequantize, packed_sizes, quantize
-from runs import checkpoint, curve, lacuna, make_world, stop_after, together, train, weights
+from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
 from tiny import random_model
 
 FORMS = ("nf4", "int8")
@@ -160,17 +160,21 @@ def test_what_cannot_be_quantised_is_refused(world: Path, flags: tuple[str, ...]
     given = dict(zip(*[iter(settings(world))] * 2, strict=True))
     given |= {flags[0]: world / flags[1] if flags[0] == "--model.name_or_path" else flags[1]}
     words = [word for pair in given.items() for word in pair]
-    assert said in train(world, world / "refused", *words, "--dry-run", status=2)
+    assert said in refused("train", world / "run.toml", *words, "--dry-run")
 
 
 def test_what_cannot_be_merged_is_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     last, no = checkpoint(runs["nf4"], 8), tmp_path / "no"
     other = random_model(AutoConfig.from_pretrained(world / "model", hidden_size=32))
     other.save_pretrained(tmp_path / "other")
-    said = lacuna("convert", last, no, "--to", "hf", "--base", tmp_path / "other", status=2)
+    said = refused("convert", last, no, "--to", "hf", "--base", tmp_path / "other")
     assert "it belongs to another model configuration" in said
-    said = lacuna("convert", world / "base", no, "--to", "hf", "--base", world / "base", status=2)
+    random_model(AutoConfig.from_pretrained(world / "model"), seed=1).save_pretrained(tmp_path / "twin")
+    for source in (last, runs["nf4"] / "hf" / "adapter"):
+        said = refused("convert", source, no, "--to", "hf", "--base", tmp_path / "twin")
+        assert f"twin is another model than {world / 'base'}, beside which it was trained" in said
+    said = refused("convert", world / "base", no, "--to", "hf", "--base", world / "base")
     assert "has no adapters to merge" in said
-    said = lacuna("convert", world / "base", no, "--to", "hf", "--adapter-only", status=2)
+    said = refused("convert", world / "base", no, "--to", "hf", "--adapter-only")
     assert "has no adapters" in said
     assert not no.exists()

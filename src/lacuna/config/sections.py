@@ -5,15 +5,7 @@ import os
 import pathlib
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    Field,
-    NonNegativeFloat,
-    NonNegativeInt,
-    PositiveInt,
-    TypeAdapter,
-    model_validator,
-)
+from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
 
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig

@@ -146,8 +146,7 @@ def embeds_on_cpu(config: Config, layout: Layout, model: PreTrainedModel, device
 
 def look_up_on_cpu(embedding: nn.Embedding) -> None:
     """Moves an embedding to CPU memory, in place: what it finds there goes to where the ids are."""
-    embedding.cpu()
-    forward = embedding.forward
+    forward = embedding.cpu().forward
     embedding.forward = lambda ids: forward(ids.cpu()).to(ids.device)
 
 

@@ -8,7 +8,7 @@ torch 2.11 shards no others, and casts those of another dtype.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -42,22 +42,14 @@ def _levels(bits: int, device: torch.device) -> Tensor:
     return torch.cat([-positive, positive, torch.tensor([0.0, 1.0])]).sort().values.to(device)
 
 
-def _nearest(values: Tensor, bits: int) -> Tensor:
-    levels = _levels(bits, values.device)
-    return torch.bucketize(values, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
-
-
 def _scaled(values: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
     """Codes of `values` [n], and the scale of each block of `size` of them."""
     blocks = nn.functional.pad(values, (0, -len(values) % size)).view(-1, size)
-    scales = blocks.abs().amax(1)
-    codes = [_nearest(part / scale.clamp(min=1e-38)[:, None], bits) for part, scale in _pieces(blocks, scales)]
+    scales, levels = blocks.abs().amax(1), _levels(bits, values.device)
+    pieces = zip(blocks.split(2**24 // size), scales.split(2**24 // size), strict=True)  # little at a time
+    parts = (block / scale.clamp(min=1e-38)[:, None] for block, scale in pieces)
+    codes = [torch.bucketize(part, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8) for part in parts]
     return torch.cat(codes).flatten()[: len(values)], scales
-
-
-def _pieces(blocks: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    rows = 2**24 // blocks.shape[1]  # so that what is computed on the way stays small
-    return zip(blocks.split(rows), scales.split(rows), strict=True)
 
 
 def packed_sizes(base: str, shape: Sequence[int]) -> list[int]:

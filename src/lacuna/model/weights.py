@@ -10,6 +10,7 @@ import torch
 from huggingface_hub import snapshot_download
 from safetensors import safe_open
 from torch import Tensor, nn
+from torch.nn.functional import normalize
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -68,6 +69,21 @@ def weight_files(source: str) -> list[Path]:
     return [folder / name for name in sorted(names)]
 
 
+def stored_slices(source: str) -> dict[str, Any]:
+    """The tensors in the files of `source` by their names there, none of them read yet."""
+    files = [safe_open(path, framework="pt") for path in weight_files(source)]
+    return {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
+
+
+def same_origin(source: str, other: str) -> bool:
+    """Whether two models may be one, trained further or quantised: by directions of the first rows of their tensors."""
+    first, second = stored_slices(source), stored_slices(other)
+    both = [key for key in first.keys() & second.keys() if first[key].get_shape() == second[key].get_shape()]
+    rows = ([found[key][:1].flatten().float() for key in both] for found in (first, second))
+    one, two = (torch.cat([torch.zeros(1), *(normalize(row, dim=0) for row in found)]) for found in rows)
+    return bool(torch.dist(one, two) <= one.norm() / 2)
+
+
 def _grown(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
     """What a safetensors file has of a vocabulary, with `rows` rows.
 
@@ -99,8 +115,7 @@ def load_weights(
     do not fit the model.
     """
     source = str(settings.name_or_path)
-    files = [safe_open(path, framework="pt") for path in weight_files(source)]
-    slices: dict[str, Any] = {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
+    slices = stored_slices(source)
     if settings.new_tokens or settings.vocabulary_multiple > 1:
         grow = shadow.config.get_text_config().vocab_size, *added_ids(settings)
         ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}  # what precedes may differ

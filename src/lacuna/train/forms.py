@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from transformers.initialization import no_init_weights
 
 from lacuna.config import Config, explained, refuse
-from lacuna.config.sections import ADAPTER_FILE
+from lacuna.config.sections import ADAPTER_FILE, QuantizationConfig
 from lacuna.data.gguf import hf_folder
 from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
@@ -21,7 +21,7 @@ from lacuna.model.architecture import load_model_config
 from lacuna.model.build import plan_model
 from lacuna.model.lora import load_adapters, merge_adapters, trained_names
 from lacuna.model.quantization import pack_layers
-from lacuna.model.weights import fill_model
+from lacuna.model.weights import fill_model, same_origin
 from lacuna.parallel.fsdp import compute_in
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.processes import Process
@@ -74,9 +74,11 @@ def open_model(source: str, base: str | None = None) -> Opened:
     run = _run_of(path, description, base)
     refuse({f"convert: --base: {source} has no adapters to merge": base is not None and run is None})
     if run is not None and base is not None:
-        quantised = run.quantization.model_copy(update={"base": "none"})
+        trained_beside = str(run.model.name_or_path)
+        other = os.path.isdir(trained_beside) and not same_origin(trained_beside, base)
+        refuse({f"convert: --base: {base} is another model than {trained_beside}, beside which it was trained": other})
         model = run.model.model_copy(update={"name_or_path": base, "config": None})
-        run = run.model_copy(update={"model": model, "quantization": quantised})
+        run = run.model_copy(update={"model": model, "quantization": QuantizationConfig()})
     description = description if is_checkpoint or run is None else hf_folder(str(run.model.name_or_path))
     problem = f"{source}: no folder or Hub model that transformers can open"
     with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
@@ -99,13 +101,13 @@ def open_model(source: str, base: str | None = None) -> Opened:
 
 
 def _run_of(path: str, description: str, base: str | None) -> Config | None:
-    """The settings that the adapters in `path` were trained with, on `base` if that is given; None: there are none."""
+    """The settings that the adapters in `path` were trained with, on `base` if they do not say, or None."""
     run, adapter = Path(description, checkpoint.RUN), Path(path, ADAPTER_FILE)
     if run.exists():
         return Config.model_validate(tomllib.loads(run.read_text()))
     if not adapter.exists():
         return None
-    base = base or json.loads(adapter.read_text()).get("base_model_name_or_path")
+    base = json.loads(adapter.read_text()).get("base_model_name_or_path") or base
     refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
     fits = {"seq_len": 1}  # any model
     return Config.model_validate({"model": {"name_or_path": base}, "training": fits, "lora": {"adapter": path}})
