@@ -1,6 +1,7 @@
 """Runs of the command line for tests: a tiny model with data, processes, and what a run folder holds."""
 
 import contextlib
+import io
 import json
 import os
 import random
@@ -12,9 +13,12 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
+
+from lacuna.cli import main
 
 SOURCE = Path(__file__).parent.parent / "src"
 SENTENCE = "the a cat dog bird fish sat ran flew swam on under over near mat house tree river and then but so"
@@ -135,6 +139,14 @@ def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any
 def train(world: Path, folder: Path, *flags: object, status: int = 0, **options: Any) -> str:
     """`lacuna train` of the world's run.toml into `folder`; returns what it printed."""
     return lacuna("train", world / "run.toml", "--job.dump_folder", folder, *flags, status=status, **options)
+
+
+def refused(*words: object) -> str:
+    """What `lacuna <words>` says of wrong input; in this process, where nothing need be imported again."""
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said), mock.patch.dict(os.environ, environment()):
+        assert main([*map(str, words)]) == 2
+    return said.getvalue()
 
 
 def wait_until(

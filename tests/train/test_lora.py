@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from lacuna.config.sections import LoraConfig as Settings
 from lacuna.model.lora import adapted_modules, add_adapters, without_adapters
 from lacuna.parallel.fsdp import compute_in
-from runs import checkpoint, curve, lacuna, make_world, stop_after, together, train, weights
+from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
 from tiny import random_model, tiny_config
 
 KINDS = {
@@ -117,7 +117,7 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
 )
 def test_adapters_that_cannot_be_are_refused(world: Path, flags: tuple[str, ...], said: str) -> None:
     given = settings(world)[:6] if "--lora.rank" in flags else settings(world)
-    assert said in train(world, world / "refused", *given, *flags, "--dry-run", status=2)
+    assert said in refused("train", world / "run.toml", *given, *flags, "--dry-run")
 
 
 def test_an_adapter_of_another_model_is_refused(world: Path, runs: dict[str, Path]) -> None:
