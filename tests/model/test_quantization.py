@@ -81,8 +81,9 @@ def test_a_model_learns_beside_quantised_weights_as_beside_what_they_stand_for(
     again = {"recompute": ActivationCheckpointConfig(mode="full")}
     by_operation = {"recompute": ActivationCheckpointConfig(mode="selective", selective_ac_option="op")}
     pipeline = {"parallelism": {"pipeline_parallel_degree": 2}}
+    apart = LoraConfig(rank=3, dropout=1e-12)  # which drops nothing, but is no part of the quantised product
     kinds = (
-        (Layout(), {}, again, by_operation, {"offload": True}),
+        (Layout(), {}, again, by_operation, {"offload": True}, {"lora": apart}),
         (Layout(1, 2), {}, {"offload": True, **again}, {"zero_stage": 1}),
         (Layout(2, 1), {}),
         (Layout(cp=2), again),
@@ -90,11 +91,20 @@ def test_a_model_learns_beside_quantised_weights_as_beside_what_they_stand_for(
         (Layout(1, 4), {}),
     )
     for layout, *settings in kinds:
-        cases = [Case(layout, 1 if layout.pp == 1 else 2, lora=ADAPTERS, base=form, **changes) for changes in settings]
+        common = {"accumulation": 1 if layout.pp == 1 else 2, "lora": ADAPTERS, "base": form}
+        cases = [Case(layout, **(common | changes)) for changes in settings]
         for outcome in outcomes(bases["none"], cases):
             check_same(trained_only(outcome), alone)
             packed = [name for name in outcome.updated if name.endswith("proj.weight")]
             assert len(packed) in (14, 4) and all(outcome.updated[name].ndim == 1 for name in packed)
+
+
+@pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)
+def test_adapters_within_a_module_that_is_trained_whole_learn_too(bases: dict[str, Path]) -> None:
+    whole = LoraConfig(rank=3, modules=("mlp",))
+    found = outcomes(bases["none"], [Case(lora=whole, base="nf4")])[0].gradients
+    learns = {name for name, gradient in found.items() if gradient.any()}
+    assert "model.layers.0.mlp.up_proj.weight" in learns and "model.layers.0.mlp.up_proj.lora_B" in learns
 
 
 @pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)

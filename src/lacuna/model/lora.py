@@ -115,7 +115,8 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
     """A kind of linear layer that adds what its adapter makes of the input."""
 
     def forward(module: nn.Module, hidden: Tensor) -> Tensor:
-        if module.adapter_is_on and hasattr(kind, "quantized") and not adapter.dropout:
+        together = hasattr(kind, "quantized") and not (adapter.dropout or module.weight.requires_grad)
+        if module.adapter_is_on and together:
             return kind.forward(module, hidden, module.lora_A, module.lora_B, _scale(adapter))
         result = kind.forward(module, hidden)
         if not module.adapter_is_on:
