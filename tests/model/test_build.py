@@ -48,18 +48,24 @@ def test_text_is_sampled_from_whole_models_only() -> None:
 
 def test_one_gpu_has_no_frozen_embedding_beside_quantised_weights() -> None:
     def decided(
-        architecture: str = "llama", base: str = "nf4", shards: int = 1, device: str = "cuda", **more: object
-    ) -> bool:
-        config = Config(lora={"rank": 2}, quantization={"base": base}, **more)
-        model = meta_model(tiny_config(architecture), "sdpa", torch.float32)
+        architecture: str = "llama", base: str = "nf4", shards: int = 1, device: str = "cuda", tied: bool = False,
+        offload: bool = False, modules: tuple[str, ...] = (),
+    ) -> bool:  # fmt: skip
+        config = Config(
+            training={"enable_cpu_offload": offload},
+            lora={"rank": 2, "modules": modules},
+            quantization={"base": base},
+        )
+        model = meta_model(tiny_config(architecture, tie_word_embeddings=tied), "sdpa", torch.float32)
         add_adapters(model, config.lora, torch.float32)
         return embeds_on_cpu(config, Layout(dp_shard=shards), model, device)
 
     assert decided()
     assert not decided(base="none") and not decided(device="cpu") and not decided(shards=2)
-    assert not decided("llama_tied"), "the head needs it"
+    assert not decided(tied=True), "the head needs it"
+    assert not decided(modules=("embed_tokens",)), "it learns"
     assert not decided("gemma3"), "it is scaled by a number on the GPU"
-    assert not decided(training={"enable_cpu_offload": True})
+    assert not decided(offload=True)
 
 
 @pytest.mark.parametrize(

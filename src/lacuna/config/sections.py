@@ -159,7 +159,8 @@ class QuantizationConfig(Section):
     """Fewer bits for weights that stay as they are (QLoRA).
 
     base: How the linear layers beside adapters are kept, all but the head: nf4 takes 4.13 bits a weight, int8 a little
-        more than 8. On a GPU nf4 needs bitsandbytes.
+        more than 8. On a GPU nf4 needs bitsandbytes. On a lone one, an embedding that is frozen and not also the head
+        stays in CPU memory.
     """
 
     base: Literal["none", "int8", "nf4"] = "none"

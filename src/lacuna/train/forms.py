@@ -74,9 +74,9 @@ def open_model(source: str, base: str | None = None) -> Opened:
     run = _run_of(path, description, base)
     refuse({f"convert: --base: {source} has no adapters to merge": base is not None and run is None})
     if run is not None and base is not None:
-        trained_beside = str(run.model.name_or_path)
+        trained_beside = run.model.name_or_path or ""
         other = os.path.isdir(trained_beside) and not same_origin(trained_beside, base)
-        refuse({f"convert: --base: {base} is another model than {trained_beside}, beside which it was trained": other})
+        refuse({f"convert: --base: {base} is another model than the adapters', {trained_beside}": other})
         model = run.model.model_copy(update={"name_or_path": base, "config": None})
         run = run.model_copy(update={"model": model, "quantization": QuantizationConfig()})
     description = description if is_checkpoint or run is None else hf_folder(str(run.model.name_or_path))
