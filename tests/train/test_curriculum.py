@@ -181,6 +181,14 @@ def test_a_ranked_run_goes_on_exactly(world: Path, tmp_path: Path) -> None:
     train(world, tmp_path / "straight", *RANKED, "--checkpoint.interval", 1)
     steps = (1, 3, 5)
     together(*(lambda s=s: goes_on(tmp_path / "straight", tmp_path / str(s), world, s, *RANKED) for s in steps))
-    shutil.rmtree(tmp_path / "straight" / "curriculum")
-    printed = train(world, tmp_path / "straight", *RANKED, "--checkpoint.load_step", 4, status=2)
-    assert "curriculum.rank_every: the order" in printed and "step-3.npz: No such file" in printed
+    for wrong in ("torn", "lost"):
+        shutil.copytree(tmp_path / "straight", tmp_path / wrong)
+        file = tmp_path / wrong / "curriculum" / "step-3.npz"
+        file.write_bytes(file.read_bytes()[:200])
+    file.unlink()
+    goes = [
+        lambda wrong=wrong: train(world, tmp_path / wrong, *RANKED, "--checkpoint.load_step", 4, status=2)
+        for wrong in ("torn", "lost")
+    ]
+    for printed, reason in zip(together(*goes), ("File is not a zip file", "No such file"), strict=True):
+        assert "curriculum.rank_every: the order" in printed and f"step-3.npz: {reason}" in printed

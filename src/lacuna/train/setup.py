@@ -5,6 +5,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -204,7 +205,8 @@ class Run:
         if self.state.ranked is not None:
             file = ranking_file(config, self.state.ranked)
             lost = f"curriculum.rank_every: the order that the run goes by cannot be read from {file}"
-            with explained(lost, OSError, mend="put it back, or start anew"), np.load(file) as ranking:
+            kinds = (OSError, ValueError, EOFError, BadZipFile)
+            with explained(lost, *kinds, mend="put it back, or start anew"), np.load(file) as ranking:
                 order = np.lexsort((ranking["losses"], ranking["uses"]))
         self.loader.close()
         self.loader = build_loader(config, self.tokenizer, self.plan, self.data_rank, order)
