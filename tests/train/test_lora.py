@@ -120,6 +120,13 @@ def test_adapters_that_cannot_be_are_refused(world: Path, flags: tuple[str, ...]
     assert said in refused("train", world / "run.toml", *given, *flags, "--dry-run")
 
 
+def test_an_adapter_of_an_equally_shaped_model_is_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    random_model(AutoConfig.from_pretrained(world / "model"), seed=1).save_pretrained(tmp_path / "twin")
+    given = ("--model.name_or_path", tmp_path / "twin", *settings(world)[2:6])
+    said = refused("train", world / "run.toml", *given, "--lora.adapter", runs["plain"] / "hf" / "adapter", "--dry-run")
+    assert f"lora.adapter: {tmp_path / 'twin'} is another model than the adapters', {world / 'base'}" in said
+
+
 def test_an_adapter_of_another_model_is_refused(world: Path, runs: dict[str, Path]) -> None:
     other = ("--model.name_or_path", "none", "--model.config", world / "other.json")
     AutoConfig.from_pretrained(world / "model", hidden_size=32).to_json_file(world / "other.json")

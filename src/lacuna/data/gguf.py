@@ -175,10 +175,8 @@ def read_config(fields: dict[str, Any], names: Collection[str | None], factors: 
     refuse({f"it is a {architecture} model; known are {', '.join(types)}": architecture not in types})
     about = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
     settings = {ours: about[key] for key, ours in settings_of(architecture).items() if key in about}
-    settings |= {
-        "vocab_size": len(fields["tokenizer.ggml.tokens"]),
-        "tie_word_embeddings": "output.weight" not in names,
-    }
+    settings["vocab_size"] = len(fields["tokenizer.ggml.tokens"])
+    settings["tie_word_embeddings"] = "output.weight" not in names
     for name, theirs in SPECIAL_TOKENS.items():
         settings[f"{name}_token_id"] = fields.get(f"tokenizer.ggml.{theirs}_token_id")
     if architecture == "llama":

@@ -29,20 +29,11 @@ _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def packed_attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    parts: tuple[Part, ...] = (),
-    group: ProcessGroup | None = None,
-    ring: tuple[Tensor, int] | None = None,
-    **_: Any,
-) -> tuple[Tensor, None]:
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
+    softcap: float | None = None, parts: tuple[Part, ...] = (), group: ProcessGroup | None = None,
+    ring: tuple[Tensor, int] | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Causal attention within documents, for transformers' interface, also of a rank's share of a sequence.
 
     `query` [B, heads, T, D], `key` and `value` [B, key_value_heads, T, D]; `parts` say which queries see which keys.

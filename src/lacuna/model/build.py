@@ -15,9 +15,9 @@ from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.lora import add_adapters, initialize_adapters, load_adapters, trained_names
+from lacuna.model.lora import add_adapters, initialize_adapters, load_adapters, stated_base, trained_names
 from lacuna.model.quantization import check_stored, pack_layers, quantize_layers
-from lacuna.model.weights import fill_model
+from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
@@ -92,6 +92,8 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     model = architecture.meta_model(model_config, attention, stored_dtype(config, device_type))
     if base != "none":
         quantize_layers(model, base, left)
+    for folder in config.lora.adapter if config.model.name_or_path else ():
+        check_base("lora.adapter", config.model.name_or_path, stated_base(folder))
     if config.lora.rank:
         add_adapters(model, config.lora, getattr(torch, config.training.dtype))
         learns = any(weight.requires_grad for weight in architecture.vocabulary_weights(model).values())

@@ -6,12 +6,14 @@ module holds that of its last stack, its child `base_layer` that of the one befo
 """
 
 import fnmatch
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 from zlib import crc32
 
@@ -24,7 +26,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import refuse
-from lacuna.config.sections import LoraConfig
+from lacuna.config.sections import ADAPTER_FILE, LoraConfig
 from lacuna.model.quantization import dense_weight, quantized_modules
 from lacuna.parallel.fsdp import local, own_part
 
@@ -253,6 +255,11 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 def file_name(name: str) -> str:
     """The name that a trained tensor has in peft's file."""
     return f"base_model.model.{name}{'.weight' if name.endswith(PARTS[:2]) else ''}"
+
+
+def stated_base(folder: str) -> str | None:
+    """The model that the adapters in `folder` are of, by their description, if that says it."""
+    return json.loads(Path(folder, ADAPTER_FILE).read_text()).get("base_model_name_or_path")
 
 
 @torch.no_grad()

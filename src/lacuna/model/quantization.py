@@ -208,12 +208,10 @@ def check_stored(model_config: PretrainedConfig, asked: str) -> list[str]:
     form = "int8" if theirs.get("load_in_8bit") else "nf4" if theirs.get("load_in_4bit") and doubly_nf4 else None
     quantised = f"model.name_or_path: its weights are quantised by {theirs.get('quant_method')}"
     unknown = bool(theirs) and (form is None or model_config.model_type == "gpt2")  # which is stored transposed
-    refuse(
-        {
-            f"{quantised}: only bitsandbytes' int8, and nf4 with double quantisation, can be read": unknown,
-            f"{quantised} as {form}, quantization.base is {asked}: set it to {form}": bool(theirs) and form != asked,
-        }
-    )
+    refuse({
+        f"{quantised}: only bitsandbytes' int8, and nf4 with double quantisation, can be read": unknown,
+        f"{quantised} as {form}, quantization.base is {asked}: set it to {form}": bool(theirs) and form != asked,
+    })  # fmt: skip
     return theirs.get("llm_int8_skip_modules") or []
 
 

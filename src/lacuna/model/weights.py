@@ -75,8 +75,17 @@ def stored_slices(source: str) -> dict[str, Any]:
     return {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
 
 
-def same_origin(source: str, other: str) -> bool:
-    """Whether two models may be one, trained further or quantised: by directions of the first rows of their tensors."""
+def check_base(setting: str, base: str, stated: str | None) -> None:
+    """Raises `UserError` where adapters are `stated` to be of another model than `base`, and that is in its folder yet.
+
+    Both may be one, trained further or quantised: this is seen by the directions of the first rows of their tensors.
+    """
+    here = stated is not None and any(Path(stated).glob("*.safetensors"))
+    wrong = f"{setting}: {base} is another model than the adapters', {stated}: give that, or one made from it"
+    refuse({wrong: here and not _same_origin(str(stated), base)})
+
+
+def _same_origin(source: str, other: str) -> bool:
     first, second = stored_slices(source), stored_slices(other)
     both = [key for key in first.keys() & second.keys() if first[key].get_shape() == second[key].get_shape()]
     rows = ([found[key][:1].flatten().float() for key in both] for found in (first, second))

@@ -1,6 +1,5 @@
 """The forms a trained model has on disk (Hugging Face folder, adapter, checkpoint, run folder): open and convert."""
 
-import json
 import os
 import shutil
 import tomllib
@@ -19,9 +18,9 @@ from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import plan_model
-from lacuna.model.lora import load_adapters, merge_adapters, trained_names
+from lacuna.model.lora import load_adapters, merge_adapters, stated_base, trained_names
 from lacuna.model.quantization import pack_layers
-from lacuna.model.weights import fill_model, same_origin
+from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.fsdp import compute_in
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.processes import Process
@@ -74,9 +73,7 @@ def open_model(source: str, base: str | None = None) -> Opened:
     run = _run_of(path, description, base)
     refuse({f"convert: --base: {source} has no adapters to merge": base is not None and run is None})
     if run is not None and base is not None:
-        trained_beside = run.model.name_or_path or ""
-        other = os.path.isdir(trained_beside) and not same_origin(trained_beside, base)
-        refuse({f"convert: --base: {base} is another model than the adapters', {trained_beside}": other})
+        check_base("convert: --base", base, run.model.name_or_path)
         model = run.model.model_copy(update={"name_or_path": base, "config": None})
         run = run.model_copy(update={"model": model, "quantization": QuantizationConfig()})
     description = description if is_checkpoint or run is None else hf_folder(str(run.model.name_or_path))
@@ -107,7 +104,7 @@ def _run_of(path: str, description: str, base: str | None) -> Config | None:
         return Config.model_validate(tomllib.loads(run.read_text()))
     if not adapter.exists():
         return None
-    base = json.loads(adapter.read_text()).get("base_model_name_or_path") or base
+    base = stated_base(path) or base
     refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
     fits = {"seq_len": 1}  # any model
     return Config.model_validate({"model": {"name_or_path": base}, "training": fits, "lora": {"adapter": path}})
