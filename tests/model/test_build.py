@@ -1,5 +1,9 @@
 """A layout that the model or the data cannot have is refused with the arithmetic, before anything is built."""
 
+from functools import partial, partialmethod
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
@@ -8,10 +12,10 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.build import check_layout, embeds_on_cpu, look_up_on_cpu
+from lacuna.model.build import build_model, check_layout, embeds_on_cpu, look_up_on_cpu
 from lacuna.model.lora import add_adapters
-from lacuna.parallel.mesh import Layout
-from tiny import tiny_config
+from lacuna.parallel.mesh import Layout, build_mesh
+from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 
 
 def refusal(architecture: str, layout: Layout, length: int = 64, prompts: tuple[str, ...] = (), **shape: int) -> str:
@@ -77,3 +81,25 @@ def test_rows_that_are_looked_up_on_the_cpu_are_those_of_the_embedding(device: s
     look_up_on_cpu(embedding)
     found = embedding(ids.to(device))
     assert embedding.weight.device.type == "cpu" and found.device == expected.device and found.equal(expected)
+
+
+def _graphs(folder: Path, **settings: Any) -> int:
+    """How many graphs are compiled for a step and a validation."""
+    graphs = []
+    counted = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
+    nn.Module.compile = partialmethod(nn.Module.compile, backend=counted)
+    config = Config(model={"config": str(folder)}, compile={"enable": True}, training={"seq_len": 8}, **settings)
+    mesh = build_mesh(Layout(), "cpu")
+    model = build_model(config, tokenizer_of_words(), mesh, CPU).model
+    graphs.clear()  # those of the model that was tried out
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            model(input_ids=torch.arange(8)[None], use_cache=False)
+    return len(graphs)
+
+
+@pytest.mark.parametrize("modules", [(), ("embed_tokens",)])
+def test_adapters_have_no_more_graphs_compiled(tmp_path: Path, modules: tuple[str, ...]) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    assert run_ranks(1, _graphs, tmp_path) == [2]
+    assert run_ranks(1, partial(_graphs, lora={"rank": 4, "modules": modules}), tmp_path) == [2]

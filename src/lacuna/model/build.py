@@ -130,6 +130,10 @@ def build_model(
         compute_in(model, compute_dtype(config, device.type))
     if embeds_on_cpu(config, mesh.layout, model, device.type):
         look_up_on_cpu(model.get_input_embeddings())
+    if config.lora.rank and compile_enabled(config, device.type) and mesh.layout.pp == 1:
+        # Else the first layer, into which no gradient goes back, would be compiled anew for every kind of batch.
+        embedded = model.get_input_embeddings()
+        embedded.register_forward_hook(lambda _, __, found: found.requires_grad_(torch.is_grad_enabled()))
     for stage in stages:
         attach_loss(stage.module)
     if config.model.train_new_tokens_only:
