@@ -30,18 +30,26 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rewritten(file: str, target: Path, leave_out: str = "", **changes: Any) -> str:
-    """A copy of a GGUF file with other fields, and without a tensor."""
+def rewritten(
+    file: str,
+    target: Path,
+    leave_out: str = "",
+    turn: str = "",
+    endianess: Any = gguf.GGUFEndian.LITTLE,
+    **changes: Any,
+) -> str:
+    """A copy of a GGUF file with other fields, without a tensor, a tensor's shape turned, or of another endianess."""
     reader = gguf.GGUFReader(file)
     fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     values = {key: field.contents() for key, field in fields.items()} | changes
-    writer = gguf.GGUFWriter(target, values.pop("general.architecture"))
+    writer = gguf.GGUFWriter(target, values.pop("general.architecture"), endianess=endianess)
     for key, value in values.items():
-        kind = fields[key].types[0] if key in fields else gguf.GGUFValueType.get_type(value)
+        kind = fields[key].types[0] if key not in changes else gguf.GGUFValueType.get_type(value)
         writer.add_key_value(key, value, kind)
     for tensor in reader.tensors:
         if tensor.name != leave_out:
-            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+            data = tensor.data.reshape(tensor.data.shape[::-1]) if tensor.name == turn else tensor.data
+            writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -88,6 +96,14 @@ def test_a_tokenizer_of_smollm_parts_figures(file: str) -> None:
         ({"tokenizer.ggml.model": "t5"}, "it has a t5 tokenizer; known are gpt2 and llama"),
         ({"tokenizer.ggml.pre": "chameleon"}, "it has the pre-tokenizer chameleon; known are gpt-2, smollm"),
         ({"llama.rope.scaling.type": "yarn"}, "it scales positions .yarn."),
+        ({"llama.rope.scaling.factor": 2.0}, "it scales positions .linear."),
+        ({"llama.attention.head_count": 0}, "integer division or modulo by zero"),
+        ({"llama.attention.head_count_kv": [2, 2]}, ".*num_key_value_heads"),
+        ({"tokenizer.ggml.merges": ["no token"]}, "Error while initializing BPE"),
+        ({"tokenizer.ggml.add_bos_token": True}, "texts begin with a token that is not named as bos_token"),
+        ({"split.count": 2}, "it is one of several parts"),
+        ({"endianess": gguf.GGUFEndian.BIG}, "its numbers are big-endian"),
+        ({"turn": "blk.0.ffn_up.weight"}, "its tensors are not those of a llama model: .*blk.0.ffn_up.weight"),
         ({"llama.block_count": 3}, "its tensors are not those of a llama model: .*blk.2"),
         ({"llama.feed_forward_length": 97}, "its tensors are not those of a llama model: .*ffn_"),
         ({"leave_out": "output_norm.weight"}, "its tensors are not those of a llama model: .*output_norm.weight"),

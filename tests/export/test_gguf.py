@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,14 @@ import gguf
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedModel, PreTrainedTokenizerFast
 
 from gguf_models import ANSWERED, CHATML, END, FAMILIES, ROWS, python_source, tiny_gguf_model, tokenizer_like
 from lacuna.config import UserError
 from lacuna.data.gguf import hf_folder
-from lacuna.export.gguf import TYPES, export_gguf
+from lacuna.export.gguf import TYPES, export_gguf, require
 from tiny import random_model
 
 # What transformers 5.17 to 5.23 does not read: Gemma 1, biases of a Llama, the factors of Llama 3's rotation.
@@ -135,6 +136,12 @@ def other_tokenizer(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast
     return with_tokenizer(backend, **({} if kind == "endless" else {"eos_token": END}))
 
 
+def with_token(text: str, **changes: bool) -> PreTrainedTokenizerFast:
+    tokenizer = deepcopy(tokenizer_like("qwen2"))
+    tokenizer.add_tokens([AddedToken(text, normalized=False, **changes)])
+    return tokenizer
+
+
 @pytest.mark.parametrize(
     ("made", "said"),
     [
@@ -153,6 +160,8 @@ def other_tokenizer(kind: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast
         (lambda: tiny_gguf_model("qwen3", attention_bias=True), "attention_bias = True"),
         (lambda: tiny_gguf_model("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
         (lambda: tiny_gguf_model("qwen2", vocab_size=300), "beyond the 300 rows"),
+        (lambda: tiny_gguf_model("qwen2", head_dim=32), "cannot hold head_dim = 32"),
+        (lambda: (tiny_gguf_model("qwen2")[0], with_token("<new>", rstrip=True)), "added tokens that take in blanks"),
         (lambda: other_tokenizer("words"), "is WordLevel"),
         (lambda: other_tokenizer("bert"), "otherwise.*gpt-2, smollm, llama-bpe, qwen2, tekken"),
         (lambda: other_tokenizer("spaces"), "otherwise.*SentencePiece"),
@@ -169,12 +178,15 @@ def test_other_types_are_left_to_llama_quantize(tmp_path: Path, monkeypatch: pyt
     model, tokenizer = tiny_gguf_model("qwen2")
     program, file = tmp_path / "bin" / "llama-quantize", tmp_path / "out" / "new.gguf"
     program.parent.mkdir()
-    program.write_text('#!/bin/sh\n[ "$3" = Q4_K_M ] || { echo "bad type $3" >&2; exit 1; }\ncp "$1" "$2"\n')
+    answers = '[ "$3" = Q4_K_M ] || { echo "bad type $3" >&2; exit 1; }\ncp "$1" "$2"\n'
+    program.write_text(f'#!/bin/sh\nprintf "\\344\\275"  # half a character\n{answers}')
     program.chmod(0o755)
     monkeypatch.setenv("PATH", str(program.parent), prepend=os.pathsep)
     export_gguf(model, tokenizer, str(file), "Q4_K_M")
     assert os.listdir(file.parent) == ["new.gguf"]
     file.unlink()
+    with pytest.raises(UserError, match="--type F32: the weights would go through 16 bits"):
+        require("F32")
     with pytest.raises(UserError, match=r"--type Q9.*bad type Q9"):
         export_gguf(model, tokenizer, str(file), "Q9")
     assert os.listdir(file.parent) == []

@@ -20,7 +20,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.tokenization_utils_base import generate_merges
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from lacuna.config import UserError, explained, logger, refuse
+from lacuna.config import explained, logger, refuse
 from lacuna.data.cache import made_once
 
 # transformers' model type -> llama.cpp's architecture, which is read as the last type that has it.
@@ -92,8 +92,8 @@ def hf_folder(source: str) -> str:
     if not source.endswith(".gguf") or os.path.isdir(source):
         return source
     gguf_package()
-    kinds = (OSError, ValueError, KeyError, IndexError, TypeError, UserError)
-    with explained(f"{source}: cannot be read as a GGUF model", *kinds, mend="check the file, or take another"):
+    # Damaged files end in errors of all kinds, of tokenizers in bare ones.
+    with explained(f"{source}: cannot be read as a GGUF model", Exception, mend="check the file, or take another"):
         about = os.stat(source)
         told_apart = f"{os.path.realpath(source)} {about.st_size} {about.st_mtime_ns}"
         name = f"{Path(source).stem}-{hashlib.sha256(told_apart.encode()).hexdigest()[:16]}"
@@ -135,6 +135,8 @@ def _write_folder(file: str, folder: str) -> None:
     reader = gguf.GGUFReader(file)
     logger.info("unpacking %s, once, into %s", file, os.path.dirname(folder))
     fields = {key: field.contents() for key, field in reader.fields.items()}
+    refuse({"its numbers are big-endian": reader.byte_order == "S"})
+    refuse({"it is one of several parts; join them with llama-gguf-split": fields.get("split.count", 1) > 1})
     # Numbers are float32: what was meant is the shortest that becomes the same.
     fields |= {key: float(str(np.float32(value))) for key, value in fields.items() if isinstance(value, float)}
     tensors = {tensor.name: tensor for tensor in reader.tensors}
@@ -144,8 +146,9 @@ def _write_folder(file: str, folder: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = tensor_names(model, config)
-    sizes = {(names[name], parameter.numel()) for name, parameter in model.named_parameters()}
-    odd = sorted(sizes ^ {(name, int(tensor.n_elements)) for name, tensor in tensors.items()})
+    meant = ((names[name], converted(whole, str(names[name]), config)) for name, whole in model.named_parameters())
+    shapes = {(name, *tensor.shape) for name, tensor in meant}
+    odd = sorted(shapes ^ {(name, *map(int, reversed(tensor.shape))) for name, tensor in tensors.items()})
     refuse({f"its tensors are not those of a {config.model_type} model: {odd[:1]}": odd != []})
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
@@ -186,7 +189,8 @@ def read_config(fields: dict[str, Any], names: Collection[str | None], factors: 
     # llama.cpp tells those whose queries are scaled otherwise, the largest, by their layers.
     is_largest = settings["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}.get(architecture)
     settings["query_pre_attn_scalar"] = part if is_largest else settings["head_dim"]
-    scaling = about.get("rope.scaling.type", "none")
+    unnamed = "linear" if about.keys() & {"rope.scaling.factor", "rope.scale_linear"} else "none"
+    scaling = about.get("rope.scaling.type", unnamed)
     refuse({f"it scales positions ({scaling}), as lacuna cannot": scaling != "none"})
     rope, near = (
         {"rope_type": "default", "rope_theta": about.get(f"rope.freq_base{part}", 10000.0)} for part in ("", "_swa")
@@ -239,6 +243,7 @@ def read_tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
     backend.add_special_tokens([AddedToken(text, normalized=False) for text in of[CONTROL] + of[UNKNOWN]])
     backend.add_tokens([AddedToken(text, normalized=False) for text in of[USER_DEFINED]])
     if about.get("add_bos_token", kind == "llama" or pre in _WHOLE):
+        refuse({"texts begin with a token that is not named as bos_token": "bos_token" not in named})
         first = (named["bos_token"], tokens[named["bos_token"]])
         backend.post_processor = processors.TemplateProcessing([first[0], "$A"], special_tokens=[first])
     template = fields.get("tokenizer.chat_template")

@@ -42,6 +42,7 @@ _MARK = re.compile(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}")
 def require(kind: str) -> None:
     """Raises UserError when what writes weights of this type is not installed."""
     known.gguf_package()
+    refuse({f"--type {kind}: the weights would go through 16 bits; choose F16 or BF16": kind.upper() == "F32"})
     missing = kind not in TYPES and shutil.which(QUANTIZER) is None
     mend = f"install llama.cpp, or choose one of {', '.join(TYPES)}"
     refuse({f"--type {kind} is left to llama.cpp's {QUANTIZER}, which is not installed; {mend}": missing})
@@ -60,7 +61,7 @@ def export_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, file
             os.makedirs(os.path.dirname(os.path.abspath(file)), exist_ok=True)
             _write(model, tokenizer, unfinished, written)
         if kind != written:
-            done = subprocess.run([QUANTIZER, unfinished, quantised, kind], capture_output=True, text=True)
+            done = subprocess.run([QUANTIZER, unfinished, quantised, kind], capture_output=True, errors="replace")
             said = done.stderr.strip().rpartition("\n")[2]
             refuse({f"--type {kind}: {QUANTIZER} failed: {said}": done.returncode != 0})
             os.replace(quantised, unfinished)
@@ -143,22 +144,21 @@ def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase, of: PreTrainedModel) -
     model = json.loads(tokenizer.backend_tokenizer.to_str())["model"] if tokenizer.is_fast else {"type": "slow"}
     ids, ends = tokenizer.get_vocab(), end_of_turn(tokenizer)
     ends += [listed] if isinstance(listed, int) else listed or []
-    refuse(
-        {
-            f"GGUF: the tokenizer is {model['type']}, but must be byte pair encoding (BPE)": model["type"] != "BPE",
-            "GGUF: the tokenizer has no merges, but llama.cpp needs some": not model.get("merges"),
-            f"GGUF: the tokenizer has tokens beyond the {rows} rows of the embedding": max(ids.values()) >= rows,
-            "GGUF: the tokenizer has no token that ends a text, but llama.cpp needs one": not ends,
-        }
-    )
+    refuse({
+        f"GGUF: the tokenizer is {model['type']}, but must be byte pair encoding (BPE)": model["type"] != "BPE",
+        "GGUF: the tokenizer has no merges, but llama.cpp needs some": not model.get("merges"),
+        f"GGUF: the tokenizer has tokens beyond the {rows} rows of the embedding": max(ids.values()) >= rows,
+        "GGUF: the tokenizer has no token that ends a text, but llama.cpp needs one": not ends,
+    })  # fmt: skip
     normalizer, parting = tokenizer.backend_tokenizer.normalizer, tokenizer.backend_tokenizer.pre_tokenizer
     probe = normalizer.normalize_str(_PROBE) if normalizer else _PROBE
     parts = parting.pre_tokenize_str(probe) if parting else [(probe, (0, len(probe)))]
     pre = [name for name, other in known.PRE_TOKENIZERS.items() if other.pre_tokenize_str(_PROBE) == parts]
     merges = [" ".join(merge) if isinstance(merge, list) else merge for merge in model["merges"]]
     texts, kinds = [f"[PAD{number}]" for number in range(rows)], [known.UNUSED] * rows
+    added_tokens = tokenizer.added_tokens_decoder  # made anew whenever it is asked for
     for text, number in ids.items():
-        added = tokenizer.added_tokens_decoder.get(number)
+        added = added_tokens.get(number)
         kinds[number] = known.NORMAL if added is None else known.CONTROL if added.special else known.USER_DEFINED
         texts[number] = text
     about: dict[str, Any] = {"model": "gpt2", "pre": pre[0], "merges": merges} if pre else {"model": "llama"}
@@ -189,6 +189,7 @@ def _check_model(config: PretrainedConfig, read: PretrainedConfig) -> None:
     """Raises UserError unless the configuration that was `read` from the fields computes the same."""
     settings = sorted(type(config)().to_dict().keys() - PretrainedConfig().to_dict().keys())
     pairs = {name: (config.to_dict()[name], read.to_dict().get(name)) for name in settings if not _IDLE.fullmatch(name)}
+    pairs["head_dim"] = (head_dim(config), head_dim(read))  # which some have and do not declare
     lost = ", ".join(f"{name} = {meant}" for name, (meant, kept) in pairs.items() if meant != kept)
     refuse({f"GGUF cannot hold {lost} of the model": lost != ""})
 
@@ -196,6 +197,8 @@ def _check_model(config: PretrainedConfig, read: PretrainedConfig) -> None:
 def _check_tokenizer(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises UserError unless the tokenizer that is read from the fields makes the same tokens of texts."""
     texts = [_PROBE, *(Path(file).read_text(errors="replace") for file in stdlib_files()["validation"][:_PROBE_FILES])]
+    if fields["tokenizer.ggml.model"] == "gpt2":
+        texts.append("".join(f" {token}\nx" for token in tokenizer.get_added_vocab()))
     same = tokenizer(texts).input_ids == known.read_tokenizer(fields)(texts).input_ids
-    ways = f"{', '.join(known.PRE_TOKENIZERS)} or SentencePiece"
-    refuse({f"GGUF: llama.cpp would part texts otherwise than the tokenizer, which is not of {ways}": not same})
+    ways = f"is not of {', '.join(known.PRE_TOKENIZERS)} or SentencePiece, or has added tokens that take in blanks"
+    refuse({f"GGUF: llama.cpp would part texts otherwise than the tokenizer, which {ways}": not same})

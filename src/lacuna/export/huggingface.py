@@ -113,12 +113,9 @@ def save_model_description(
 
 
 def export_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: str,
-    dtype: torch.dtype,
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str, dtype: torch.dtype,
     source: str | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Writes `model` to `folder` as `AutoModelForCausalLM.from_pretrained` opens it. All ranks must call it.
 
     Adapters are merged, in float32. The folder appears whole or not at all: it is written beside its place and renamed.

@@ -107,12 +107,9 @@ def _grown(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
 
 
 def load_weights(
-    model: PreTrainedModel,
-    shadow: PreTrainedModel,
-    settings: ModelConfig,
-    places: dict[str, torch.device],
-    device: torch.device,
-) -> None:
+    model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig,
+    places: dict[str, torch.device], device: torch.device,
+) -> None:  # fmt: skip
     """Loads the weights of `name_or_path` into the sharded meta `model`; each rank reads only the slices it holds.
 
     `places` says to which device each goes, by its name or how that begins; what is packed is computed on `device`.
