@@ -8,7 +8,7 @@ from pathlib import Path
 
 from lacuna.commands.arguments import CommandParser
 
-LIMIT = 5700  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+LIMIT = 5760  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
