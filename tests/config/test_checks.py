@@ -263,11 +263,28 @@ def test_files_that_may_be_elsewhere_are_left_to_the_reader(folder):
 
 def test_adapters_are_by_default_those_that_training_starts_from(folder):
     described = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": None, "use_dora": True}
+    described["peft_type"] = "LORA"
     (folder / "adapter_config.json").write_text(json.dumps(described))
     lora = load(f"--lora.adapter {folder} --lora.alpha 2").lora
     assert (lora.rank, lora.alpha, lora.targets, lora.modules, lora.dora) == (4, 2.0, ("q_proj",), (), True)
-    (folder / "adapter_config.json").write_text(json.dumps({"r": 2, "target_modules": "all-linear"}))
+    (folder / "adapter_config.json").write_text(json.dumps(described | {"target_modules": "all-linear"}))
     assert load(f"--lora.adapter {folder}").lora.targets == ("all-linear",)
+    wrong = {
+        "peft_type = IA3": "is of no LoRA adapter",
+        "init_lora_weights = pissa_niter_4": "began by pissa, which changes the base",
+        "init_lora_weights = olora": "began by olora, which changes the base",
+        "alora_invocation_tokens = 7": "has alora_invocation_tokens, which lacuna does not know",
+    }
+    for setting, said in wrong.items():
+        (folder / "adapter_config.json").write_text(json.dumps(described | dict([setting.split(" = ")])))
+        assert f"lora.adapter: {folder}/adapter_config.json {said}" in error_of(f"--lora.adapter {folder}")
+    (folder / "adapter_config.json").write_text(json.dumps(described | {"lora_alpha": 0}))
+    assert "its description has lora_alpha = 0, which is not what lora.alpha takes" in error_of(
+        f"--lora.adapter {folder}"
+    )
+    for odd in ("[]", "{"):
+        (folder / "adapter_config.json").write_text(odd)
+        assert f"cannot read {folder}/adapter_config.json" in error_of(f"--lora.adapter {folder}")
     assert f"lora.adapter: cannot read {folder}/gone/adapter_config.json: No such file" in error_of(
         f"--lora.adapter {folder}/gone"
     )

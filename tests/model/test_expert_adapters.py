@@ -23,7 +23,7 @@ from lacuna.parallel.mesh import Layout
 from lacuna.train.forms import convert
 from layouts import Case, check_same, outcomes, pipelined
 from runs import checkpoint, curve, make_world, train
-from tiny import random_model, relative_error, tiny_config
+from tiny import random_model, relative_error, tiny_config, tokenizer_of_words
 
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -66,7 +66,7 @@ def test_adapters_of_experts_are_pefts(architecture: str, parameters: tuple[str,
     expected = {name.replace(".default", ""): gradient for name, gradient in gradients(theirs).items()}
     assert relative_error({file_name(name): one for name, one in gradients(ours).items()}, expected) < 1e-5
 
-    export_adapter(ours, settings, None, str(tmp_path / "ours"))
+    export_adapter(ours, tokenizer_of_words(), settings, None, str(tmp_path / "ours"))
     again = PeftModel.from_pretrained(random_model(tiny_config(architecture), "eager"), tmp_path / "ours")
     assert torch.equal(logits(again), logits(theirs))
     merge_adapters(ours)
@@ -125,7 +125,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_two_ranks_and_is_converted(tmp_path:
             "'experts.w1' matches no stack of weights of the model: choose of down_proj, g",
         ),
         ({"parameters": ("experts.*",), "rank": 25}, "lora.rank: 25 is more than 24, the rank of a weight"),
-        ({"parameters": ("experts.*",), "modules": ("experts",)}, "lora.modules: 'experts' matches no module"),
+        ({"parameters": ("experts.*",), "modules": ("experts",)}, "lora.parameters: 'experts.*' matches no stack"),
     ],
 )
 def test_adapters_of_experts_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:

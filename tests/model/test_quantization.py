@@ -100,11 +100,12 @@ def test_a_model_learns_beside_quantised_weights_as_beside_what_they_stand_for(
 
 
 @pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)
-def test_adapters_within_a_module_that_is_trained_whole_learn_too(bases: dict[str, Path]) -> None:
-    whole = LoraConfig(rank=3, modules=("mlp",))
+def test_modules_that_are_trained_whole_beside_quantised_weights_have_no_adapters(bases: dict[str, Path]) -> None:
+    whole = LoraConfig(rank=3, modules=("mlp", "up_proj"))
     found = outcomes(bases["none"], [Case(lora=whole, base="nf4")])[0].gradients
     learns = {name for name, gradient in found.items() if gradient.any()}
-    assert "model.layers.0.mlp.up_proj.weight" in learns and "model.layers.0.mlp.up_proj.lora_B" in learns
+    assert "model.layers.0.mlp.up_proj.weight" in learns and "model.layers.0.self_attn.q_proj.lora_B" in learns
+    assert not any("mlp" in name and "lora" in name for name in found)
 
 
 @pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)

@@ -186,18 +186,21 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(tmp_path: Path) -> 
     complete = load_file(tmp_path / "model.safetensors")
     narrow = {**complete, "model.layers.0.mlp.up_proj.weight": torch.zeros(40, 32)}
     gone = {name: tensor for name, tensor in complete.items() if name != "model.layers.1.self_attn.q_proj.weight"}
-    folders = [tmp_path / name for name in ("narrow", "gone", "file")]
+    folders = [tmp_path / name for name in ("narrow", "gone", "file", "torn")]
     for folder in folders:
         folder.mkdir()
     save_file(narrow, folders[0] / "model.safetensors", metadata={"format": "pt"})
     save_file(gone, folders[1] / "model.safetensors", metadata={"format": "pt"})
+    torn = folders[3] / "model.safetensors"
+    torn.write_bytes((tmp_path / "model.safetensors").read_bytes()[:-99])
     index = {"weight_map": {"lm_head.weight": "model-00002-of-00002.safetensors"}}
     (folders[2] / "model.safetensors.index.json").write_text(json.dumps(index))
     for messages in run_ranks(2, refusals, folders):
         assert "model.layers.0.mlp.up_proj.weight" in messages[0]
         assert "model.layers.1.self_attn.q_proj.weight" in messages[1]
         assert "model-00002-of-00002.safetensors" in messages[2]
-        assert all("model.name_or_path" in message for message in messages)
+        assert f"{folders[3]}: a weight file is damaged" in messages[3]
+        assert all("model.name_or_path" in message for message in messages[:3])
 
 
 def load_as_float32(folder: Path) -> set[torch.dtype]:

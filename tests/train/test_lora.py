@@ -1,19 +1,23 @@
 """A run that trains adapters: what it saves, resumes and exports is what peft makes of the same files."""
 
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from lacuna.config import UserError
 from lacuna.config.sections import LoraConfig as Settings
-from lacuna.model.lora import adapted_modules, add_adapters, without_adapters
+from lacuna.export.huggingface import export_adapter
+from lacuna.model.lora import adapted_modules, add_adapters, load_adapters, trained_names, without_adapters
 from lacuna.parallel.fsdp import compute_in
+from lacuna.train.forms import open_model
 from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
-from tiny import random_model, tiny_config
+from tiny import random_model, tiny_config, tokenizer_of_words
 
 KINDS = {
     "plain": ("--lora.targets", "q_proj,*.mlp.*"),
@@ -97,6 +101,10 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
     torch.testing.assert_close(load_file(world / "on" / "hf" / "adapter" / "adapter_model.safetensors"), started)
     merged = AutoModelForCausalLM.from_pretrained(world / "on" / "hf")
     torch.testing.assert_close(logits(merged), logits(theirs), rtol=1e-5, atol=1e-5)
+    shutil.rmtree(world / "theirs")  # which the run needs no more
+    lacuna("convert", checkpoint(world / "on", 1), world / "of-step", "--to", "hf")
+    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(world / "of-step")), logits(merged))
+    lacuna("train", world / "on" / "config.toml", "--training.steps", 2)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +113,7 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
         (("--lora.targets", "wq"), "lora.targets: 'wq' matches no linear layer of the model: choose of down_proj"),
         (("--lora.targets", "lm_head"), "'lm_head' matches no linear layer"),
         (("--lora.modules", "nrm"), "lora.modules: 'nrm' matches no module"),
+        (("--lora.targets=",), "lora.targets, lora.parameters, lora.modules: they name nothing that could learn"),
         (("--lora.rank", "33"), "lora.rank: 33 is more than 32"),
         (("--lora.rank", "0", "--lora.dora"), "lora.dora, lora.rank: without the second there is no adapter"),
         (("--lora.rank", "0", "--lora.targets", "q_proj"), "lora.targets, lora.rank: without it there is no adapter"),
@@ -118,6 +127,60 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
 def test_adapters_that_cannot_be_are_refused(world: Path, flags: tuple[str, ...], said: str) -> None:
     given = settings(world)[:6] if "--lora.rank" in flags else settings(world)
     assert said in refused("train", world / "run.toml", *given, *flags, "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "modules"),
+    [("llama", ("mlp", "up_proj")), ("llama_tied", ("embed_tokens",)), ("llama_tied", ("lm_head",))],
+)
+def test_modules_that_are_trained_whole_are_so_in_peft(
+    architecture: str, modules: tuple[str, ...], tmp_path: Path
+) -> None:
+    ours, given = random_model(tiny_config(architecture)), Settings(rank=3, modules=modules)
+    add_adapters(ours, given, torch.float32)
+    with torch.no_grad():
+        for parameter in filter(lambda one: one.requires_grad, ours.parameters()):
+            parameter.normal_(std=0.2)
+    export_adapter(ours, tokenizer_of_words(), given, None, str(tmp_path))
+    theirs = PeftModel.from_pretrained(random_model(tiny_config(architecture)), tmp_path)
+    torch.testing.assert_close(logits(theirs), logits(ours), rtol=1e-4, atol=1e-4)
+    again, stated = random_model(tiny_config(architecture)), Settings(adapter=(str(tmp_path),))
+    add_adapters(again, stated, torch.float32)
+    load_adapters(again, trained_names(again), stated)
+    assert torch.equal(logits(again), logits(ours))
+    stored = load_file(tmp_path / "adapter_model.safetensors")
+    if stored.pop("base_model.model.lm_head.weight", None) is not None:
+        save_file(stored, tmp_path / "adapter_model.safetensors")
+        with pytest.raises(UserError, match="are one weight in the model, and not the same there"):
+            load_adapters(again, trained_names(again), stated)
+
+
+def test_an_adapters_files_that_cannot_be_read_are_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    folder, no = shutil.copytree(runs["plain"] / "hf" / "adapter", tmp_path / "adapter"), tmp_path / "no"
+    AutoTokenizer.from_pretrained(world / "model").save_pretrained(world / "base")
+    file = folder / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:-99])
+    assert f"lora.adapter: cannot read {file}" in refused("convert", folder, no, "--to", "hf")
+    file.unlink()
+    assert f"lora.adapter: cannot read {file}" in refused("convert", folder, no, "--to", "hf")
+
+
+def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(world: Path, tmp_path: Path) -> None:
+    tokenizer_of_words().save_pretrained(base := tmp_path / "base")
+    random_model(tiny_config("llama")).save_pretrained(base)
+    given, tokenizer = Settings(rank=2), tokenizer_of_words()
+    tokenizer.chat_template = "{{ messages[0].content }}"
+    ours = AutoModelForCausalLM.from_pretrained(base)
+    add_adapters(ours, given, torch.float32)
+    export_adapter(ours, tokenizer, given, str(base), str(tmp_path / "adapter"))
+    assert open_model(str(tmp_path / "adapter")).tokenizer.chat_template == tokenizer.chat_template
+
+
+def test_a_run_that_goes_on_with_less_than_it_trained_is_refused(world: Path, runs: dict[str, Path]) -> None:
+    shutil.copytree(runs["plain"], world / "fewer")
+    more = (*settings(world), "--lora.targets", "q_proj", "--training.steps", 9)
+    said = train(world, world / "fewer", *more, status=2)
+    assert "model.model.layers.0.mlp.down_proj.lora_A' is not among what is trained" in said
 
 
 def test_an_adapter_of_an_equally_shaped_model_is_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.model.quantization import dequantize, packed_sizes, quantize
 from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
-from tiny import random_model
+from tiny import differing, random_model
 
 FORMS = ("nf4", "int8")
 
@@ -163,6 +163,42 @@ def test_what_cannot_be_quantised_is_refused(world: Path, flags: tuple[str, ...]
     assert said in refused("train", world / "run.toml", *words, "--dry-run")
 
 
+def test_what_files_have_quantised_does_not_learn_and_is_not_taken_for_weights(world: Path, tmp_path: Path) -> None:
+    said = refused(
+        "train",
+        world / "run.toml",
+        *settings(world, "quantized-int8", "int8"),
+        "--lora.modules",
+        "down_proj",
+        "--dry-run",
+    )
+    assert "lora.modules: ['model.layers.0.mlp.down_proj'] is quantised in the model's files" in said
+    AutoTokenizer.from_pretrained(world / "base").save_pretrained(world / "quantized-int8")
+    for form in ("hf", "gguf"):
+        said = refused("convert", world / "quantized-int8", tmp_path / "no", "--to", form)
+        assert "quantized-int8: its weights are quantised: give the model that they were made from" in said
+    assert not (tmp_path / "no").exists()
+
+
+def test_a_run_is_merged_into_another_base_by_its_adapter(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    for source in (runs["nf4"], runs["nf4"] / "hf" / "adapter"):
+        said = lacuna("convert", source, tmp_path / source.name, "--to", "hf", "--base", world / "base")
+        assert f"Merged into the weights of {world / 'base'}, as its files have them" in said
+    one, two = (load_file(tmp_path / name / "model.safetensors") for name in (runs["nf4"].name, "adapter"))
+    assert not differing(one, two)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_an_adapter_of_quantised_files_is_merged_into_them(
+    world: Path, runs: dict[str, Path], form: str, tmp_path: Path
+) -> None:
+    AutoTokenizer.from_pretrained(world / "base").save_pretrained(world / f"quantized-{form}")
+    said = lacuna("convert", runs[f"{form} as stored"] / "hf" / "adapter", tmp_path / "new", "--to", "hf")
+    assert f"dequantised from {form}" in said
+    one, two = (load_file(at / "model.safetensors") for at in (tmp_path / "new", runs[f"{form} as stored"] / "hf"))
+    torch.testing.assert_close(one, two)
+
+
 def test_what_cannot_be_merged_is_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     last, no = checkpoint(runs["nf4"], 8), tmp_path / "no"
     other = random_model(AutoConfig.from_pretrained(world / "model", hidden_size=32))
@@ -175,6 +211,8 @@ def test_what_cannot_be_merged_is_refused(world: Path, runs: dict[str, Path], tm
         assert f"twin is another model than the adapters', {world / 'base'}" in said
     said = refused("convert", world / "base", no, "--to", "hf", "--base", world / "base")
     assert "has no adapters to merge" in said
+    said = refused("convert", runs["nf4"], no, "--to", "hf", "--adapter-only", "--dtype", "bfloat16")
+    assert "--dtype is for whole models" in said
     said = refused("convert", world / "base", no, "--to", "hf", "--adapter-only")
     assert "has no adapters" in said
     assert not no.exists()

@@ -31,6 +31,7 @@ def run(words: list[str]) -> None:
     refuse({
         "convert: --type is for --to gguf; others take --dtype": given.type is not None and not is_gguf,
         "convert: --to gguf takes --type, not --dtype": given.dtype is not None and is_gguf,
+        "convert: --dtype is for whole models, not adapters": given.dtype is not None and given.adapter_only,
         "convert: --adapter-only is for --to hf; merged adapters go into GGUF": given.adapter_only and given.to != "hf",
         f"convert: {given.target} exists already: choose another target, or remove it": there,
     })  # fmt: skip

@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
@@ -10,7 +11,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
 from lacuna.config.errors import explained, refuse
-from lacuna.config.fields import Names, Path, Paths, Section, also, packaged
+from lacuna.config.fields import Names, Path, Paths, Section, also, packaged, read_value
 
 
 class JobConfig(Section):
@@ -110,6 +111,24 @@ ADAPTER_FIELDS = {
 }  # fmt: skip
 
 
+# What makes an adapter of peft's something else, when it is not empty, and ways to begin that change the base itself.
+_UNKNOWN = ("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens")
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+
+
+def described_adapter(folder: str) -> dict[str, Any]:
+    """What peft's description says of the LoRA adapter in a folder. Raises UserError where that is none, or unknown."""
+    file, mend = os.path.join(folder, ADAPTER_FILE), "give the folder of an adapter"
+    with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, AttributeError, mend=mend):
+        stated = {name: one for name, one in json.loads(pathlib.Path(file).read_text()).items() if one is not None}
+    start = str(stated.get("init_lora_weights")).partition("_")[0]
+    changes = f"began by {start}, which changes the base: save it with peft's path_initial_model_for_weight_conversion"
+    reasons = {f"has {name}, which lacuna does not know": bool(stated.get(name)) for name in _UNKNOWN}
+    reasons |= {"is of no LoRA adapter": stated.get("peft_type") != "LORA", changes: start in _CHANGES_BASE}
+    refuse({f"lora.adapter: {file} {reason}": applies for reason, applies in reasons.items()})
+    return stated
+
+
 class LoraConfig(Section):
     """Adapters (LoRA): the model stays as it is, and small matrices beside its layers learn.
 
@@ -140,17 +159,15 @@ class LoraConfig(Section):
     @classmethod
     def _as_described(cls, given: Any) -> Any:
         """The settings given, and for the others those of the adapters that training starts from."""
-        if not isinstance(given, dict) or not given.get("adapter"):
+        if not isinstance(given, dict) or not given.get("adapter") or given.keys() >= ADAPTER_FIELDS.keys():
             return given
-        each = []
-        for folder in TypeAdapter(Paths).validate_python(given["adapter"]):
-            file, mend = os.path.join(folder, ADAPTER_FILE), "give the folder of an adapter"
-            with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, mend=mend):
-                stated = json.loads(pathlib.Path(file).read_text()).items()
-            theirs = {"target_modules": ()} | {name: one for name, one in stated if one is not None}
-            unknown = next((name for name in ("alpha_pattern", "rank_pattern", "lora_bias") if theirs.get(name)), None)
-            refuse({f"lora.adapter: {file} has {unknown}, which lacuna does not know": unknown is not None})
-            each.append({ours: theirs[name] for ours, name in ADAPTER_FIELDS.items() if name in theirs})
+        folders = TypeAdapter(Paths).validate_python(given["adapter"])
+        stated = [{"target_modules": ()} | described_adapter(folder) for folder in folders]
+        for one, (ours, name) in product(stated, ADAPTER_FIELDS.items()):
+            wrong = f"lora.adapter: its description has {name} = {one.get(name)}, which is not what lora.{ours} takes"
+            with explained(wrong, ValueError, mend="mend it there"):
+                read_value(cls.model_fields[ours], one.get(name, cls.model_fields[ours].get_default()))
+        each = [{ours: one[name] for ours, name in ADAPTER_FIELDS.items() if name in one} for one in stated]
         together = {"rank": sum(one["rank"] for one in each)} if len(each) > 1 else {}
         return each[0] | together | given
 

@@ -141,8 +141,10 @@ def export_model(
     os.replace(unfinished, folder)
 
 
-def export_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | None, folder: str) -> None:
-    """Writes adapters and whole modules of `model`, trained beside `base`, to `folder` as peft opens them.
+def export_adapter(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: LoraConfig, base: str | None, folder: str
+) -> None:
+    """Writes adapters and whole modules of `model`, trained beside `base`, to `folder` as peft opens them; a tokenizer.
 
     All ranks must call it.
     """
@@ -150,6 +152,10 @@ def export_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | Non
     targets, parameters, whole = add_adapters(shadow, settings, torch.float32)
     trained = {name: parameter for name, parameter in shadow.named_parameters() if parameter.requires_grad}
     tensors = {file_name(name): tensor.contiguous() for name, tensor in gathered(model, trained)}
+    for name, twin in shadow.all_tied_weights_keys.items():
+        if twin in trained:  # peft ties nothing that it has a copy of
+            tensors[file_name(name)] = tensors[file_name(twin)].clone()
+            whole = [*dict.fromkeys((*whole, name.rpartition(".")[0], twin.rpartition(".")[0]))]
     if not _writes():
         return
     about = {theirs: getattr(settings, ours) for ours, theirs in ADAPTER_FIELDS.items()}
@@ -160,3 +166,4 @@ def export_adapter(model: PreTrainedModel, settings: LoraConfig, base: str | Non
     with open(os.path.join(folder, ADAPTER_FILE), "w") as file:
         json.dump(about | {"fan_in_fan_out": transposed, "inference_mode": True}, file, indent=2)
     save_file(tensors, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})
+    tokenizer.save_pretrained(folder)

@@ -10,12 +10,13 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, of_stage, refuse
+from lacuna.config.sections import described_adapter
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.lora import add_adapters, initialize_adapters, load_adapters, stated_base, trained_names
+from lacuna.model.lora import add_adapters, initialize_adapters, load_adapters, trained_names
 from lacuna.model.quantization import check_stored, pack_layers, quantize_layers
 from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
@@ -84,6 +85,7 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     Raises `UserError` for a model that cannot be had like that.
     """
     model_config, base = architecture.load_model_config(config, tokenizer), config.quantization.base
+    is_packed = hasattr(model_config, "quantization_config")  # which is taken off
     left = check_stored(model_config, base)
     for number, stage in enumerate(config.stages()):
         with of_stage(number):
@@ -93,9 +95,13 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     if base != "none":
         quantize_layers(model, base, left)
     for folder in config.lora.adapter if config.model.name_or_path else ():
-        check_base("lora.adapter", config.model.name_or_path, stated_base(folder))
+        stated = described_adapter(folder).get("base_model_name_or_path")
+        check_base("lora.adapter", config.model.name_or_path, stated)
     if config.lora.rank:
         add_adapters(model, config.lora, getattr(torch, config.training.dtype))
+        packed = {name: one for name, one in model.named_modules() if is_packed and hasattr(one, "quantized")}
+        lost = [name for name, one in packed.items() if one.weight.requires_grad]
+        refuse({f"lora.modules: {lost[:1]} is quantised in the model's files, where only adapters learn": lost != []})
         learns = any(weight.requires_grad for weight in architecture.vocabulary_weights(model).values())
         frozen = "model.train_new_tokens_only, lora.modules: adapters leave the vocabulary frozen: name its embedding"
         refuse({f"{frozen} in lora.modules": config.model.train_new_tokens_only and not learns})

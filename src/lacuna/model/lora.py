@@ -6,27 +6,25 @@ module holds that of its last stack, its child `base_layer` that of the one befo
 """
 
 import fnmatch
-import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence, Set
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 from zlib import crc32
 
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lacuna.config import refuse
-from lacuna.config.sections import ADAPTER_FILE, LoraConfig
+from lacuna.config import explained, refuse
+from lacuna.config.sections import LoraConfig
 from lacuna.model.quantization import dense_weight, quantized_modules
 from lacuna.parallel.fsdp import local, own_part
 
@@ -42,21 +40,31 @@ def _scale(settings: LoraConfig) -> float:
 def find_targets(model: PreTrainedModel, settings: LoraConfig) -> tuple[list[str], ...]:
     """The names of the linear layers and stacks of a whole model that get adapters, and of modules trained whole.
 
-    Raises `UserError` for names that match nothing, and a rank that is no lower than a weight's.
+    What is within a module that is trained whole gets none, as with peft. Raises `UserError` for names that match
+    nothing, and a rank that is higher than a weight's.
     """
     named = {name: module for name, module in model.named_modules() if name}
+    whole = _matching(settings.modules, named, "modules", "module")
+    whole = [name for name in whole if not _within(name, {*whole} - {name})]
     layers = {name: module for name, module in named.items() if isinstance(module, nn.Linear | Conv1D)}
-    linear = {name: module for name, module in layers.items() if module is not model.get_output_embeddings()}
+    head = model.get_output_embeddings()
+    linear = {name: module for name, module in layers.items() if module is not head and not _within(name, whole)}
     wanted = ["*"] if settings.targets == ("all-linear",) else settings.targets
     targets = _matching(wanted, linear, "targets", "linear layer")
     stacks = {name: weight for name, weight in model.named_parameters() if weight.ndim == 3}
-    parameters = _matching(settings.parameters, stacks, "parameters", "stack of weights")
-    adapted = {*targets, *(name.rpartition(".")[0] for name in parameters)}
-    whole = _matching(settings.modules, [name for name in named if name not in adapted], "modules", "module")
+    free = [name for name in stacks if not _within(name, whole)]
+    parameters = _matching(settings.parameters, free, "parameters", "stack of weights")
     weights = [linear[name].weight for name in targets] + [stacks[name] for name in parameters]
+    learns = bool(weights) or any([*named[name].parameters()] for name in whole)
+    refuse({"lora.targets, lora.parameters, lora.modules: they name nothing that could learn": not learns})
     size = min((min(weight.shape[-2:]) for weight in weights), default=settings.rank)
     refuse({f"lora.rank: {settings.rank} is more than {size}, the rank of a weight it is for": settings.rank > size})
     return targets, parameters, whole
+
+
+def _within(name: str, modules: Iterable[str]) -> bool:
+    """Whether a module or parameter of this name is one of the `modules`, or in one."""
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
 
 
 def _matching(patterns: Sequence[str], names: Iterable[str], setting: str, kind: str) -> list[str]:
@@ -117,7 +125,7 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
     """A kind of linear layer that adds what its adapter makes of the input."""
 
     def forward(module: nn.Module, hidden: Tensor) -> Tensor:
-        together = hasattr(kind, "quantized") and not (adapter.dropout or module.weight.requires_grad)
+        together = hasattr(kind, "quantized") and not adapter.dropout
         if module.adapter_is_on and together:
             return kind.forward(module, hidden, module.lora_A, module.lora_B, _scale(adapter))
         result = kind.forward(module, hidden)
@@ -257,11 +265,6 @@ def file_name(name: str) -> str:
     return f"base_model.model.{name}{'.weight' if name.endswith(PARTS[:2]) else ''}"
 
 
-def stated_base(folder: str) -> str | None:
-    """The model that the adapters in `folder` are of, by their description, if that says it."""
-    return json.loads(Path(folder, ADAPTER_FILE).read_text()).get("base_model_name_or_path")
-
-
 @torch.no_grad()
 def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> None:
     """Fills what a rank has of the parameters `trained` of a whole model, in place, with the sum of the adapters named.
@@ -271,10 +274,16 @@ def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> 
     folders, found = settings.adapter, dict[str, list[Tensor]]()
     for folder in folders:
         ratio = _scale(LoraConfig(adapter=(folder,))) / _scale(settings) if len(folders) > 1 else 1.0
-        with safe_open(os.path.join(folder, WEIGHTS), framework="pt") as file:
+        path, mend = os.path.join(folder, WEIGHTS), "save the adapter again, as safetensors"
+        unreadable = explained(f"lora.adapter: cannot read {path}", OSError, SafetensorError, mend=mend)
+        with unreadable, safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
-                tensor = file.get_tensor(key)
+                tensor = file.get_tensor(key).float()
                 found.setdefault(key, []).append(ratio * tensor if "lora_B" in key else tensor)
+    for name, twin in ((file_name(end), file_name(home)) for end, home in model.all_tied_weights_keys.items()):
+        both = found.pop(name, []), found.get(twin, [])
+        same = len(both[0]) == len(both[1]) and all(map(torch.equal, *both))
+        refuse({f"lora.adapter: {twin} and {name} are one weight in the model, and not the same there": not same})
     wrong = f"lora.adapter: {', '.join(folders)} is of another model, or of other settings than lora.*"
     needless = min(found.keys() - {file_name(name) for name in trained}, default=None)
     refuse({f"{wrong}: nothing here takes {needless}": needless is not None})

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from transformers import PreTrainedModel
@@ -71,7 +71,8 @@ def weight_files(source: str) -> list[Path]:
 
 def stored_slices(source: str) -> dict[str, Any]:
     """The tensors in the files of `source` by their names there, none of them read yet."""
-    files = [safe_open(path, framework="pt") for path in weight_files(source)]
+    with explained(f"{source}: a weight file is damaged", SafetensorError, mend="download or write it again"):
+        files = [safe_open(path, framework="pt") for path in weight_files(source)]
     return {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
 
 

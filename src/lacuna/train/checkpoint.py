@@ -226,6 +226,9 @@ def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> Non
     Raises `UserError` when it holds other tensors: the model's configuration is another one.
     """
     saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    known = {name for held in gather_objects(process, [*tensors]) for name in held}
+    lost = min((name for name in saved if name.startswith("model.") and name not in known), default=None)
+    refuse({f"checkpoint {path}: {lost!r} is not among what is trained: give the settings it had": lost is not None})
     for name, tensor in tensors.items():
         shape = tuple(saved[name].size) if name in saved else None
         found = "is missing" if shape is None else f"has the shape {shape}"

@@ -8,17 +8,19 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
+from transformers.utils import CHAT_TEMPLATE_FILE
 
 from lacuna.config import Config, explained, refuse
-from lacuna.config.sections import ADAPTER_FILE, QuantizationConfig
+from lacuna.config.sections import ADAPTER_FILE, QuantizationConfig, described_adapter
 from lacuna.data.gguf import hf_folder
 from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import plan_model
-from lacuna.model.lora import load_adapters, merge_adapters, stated_base, trained_names
+from lacuna.model.lora import load_adapters, merge_adapters, trained_names
 from lacuna.model.quantization import pack_layers
 from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.fsdp import compute_in
@@ -78,13 +80,22 @@ def open_model(source: str, base: str | None = None) -> Opened:
         run = run.model_copy(update={"model": model, "quantization": QuantizationConfig()})
     description = description if is_checkpoint or run is None else hf_folder(str(run.model.name_or_path))
     problem = f"{source}: no folder or Hub model that transformers can open"
-    with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
+    kinds = (OSError, ValueError, SafetensorError)
+    with explained(problem, *kinds, mend="check the files, the name, and whether the Hub can be reached"):
         tokenizer = AutoTokenizer.from_pretrained(description)
         model_config = AutoConfig.from_pretrained(description)
         if run is None and not is_checkpoint:
+            wrong = f"{source}: its weights are quantised: give the model that they were made from"
+            refuse({wrong: hasattr(model_config, "quantization_config")})
             model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
             return Opened(model, tokenizer, description, None)
+    if run is not None and not is_checkpoint:
+        packed = getattr(model_config, "quantization_config", None) or {}
+        form = "int8" if packed.get("load_in_8bit") else "nf4" if packed else "none"
+        run = run.model_copy(update={"quantization": QuantizationConfig(base=form)})
     if run is not None:
+        template = Path(path, CHAT_TEMPLATE_FILE)
+        tokenizer.chat_template = template.read_text() if template.exists() else tokenizer.chat_template
         model = _beside_base(run, tokenizer)
     else:
         with no_init_weights():
@@ -101,10 +112,12 @@ def _run_of(path: str, description: str, base: str | None) -> Config | None:
     """The settings that the adapters in `path` were trained with, on `base` if they do not say, or None."""
     run, adapter = Path(description, checkpoint.RUN), Path(path, ADAPTER_FILE)
     if run.exists():
-        return Config.model_validate(tomllib.loads(run.read_text()))
+        settings = tomllib.loads(run.read_text())
+        settings["lora"] |= {"adapter": ()}  # what it began as may be gone, and its tensors are here
+        return Config.model_validate(settings)
     if not adapter.exists():
         return None
-    base = stated_base(path) or base
+    base = described_adapter(path).get("base_model_name_or_path") or base
     refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
     fits = {"seq_len": 1}  # any model
     return Config.model_validate({"model": {"name_or_path": base}, "training": fits, "lora": {"adapter": path}})
@@ -163,15 +176,16 @@ def convert(
     `adapter_only` they are written alone. Returns what there is to say of it.
     """
     adapter = os.path.join(find_form(source)[0], "adapter")
-    if adapter_only and os.path.isdir(adapter):
+    has_adapter = os.path.isdir(adapter)
+    if adapter_only and has_adapter and base is None:
         shutil.copytree(adapter, target)
         return ""
-    opened = open_model(source, base)
+    opened = open_model(adapter if has_adapter and base is not None else source, base)
     model, run = opened.model, opened.run
     refuse({f"convert: --adapter-only: {source} has no adapters": adapter_only and run is None})
     kind = opened.dtype if dtype is None or form == "gguf" else getattr(torch, dtype)
     if adapter_only:
-        export_adapter(model, run.lora, run.model.name_or_path, target)
+        export_adapter(model, opened.tokenizer, run.lora, run.model.name_or_path, target)
     elif form == "hf":
         export_model(model, opened.tokenizer, target, kind or model.dtype, opened.description)
     elif form == "gguf":

@@ -89,7 +89,7 @@ def _train(config: Config, process: Process, console: Console, stop: list[int]) 
             export_model(built.model, run.tokenizer, model, dtype, config.model.name_or_path)
             if config.lora.rank:
                 beside = os.path.join(model, "adapter")
-                export_adapter(built.model, config.lora, config.model.name_or_path, beside)
+                export_adapter(built.model, run.tokenizer, config.lora, config.model.name_or_path, beside)
             on_first(process, lambda: mark_finished(config, state.step))
             console.print(
                 f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s.\n"
