@@ -58,10 +58,11 @@ def test_a_file_holds_the_model_and_its_tokenizer(family: str, tmp_path: Path) -
         ways.append((str(tmp_path), {"gguf_file": os.path.basename(file)}))
     for place, how in ways:
         read = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32, **how)
-        reader = AutoTokenizer.from_pretrained(place, **how)
         assert (logits(read, tokenizer) - expected).abs().max() < 2e-3 * expected.abs().max()
-        if not how or transformers.__version__ >= "5.23":  # earlier ones split texts otherwise than the file says
-            assert reader(texts).input_ids == tokenizer(texts).input_ids
+        if how and transformers.__version__ < "5.23":
+            continue  # its own reader makes other tokenizers than the file says, or none
+        reader = AutoTokenizer.from_pretrained(place, **how)
+        assert reader(texts).input_ids == tokenizer(texts).input_ids
         assert (reader.eos_token, reader.bos_token) == (END, tokenizer.bos_token)
 
 
