@@ -77,7 +77,7 @@ def test_no_file_has_more_than_300_lines() -> None:
 
 
 def test_the_package_stays_below_its_limit_of_code_lines() -> None:
-    assert sum(bloat.code_lines(path.read_text()) for path in modules()) < bloat.LIMIT == 5700
+    assert sum(bloat.code_lines(path.read_text()) for path in modules()) < bloat.LIMIT == 5760
     assert bloat.run([]) == 0
 
 

@@ -19,7 +19,7 @@ def export_beside(root: Path) -> None:
     model = random_model(tiny_config("llama"))
     add_adapters(model, settings, torch.float32)
     export_model(model, tokenizer_of_words(), str(own / "hf"), torch.float32)
-    export_adapter(model, settings, None, str(own / "hf" / "adapter"))
+    export_adapter(model, tokenizer_of_words(), settings, None, str(own / "hf" / "adapter"))
 
 
 def test_only_the_first_rank_writes_a_model_and_its_adapter(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_only_the_first_rank_writes_a_model_and_its_adapter(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0"]
     assert {"config.json", "model.safetensors", "adapter"} <= {path.name for path in (tmp_path / "rank-0/hf").iterdir()}
     written = sorted(path.name for path in (tmp_path / "rank-0/hf/adapter").iterdir())
-    assert written == ["adapter_config.json", "adapter_model.safetensors"]
+    assert written == ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"]
 
 
 def test_weights_that_are_cast_when_they_are_used_are_written_as_they_are_stored(tmp_path: Path) -> None:

@@ -91,7 +91,7 @@ def test_an_adapter_is_merged_into_a_bfloat16_model_of_few_positions(tmp_path: P
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     add_adapters(model, settings, torch.float32)
     initialize_adapters(model, seed=0)
-    export_adapter(model, settings, base, adapter)
+    export_adapter(model, tokenizer_of_words(), settings, base, adapter)
     assert "the largest difference of any of 16 is 0" in convert(adapter, str(tmp_path / "hf"), "hf", None, None, False)
     assert differing(load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "base/model.safetensors")) == []
 

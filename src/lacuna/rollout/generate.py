@@ -8,14 +8,9 @@ from lacuna.parallel.fsdp import inference
 
 
 def generate_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompt: str,
-    max_new_tokens: int,
-    temperature: float,
-    seed: int,
-    chat: bool = False,
-) -> str:
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str,
+    max_new_tokens: int, temperature: float, seed: int, chat: bool = False,
+) -> str:  # fmt: skip
     """The completion of `prompt`, without the prompt, or with `chat` the answer to it. Temperature 0 is greedy.
 
     On a sharded model every rank must call it, and all draw the same tokens. Mode, attention and random state are
