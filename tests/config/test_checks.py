@@ -282,9 +282,9 @@ def test_adapters_are_by_default_those_that_training_starts_from(folder):
     assert "its description has lora_alpha = 0, which is not what lora.alpha takes" in error_of(
         f"--lora.adapter {folder}"
     )
-    for odd in ("[]", "{"):
+    for odd, said in (("[]", "is of no LoRA adapter"), ("{", "Expecting property name")):
         (folder / "adapter_config.json").write_text(odd)
-        assert f"cannot read {folder}/adapter_config.json" in error_of(f"--lora.adapter {folder}")
+        assert said in error_of(f"--lora.adapter {folder}")
     assert f"lora.adapter: cannot read {folder}/gone/adapter_config.json: No such file" in error_of(
         f"--lora.adapter {folder}/gone"
     )

@@ -155,6 +155,23 @@ def test_modules_that_are_trained_whole_are_so_in_peft(
             load_adapters(again, trained_names(again), stated)
 
 
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        {"target_modules": r".*layers\.1.*(q|up)_proj"},
+        {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
+        {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
+    ],
+)
+def test_an_adapter_is_for_the_layers_that_peft_chose(chosen: dict[str, object], tmp_path: Path) -> None:
+    theirs = get_peft_model(random_model(tiny_config("llama")), LoraConfig(r=3, init_lora_weights=False, **chosen))
+    theirs.save_pretrained(tmp_path)
+    ours, stated = random_model(tiny_config("llama")), Settings(adapter=(str(tmp_path),))
+    add_adapters(ours, stated, torch.float32)
+    load_adapters(ours, trained_names(ours), stated)
+    torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
+
+
 def test_an_adapters_files_that_cannot_be_read_are_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
     folder, no = shutil.copytree(runs["plain"] / "hf" / "adapter", tmp_path / "adapter"), tmp_path / "no"
     AutoTokenizer.from_pretrained(world / "model").save_pretrained(world / "base")

@@ -1,12 +1,13 @@
 """The settings of how the model learns (job, model, training, optimizer), and all sections together."""
 
 import json
-import os
 import pathlib
+import re
 from itertools import product
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt, TypeAdapter, model_validator
+from safetensors import SafetensorError, safe_open
 
 from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
@@ -103,8 +104,8 @@ class TrainingConfig(Section):
     gc_freq: PositiveInt = 50
 
 
-# peft's description of an adapter, and its names of our settings.
-ADAPTER_FILE = "adapter_config.json"
+# peft's files of an adapter, and its names of our settings.
+ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ADAPTER_FIELDS = {
     "rank": "r", "alpha": "lora_alpha", "dropout": "lora_dropout", "targets": "target_modules",
     "parameters": "target_parameters", "modules": "modules_to_save", "rslora": "use_rslora", "dora": "use_dora",
@@ -114,13 +115,19 @@ ADAPTER_FIELDS = {
 # What makes an adapter of peft's something else, when it is not empty, and ways to begin that change the base itself.
 _UNKNOWN = ("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+# By which it also says for which layers it is, beside a regular expression.
+_CHOICES = {"exclude_modules", "layers_to_transform"}
 
 
 def described_adapter(folder: str) -> dict[str, Any]:
     """What peft's description says of the LoRA adapter in a folder. Raises UserError where that is none, or unknown."""
-    file, mend = os.path.join(folder, ADAPTER_FILE), "give the folder of an adapter"
-    with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, AttributeError, mend=mend):
-        stated = {name: one for name, one in json.loads(pathlib.Path(file).read_text()).items() if one is not None}
+    file, mend = pathlib.Path(folder, ADAPTER_FILE), "give the folder of an adapter"
+    with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, SafetensorError, mend=mend):
+        stated = {name: one for name, one in dict(json.loads(file.read_text())).items() if one is not None}
+        chosen = stated.get("target_modules", ())
+        if stated.keys() & _CHOICES or (isinstance(chosen, str) and chosen != "all-linear"):
+            keys = safe_open(file.with_name(ADAPTER_WEIGHTS), framework="pt").keys()
+            stated["target_modules"] = re.findall(r"base_model\.model\.(\S+)\.lora_A\.weight", " ".join(keys))
     start = str(stated.get("init_lora_weights")).partition("_")[0]
     changes = f"began by {start}, which changes the base: save it with peft's path_initial_model_for_weight_conversion"
     reasons = {f"has {name}, which lacuna does not know": bool(stated.get(name)) for name in _UNKNOWN}

@@ -22,11 +22,11 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from lacuna.config import RunError
-from lacuna.config.sections import ADAPTER_FIELDS, ADAPTER_FILE, LoraConfig
+from lacuna.config.sections import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.data.gguf import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors
-from lacuna.model.lora import WEIGHTS, adapted_modules, add_adapters, file_name, merged_tensor
+from lacuna.model.lora import adapted_modules, add_adapters, file_name, merged_tensor
 
 FILE_BYTES = 5 * 10**9
 
@@ -165,5 +165,5 @@ def export_adapter(
     os.makedirs(folder, exist_ok=True)
     with open(os.path.join(folder, ADAPTER_FILE), "w") as file:
         json.dump(about | {"fan_in_fan_out": transposed, "inference_mode": True}, file, indent=2)
-    save_file(tensors, os.path.join(folder, WEIGHTS), metadata={"format": "pt"})
+    save_file(tensors, os.path.join(folder, ADAPTER_WEIGHTS), metadata={"format": "pt"})
     tokenizer.save_pretrained(folder)

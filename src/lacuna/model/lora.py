@@ -23,13 +23,12 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import explained, refuse
-from lacuna.config.sections import LoraConfig
+from lacuna.config.sections import ADAPTER_WEIGHTS, LoraConfig
 from lacuna.model.quantization import dense_weight, quantized_modules
 from lacuna.model.targets import find_targets
 from lacuna.parallel.fsdp import local, own_part
 
 PARTS = ("lora_A", "lora_B", "lora_magnitude_vector")
-WEIGHTS = "adapter_model.safetensors"  # peft's name
 
 
 def _scale(settings: LoraConfig) -> float:
@@ -233,7 +232,7 @@ def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> 
     folders, found = settings.adapter, dict[str, list[Tensor]]()
     for folder in folders:
         ratio = _scale(LoraConfig(adapter=(folder,))) / _scale(settings) if len(folders) > 1 else 1.0
-        path, mend = os.path.join(folder, WEIGHTS), "save the adapter again, as safetensors"
+        path, mend = os.path.join(folder, ADAPTER_WEIGHTS), "save the adapter again, as safetensors"
         unreadable = explained(f"lora.adapter: cannot read {path}", OSError, SafetensorError, mend=mend)
         with unreadable, safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
