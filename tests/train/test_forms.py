@@ -83,6 +83,20 @@ def test_a_checkpoint_of_any_architecture_opens_as_the_model_it_was_made_of(arch
     assert torch.equal(found(ids).logits, expected(ids).logits)
 
 
+def test_modules_trained_whole_in_float32_are_merged_into_a_bfloat16_model_that_computes(tmp_path: Path) -> None:
+    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
+    settings = LoraConfig(rank=2, modules=("embed_tokens", "norm", "lm_head"))
+    random_model(tiny_config("llama")).to(torch.bfloat16).save_pretrained(base)
+    tokenizer_of_words().save_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    add_adapters(model, settings, torch.float32)
+    initialize_adapters(model, seed=0)
+    export_adapter(model, tokenizer_of_words(), settings, base, adapter)
+    expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    ids = torch.arange(4, 20)[None]
+    assert torch.equal(load_any_model(adapter, "cpu")[0](ids).logits, expected(ids).logits)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_adapter_is_merged_into_a_bfloat16_model_of_few_positions(tmp_path: Path) -> None:
     base, adapter, settings = str(tmp_path / "base"), str(tmp_path / "adapter"), LoraConfig(rank=2)

@@ -23,7 +23,7 @@ from lacuna.model.build import plan_model
 from lacuna.model.lora import load_adapters, merge_adapters, trained_names
 from lacuna.model.quantization import pack_layers
 from lacuna.model.weights import check_base, fill_model
-from lacuna.parallel.fsdp import compute_in
+from lacuna.parallel.fsdp import compute_dtype, compute_in
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
@@ -138,7 +138,7 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     if hasattr(base, "quantization_config"):
         pack_layers(model)
     fill_model(model, trained_names(model), run, torch.device("cpu"), fill=True)
-    compute_in(model, model.dtype)
+    compute_in(model, compute_dtype(run, "cpu"))  # not what is trained whole has
     return model.eval()
 
 
