@@ -1,5 +1,6 @@
 """Weights are the same in every form they have on disk, and a run may start from any of them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -83,29 +84,31 @@ def test_a_checkpoint_of_any_architecture_opens_as_the_model_it_was_made_of(arch
     assert torch.equal(found(ids).logits, expected(ids).logits)
 
 
-def test_modules_trained_whole_in_float32_are_merged_into_a_bfloat16_model_that_computes(tmp_path: Path) -> None:
-    base, adapter = str(tmp_path / "base"), str(tmp_path / "adapter")
-    settings = LoraConfig(rank=2, modules=("embed_tokens", "norm", "lm_head"))
+def beside_bfloat16(folder: Path, settings: LoraConfig) -> tuple[str, str]:
+    """The folders of a bfloat16 model, whose configuration says of quantisation that there is none, and its adapter."""
+    base, adapter = str(folder / "base"), str(folder / "adapter")
     random_model(tiny_config("llama")).to(torch.bfloat16).save_pretrained(base)
+    described = json.loads(Path(base, "config.json").read_text()) | {"quantization_config": None}
+    Path(base, "config.json").write_text(json.dumps(described))
     tokenizer_of_words().save_pretrained(base)
     model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     add_adapters(model, settings, torch.float32)
     initialize_adapters(model, seed=0)
     export_adapter(model, tokenizer_of_words(), settings, base, adapter)
+    return base, adapter
+
+
+def test_modules_trained_whole_in_float32_are_merged_into_a_bfloat16_model_that_computes(tmp_path: Path) -> None:
+    base, adapter = beside_bfloat16(tmp_path, LoraConfig(rank=2, modules=("embed_tokens", "norm", "lm_head")))
     expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     ids = torch.arange(4, 20)[None]
-    assert torch.equal(load_any_model(adapter, "cpu")[0](ids).logits, expected(ids).logits)
+    for source in (adapter, base):
+        assert torch.equal(load_any_model(source, "cpu")[0](ids).logits, expected(ids).logits)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_adapter_is_merged_into_a_bfloat16_model_of_few_positions(tmp_path: Path) -> None:
-    base, adapter, settings = str(tmp_path / "base"), str(tmp_path / "adapter"), LoraConfig(rank=2)
-    random_model(tiny_config("llama")).to(torch.bfloat16).save_pretrained(base)
-    tokenizer_of_words().save_pretrained(base)
-    model = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
-    add_adapters(model, settings, torch.float32)
-    initialize_adapters(model, seed=0)
-    export_adapter(model, tokenizer_of_words(), settings, base, adapter)
+    _, adapter = beside_bfloat16(tmp_path, LoraConfig(rank=2))
     assert "the largest difference of any of 16 is 0" in convert(adapter, str(tmp_path / "hf"), "hf", None, None, False)
     assert differing(load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "base/model.safetensors")) == []
 

@@ -144,9 +144,9 @@ def export_model(
 def export_adapter(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, settings: LoraConfig, base: str | None, folder: str
 ) -> None:
-    """Writes adapters and whole modules of `model`, trained beside `base`, to `folder` as peft opens them; a tokenizer.
+    """Writes adapters and whole modules of `model`, trained beside `base`, to `folder` as peft opens them.
 
-    All ranks must call it.
+    The tokenizer is written beside them. All ranks must call it.
     """
     shadow = meta_model(deepcopy(model.config), "eager", torch.float32)
     targets, parameters, whole = add_adapters(shadow, settings, torch.float32)

@@ -85,7 +85,7 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     Raises `UserError` for a model that cannot be had like that.
     """
     model_config, base = architecture.load_model_config(config, tokenizer), config.quantization.base
-    is_packed = hasattr(model_config, "quantization_config")  # which is taken off
+    is_packed = bool(getattr(model_config, "quantization_config", None))  # which is taken off
     left = check_stored(model_config, base)
     for number, stage in enumerate(config.stages()):
         with of_stage(number):

@@ -86,7 +86,7 @@ def open_model(source: str, base: str | None = None) -> Opened:
         model_config = AutoConfig.from_pretrained(description)
         if run is None and not is_checkpoint:
             wrong = f"{source}: its weights are quantised: give the model that they were made from"
-            refuse({wrong: hasattr(model_config, "quantization_config")})
+            refuse({wrong: getattr(model_config, "quantization_config", None) is not None})
             model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
             return Opened(model, tokenizer, description, None)
     if run is not None and not is_checkpoint:
@@ -135,7 +135,7 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         training = run.training.model_copy(update={"mixed_precision_param": dtype})
         run = run.model_copy(update={"training": training})
     model = plan_model(run, tokenizer, Layout(), "cpu")
-    if hasattr(base, "quantization_config"):
+    if getattr(base, "quantization_config", None):
         pack_layers(model)
     fill_model(model, trained_names(model), run, torch.device("cpu"), fill=True)
     compute_in(model, compute_dtype(run, "cpu"))  # not what is trained whole has
