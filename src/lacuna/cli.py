@@ -17,20 +17,19 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command. Exit status: 0 done, 2 the configuration or the input is wrong, 1 anything else."""
-    words = sys.argv[1:] if arguments is None else arguments
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     die_with_launcher()
     _quiet_libraries()
-    if not words or words[0] in ("-h", "--help", "help"):
+    if command in ("-h", "--help", "help"):
         print(f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n")
         for name in COMMANDS:
             about, *_ = str(importlib.import_module(f"lacuna.commands.{name}").__doc__).splitlines()
             print(" ", about.replace("`", ""))
         print("\nlacuna train alone runs the quickstart. lacuna COMMAND --help tells more.")
         return 0
-    if words[0] == "--version":
+    if command == "--version":
         print(__version__)
         return 0
-    command, *rest = words
     try:
         if command not in COMMANDS:
             guess = did_you_mean(command, COMMANDS) or "."

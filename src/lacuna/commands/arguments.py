@@ -26,9 +26,8 @@ def parse_run(command: str, doc: str, words: list[str], *flag: str) -> tuple[arg
     Raises `UserError` for whatever is wrong.
     """
     if {"-h", "--help"} & {*words}:
-        _, _, usage = doc.partition("\n\n")
         recipes = sorted(file.name for file in RECIPES.glob("*.toml"))
-        print(usage, f"Recipes: {', '.join(recipes)}\n", help_text(), sep="\n", flush=True)
+        print(doc.partition("\n\n")[2], f"Recipes: {', '.join(recipes)}\n", help_text(), sep="\n", flush=True)
         raise SystemExit
     parser = CommandParser(prog=f"lacuna {command}", add_help=False, allow_abbrev=False)
     if flag:

@@ -1,7 +1,5 @@
 """Names that other trainers use for our settings, names that are refused, and settings still to come."""
 
-from fnmatch import fnmatchcase
-
 from lacuna.config.documents import DataConfig
 from lacuna.config.machine import ParallelismConfig
 
@@ -32,7 +30,6 @@ RENAMED: dict[str, str] = {
 # Those of them that are true where ours is false.
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
-_TO_COME = ("distillation", "grpo", "ppo")
 _ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 
 # Pattern of a name that nothing here answers to -> why it cannot be had; leaving it out is the mending.
@@ -46,10 +43,5 @@ REFUSED: dict[str, str] = {
     "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
     "checkpoint.*_hf*": "the final model is always exported to hf/; `lacuna convert` exports any other",
-    **{f"{section}*": f"the section {section} is not available yet" for section in _TO_COME},
+    **{f"{section}*": f"the section {section} is not available yet" for section in ("distillation", "grpo", "ppo")},
 }
-
-
-def refusal(name: str) -> str | None:
-    """Why a name is refused; None when it is not."""
-    return next((reason for pattern, reason in REFUSED.items() if fnmatchcase(name, pattern)), None)

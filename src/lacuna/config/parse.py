@@ -3,12 +3,13 @@
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from lacuna.config.aliases import OPPOSITE, RENAMED, refusal
+from lacuna.config.aliases import OPPOSITE, REFUSED, RENAMED
 from lacuna.config.checks import problems_of
 from lacuna.config.documents import Source, Stage
 from lacuna.config.errors import UserError, did_you_mean, explained, nearby
@@ -34,8 +35,7 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
     """
     problems: list[str] = []
     file = RECIPES / "quickstart.toml" if path is None else Path(packaged(path)).expanduser()
-    where = f"in {path or 'the quickstart recipe'}"
-    given = _resolve(_flatten(_read(file)), where, problems)
+    given = _resolve(_flatten(_read(file)), f"in {path or 'the quickstart recipe'}", problems)
     given |= _resolve(_words_by_flag(flags, problems), "on the command line", problems)
     tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {"job": {"name": file.stem}}
     for setting, (value, _) in given.items():
@@ -91,16 +91,15 @@ def _resolve(entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
             value = read_value(FIELDS[setting], raw)
         except ValidationError as error:
             problems += [_explained(detail, setting, spelling, where) for detail in error.errors()]
-            continue
         except ValueError as error:
             problems.append(f"{spelling}: {error}")
-            continue
-        if spelling in OPPOSITE and value is not None:
-            value = not value
-        meant = f"{spelling} = {shown(value)}"
-        first, first_meant = given.setdefault(setting, (value, meant))
-        if first != value:
-            problems.append(f"{setting}: given twice {where}, as {first_meant} and as {meant}; keep one")
+        else:
+            if spelling in OPPOSITE and value is not None:
+                value = not value
+            meant = f"{spelling} = {shown(value)}"
+            first, first_meant = given.setdefault(setting, (value, meant))
+            if first != value:
+                problems.append(f"{setting}: given twice {where}, as {first_meant} and as {meant}; keep one")
     return given
 
 
@@ -108,9 +107,9 @@ def _canonical(name: str, where: str) -> str:
     """The setting that a name stands for. Raises ValueError: why there is none, and which is nearest."""
     if name in SPELLINGS:
         return SPELLINGS[name]
-    reason = refusal(name)
-    if reason:
-        raise ValueError(f"is not accepted: {reason} ({where}; leave it out)")
+    for pattern, reason in REFUSED.items():
+        if fnmatchcase(name, pattern):
+            raise ValueError(f"is not accepted: {reason} ({where}; leave it out)")
 
     def likeness(known: str) -> float:
         pairs = ((name, known), (name.rpartition(".")[2], known.rpartition(".")[2]))

@@ -90,9 +90,7 @@ def conversation_columns(columns: Collection[str], settings: ChatConfig) -> tupl
     A format that `chat.columns` names goes first. Raises UserError when there are no such columns.
     """
     renamed = dict(pair.split("=", 1) for pair in settings.columns)
-    names = {ours: ours for ours in COLUMNS}
-    if "messages" not in columns:
-        names["messages"] = "conversations"
+    names = {ours: ours for ours in COLUMNS} | {"messages": "messages" if "messages" in columns else "conversations"}
     found = {ours: theirs for ours, theirs in (names | renamed).items() if theirs in columns}
     for needed in sorted(_FORMATS, key=renamed.keys().isdisjoint):
         if found.keys() >= {*needed, *renamed}:
@@ -225,8 +223,7 @@ def _message(value: Any, where: str) -> dict[str, Any]:
         called = {"tool_calls": [content]} if speaker == "function_call" else {"content": content}
         message |= {"role": _SHAREGPT[speaker]} | called
     _read(message.get("role"), str, f"{where}, role")
-    calls = _read(message.get("tool_calls", []), list, f"{where}, tool_calls")
-    if calls:
+    if calls := _read(message.get("tool_calls", []), list, f"{where}, tool_calls"):
         message["tool_calls"] = [_call(_read(call, dict, f"{where}, tool_calls"), where) for call in calls]
     _read(message.get("content", "" if calls else None), str, f"{where}, content")
     return message

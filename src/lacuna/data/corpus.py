@@ -23,11 +23,9 @@ _TRAINING_BYTES = 4_000_000
 def stdlib_files() -> dict[str, list[str]]:
     """The standard library's source files by split, each sorted; every twentieth is for validation."""
     root = Path(sysconfig.get_path("stdlib"))
-    kept = [path for path in sorted(root.rglob("*.py")) if not _LEFT_OUT.intersection(path.relative_to(root).parts)]
-    files = list(map(str, kept))
-    held_out = files[::_VALIDATION_PART]
-    del files[::_VALIDATION_PART]
-    return {"train": files, "validation": held_out}
+    files = [str(path) for path in sorted(root.rglob("*.py")) if _LEFT_OUT.isdisjoint(path.relative_to(root).parts)]
+    train = [file for number, file in enumerate(files) if number % _VALIDATION_PART]
+    return {"train": train, "validation": files[::_VALIDATION_PART]}
 
 
 def stdlib_tokenizer() -> PreTrainedTokenizerFast:

@@ -43,7 +43,8 @@ SETTINGS = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+SPECIAL_TOKENS = {"bos_token": "bos_token", "eos_token": "eos_token"}
+SPECIAL_TOKENS |= {"unk_token": "unknown_token", "pad_token": "padding_token"}
 ENDS = [f"tokenizer.ggml.{end}_token_id" for end in ("eos", "eot", "eom")]
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of tokens
 BLANK = "▁"
@@ -146,8 +147,7 @@ def _write_folder(file: str, folder: str) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     names = tensor_names(model, config)
-    meant = ((names[name], converted(whole, str(names[name]), config)) for name, whole in model.named_parameters())
-    shapes = {(name, *tensor.shape) for name, tensor in meant}
+    shapes = {(names[name], *converted(one, str(names[name]), config).shape) for name, one in model.named_parameters()}
     odd = sorted(shapes ^ {(name, *map(int, reversed(tensor.shape))) for name, tensor in tensors.items()})
     refuse({f"its tensors are not those of a {config.model_type} model: {odd[:1]}": odd != []})
     shutil.rmtree(folder, ignore_errors=True)
@@ -180,8 +180,7 @@ def read_config(fields: dict[str, Any], names: Collection[str | None], factors: 
     settings = {ours: about[key] for key, ours in settings_of(architecture).items() if key in about}
     settings["vocab_size"] = len(fields["tokenizer.ggml.tokens"])
     settings["tie_word_embeddings"] = "output.weight" not in names
-    for name, theirs in SPECIAL_TOKENS.items():
-        settings[f"{name}_token_id"] = fields.get(f"tokenizer.ggml.{theirs}_token_id")
+    settings |= {f"{name}_id": fields.get(f"tokenizer.ggml.{theirs}_id") for name, theirs in SPECIAL_TOKENS.items()}
     if architecture == "llama":
         settings |= {"attention_bias": "blk.0.attn_q.bias" in names, "mlp_bias": "blk.0.ffn_up.bias" in names}
     part = settings["hidden_size"] // settings["num_attention_heads"]
@@ -192,9 +191,8 @@ def read_config(fields: dict[str, Any], names: Collection[str | None], factors: 
     unnamed = "linear" if about.keys() & {"rope.scaling.factor", "rope.scale_linear"} else "none"
     scaling = about.get("rope.scaling.type", unnamed)
     refuse({f"it scales positions ({scaling}), as lacuna cannot": scaling != "none"})
-    rope, near = (
-        {"rope_type": "default", "rope_theta": about.get(f"rope.freq_base{part}", 10000.0)} for part in ("", "_swa")
-    )
+    bases = (about.get(f"rope.freq_base{which}", 10000.0) for which in ("", "_swa"))
+    rope, near = ({"rope_type": "default", "rope_theta": base} for base in bases)
     both = {"full_attention": rope, "sliding_attention": near}
     settings["rope_parameters"] = both if architecture == "gemma3" else rope
     if isinstance(pattern := about.get("attention.sliding_window_pattern"), list):
@@ -223,8 +221,7 @@ def read_tokenizer(fields: dict[str, Any]) -> PreTrainedTokenizerFast:
         of[number].append(text)
     padding = {text for text in of[UNUSED] if text.startswith("[PAD")}
     tokens = {text: number for number, text in enumerate(texts) if text not in padding}
-    named = {f"{name}_token": about.get(f"{theirs}_token_id") for name, theirs in SPECIAL_TOKENS.items()}
-    named = {name: texts[number] for name, number in named.items() if number is not None}
+    named = {name: texts[about[f"{theirs}_id"]] for name, theirs in SPECIAL_TOKENS.items() if f"{theirs}_id" in about}
     if kind == "gpt2":
         merges = [tuple(merge.split(" ")) for merge in about["merges"]]
         backend = Tokenizer(models.BPE(tokens, merges, ignore_merges=pre in _WHOLE))

@@ -214,8 +214,7 @@ def _start_worker(worker: int) -> None:
 
 def _stop_workers(batches: Any) -> None:
     """End the workers of torch's iterator: in good order if they listen, by force if they are busy."""
-    workers = getattr(batches, "_workers", ())
-    if workers:
+    if workers := getattr(batches, "_workers", ()):
         batches._shutdown_workers()
     for worker in workers:
         worker.kill()

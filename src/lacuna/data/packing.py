@@ -142,10 +142,9 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
     input_ids = np.full(len(rows) * length, padding, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORED)
     source_tokens, text_bytes = [0] * sources, 0.0
-    starts: list[int] = []
+    starts = list(range(0, len(input_ids), length))
     for row, spans in enumerate(rows):
         first = end = row * length
-        starts.append(first)
         for span in spans:
             tokens, targets = span.tokens, span.document.tokens[span.start + 1 : span.stop + 1]
             start, end = end, end + len(tokens)

@@ -87,9 +87,8 @@ class Plan:
             rows = self.bins_of(np.arange(len(lengths)))
             np.savez(file, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
 
-        mode, made_from = packing_mode(self.config), self.table.dataset._fingerprint
-        made_of = Hasher.hash([_PACKING_VERSION, made_from, mode, way, most])
-        with np.load(made_once(f"{made_of}.npz", write)) as stored:
+        made_of = [_PACKING_VERSION, self.table.dataset._fingerprint, packing_mode(self.config), way, most]
+        with np.load(made_once(f"{Hasher.hash(made_of)}.npz", write)) as stored:
             return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:

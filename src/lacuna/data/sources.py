@@ -52,7 +52,7 @@ def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> 
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        [documents] = with_retries(lambda: [_open(name, source, config, numbers)], config.data.retries, name)
+        return next(with_retries(lambda: [_open(name, source, config, numbers)], config.data.retries, name))
     except (UserError, DatasetGenerationError, FileNotFoundError, ValueError, ConnectionError) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         reason = str(cause).strip().partition("\n")[0]
@@ -60,7 +60,6 @@ def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> 
             mend = "check data.dataset or validation.dataset, name, split, folder, files, and if the Hub can be reached"
             reason = f"cannot be opened: {reason}; {mend}"
         raise UserError(f"{name}: {reason}") from error
-    return documents
 
 
 def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> Documents:

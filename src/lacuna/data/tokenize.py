@@ -60,8 +60,7 @@ def document_of(
         return Document(np.zeros(0, dtype=np.int32), 0.0, broken)
     if not pretokenised:
         return Document(tokenize_text(tokenizer, value), float(len(value.encode())))
-    unknown = [token for token in (min(value), max(value)) if not 0 <= token < len(tokenizer)]
-    if unknown:
+    if unknown := [token for token in (min(value), max(value)) if not 0 <= token < len(tokenizer)]:
         mend = "the data was made with another tokenizer (model.tokenizer_path)"
         raise UserError(f"{place}: holds token {unknown[0]}, but the tokenizer has only {len(tokenizer)}; {mend}")
     return Document(np.array(value, dtype=np.int32), float("nan"))

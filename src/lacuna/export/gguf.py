@@ -175,8 +175,7 @@ def _tokenizer_fields(tokenizer: PreTrainedTokenizerBase, of: PreTrainedModel) -
                 texts[number] = " " * len(text)
     begun, bare = (tokenizer("a", add_special_tokens=adds).input_ids for adds in (True, False))
     about |= {"tokens": texts, "token_type": kinds, "add_bos_token": begun[0] != bare[0]}
-    for ours, theirs in known.SPECIAL_TOKENS.items():
-        about[f"{theirs}_token_id"] = getattr(tokenizer, f"{ours}_token_id")
+    about |= {f"{theirs}_id": getattr(tokenizer, f"{ours}_id") for ours, theirs in known.SPECIAL_TOKENS.items()}
     fields = {f"tokenizer.ggml.{key}": value for key, value in about.items() if value is not None}
     template = tokenizer.chat_template
     template = template.get("default") if isinstance(template, dict) else template

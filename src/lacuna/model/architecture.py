@@ -38,8 +38,7 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
 def meta_model(model_config: PretrainedConfig, attention: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model without memory: shapes only. Attention and dtype are noted in the configuration."""
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention)
-    return model.train()
+        return AutoModelForCausalLM.from_config(model_config, dtype=dtype, attn_implementation=attention).train()
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -59,8 +58,7 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """What has a row for every token, embedding and head with its bias, by each of their names."""
-    ends = [end for end in (model.get_input_embeddings(), model.get_output_embeddings()) if end is not None]
-    found = {*nn.ModuleList(ends).parameters()}
+    found = {*nn.ModuleList(filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))).parameters()}
     return {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if weight in found}
 
 

@@ -49,10 +49,8 @@ def packed_attention(
     outputs = []
     for part, queries in zip(parts, query.chunk(len(parts), 2), strict=True):
         seen = (queries, key[:, :, : part.stop], value[:, :, : part.stop], part, scaling, sliding_window)
-        if flash and not (part.whole and sliding_window is None):
-            outputs.append(_flash(*seen))
-        else:
-            outputs.append(_plain(*seen, softcap, dropout, module))
+        unmasked = part.whole and sliding_window is None
+        outputs.append(_flash(*seen) if flash and not unmasked else _plain(*seen, softcap, dropout, module))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 

@@ -95,8 +95,7 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     if base != "none":
         quantize_layers(model, base, left)
     for folder in config.lora.adapter if config.model.name_or_path else ():
-        stated = described_adapter(folder).get("base_model_name_or_path")
-        check_base("lora.adapter", config.model.name_or_path, stated)
+        check_base("lora.adapter", config.model.name_or_path, described_adapter(folder).get("base_model_name_or_path"))
     if config.lora.rank:
         add_adapters(model, config.lora, getattr(torch, config.training.dtype))
         packed = {name: one for name, one in model.named_modules() if is_packed and hasattr(one, "quantized")}

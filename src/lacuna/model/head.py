@@ -136,10 +136,8 @@ def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
     if inputs.gather is not None:
         states = gather_sequence_slices(states, inputs.gather)
     states, labels = states.flatten(0, 1), inputs.labels.flatten()
-    if head.chunked:
-        loss = model.get_output_embeddings().summed_loss(head, states, labels)
-    else:
-        loss = head.loss(states, labels)
+    linear = model.get_output_embeddings()
+    loss = linear.summed_loss(head, states, labels) if head.chunked else head.loss(states, labels)
     return loss if inputs.gather is None else loss / inputs.gather.size()
 
 

@@ -52,11 +52,10 @@ def packing_arguments(
         parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
         ring = (bounds, longest) if mesh.layout.ring else None
         return {"parts": parts, "group": mesh.named.get_group("cp"), "ring": ring}
-    if attention.startswith("flash_attention"):
-        bounds = to_device(cu_seqlens, device)
-        return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds,
-                "max_length_q": max_seqlen, "max_length_k": max_seqlen}  # fmt: skip
-    return {}  # transformers builds the mask from position ids that start again
+    if not attention.startswith("flash_attention"):
+        return {}  # transformers builds the mask from position ids that start again
+    bounds = to_device(cu_seqlens, device)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": max_seqlen, "max_length_k": max_seqlen}
 
 
 def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mesh, gather: bool) -> Inputs:

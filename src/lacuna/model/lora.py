@@ -83,12 +83,11 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
     """A kind of linear layer that adds what its adapter makes of the input."""
 
     def forward(module: nn.Module, hidden: Tensor) -> Tensor:
-        together = hasattr(kind, "quantized") and not adapter.dropout
-        if module.adapter_is_on and together:
+        if not module.adapter_is_on:
+            return kind.forward(module, hidden)
+        if hasattr(kind, "quantized") and not adapter.dropout:
             return kind.forward(module, hidden, module.lora_A, module.lora_B, _scale(adapter))
         result = kind.forward(module, hidden)
-        if not module.adapter_is_on:
-            return result
         shown = F.dropout(hidden, adapter.dropout, module.training)
         # Scaled where it is narrow: for the backward pass, a wide product would be kept twice.
         change = F.linear(_scale(adapter) * F.linear(shown, module.lora_A), module.lora_B)
@@ -159,8 +158,7 @@ def merged_tensor(model: nn.Module, name: str) -> Tensor:
     place, _, part = name.rpartition(".")
     module = model.get_submodule(place)
     # Not by its name in the module, under which a module that casts has it in less precision.
-    stored = module._parameters[part] if part in module._parameters else getattr(module, part)
-    whole = whole_tensor(stored)
+    whole = whole_tensor(module._parameters[part] if part in module._parameters else getattr(module, part))
     if part == "weight":
         whole = dense_weight(module, whole)
     if part not in (holders := _holders(module)):

@@ -100,8 +100,7 @@ def _grown(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
     Those of the ids `added` and those that the file lacks are the mean of the first `known`.
     """
     read = stored[...]
-    blocks = read[:known].split(4096)  # as float64, one at a time
-    mean = sum(block.double().sum(0) for block in blocks) / len(read[:known])
+    mean = sum(block.double().sum(0) for block in read[:known].split(4096)) / len(read[:known])  # one block as float64
     grown = torch.cat([read, read.new_empty(max(rows - len(read), 0), *read.shape[1:])])
     grown[[*added, *range(len(read), rows)]] = mean.to(read.dtype)
     return grown

@@ -244,8 +244,7 @@ def _attend_backward(
         tensors = (tensor.transpose(1, 2) for tensor in (grad, query, key, value, output))
         no_dropout = torch.empty((), dtype=torch.int64, device=query.device)
         settings = (lse.transpose(1, 2).unsqueeze(-1).contiguous(), no_dropout, no_dropout, None, None, None)
-        lengths = (query.shape[1], key.shape[1], 0.0, part.causal)
-        grads = _CUDNN_BACKWARD(*tensors, *settings, *lengths, scale=scaling)
+        grads = _CUDNN_BACKWARD(*tensors, *settings, query.shape[1], key.shape[1], 0.0, part.causal, scale=scaling)
         return tuple(tensor.transpose(1, 2) for tensor in grads)
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (grad, query, key, value, output))

@@ -98,8 +98,7 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     # is about to drop slices of flattened dimensions.
     cuts = ("pp", "dp_replicate", "fsdp", "tp")
     split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=cuts)
-    whole = (pp, replicate, shard * cp * tp)
-    root = init_device_mesh(device_type, whole, mesh_dim_names=cuts[:3]) if tp > 1 else split
+    root = init_device_mesh(device_type, (pp, replicate, shard * cp * tp), mesh_dim_names=cuts[:3]) if tp > 1 else split
     pairs = named.mesh.flatten(1)[[0, -1]].T.tolist()  # the ranks of the first stage beside those of the last
     ends = dist.new_subgroups_by_enumeration(pairs)[0] if pp > 1 else None
     return Mesh(layout, named, split["dp_replicate", "fsdp"], split["tp"], root["dp_replicate", "fsdp"], ends)

@@ -152,8 +152,7 @@ class Pipeline:
         self.settings, self.mesh, self.device, self.run = config.parallelism, mesh, device, run
         self.dtype = compute_dtype(config, device.type)
         self.width = stages[0].module.config.get_text_config().hidden_size
-        held = held_stages(pipeline_order(self.settings))
-        self.owners = {stage: rank for rank, own in held.items() for stage in own}
+        self.owners = {stage: rank for rank, own in held_stages(pipeline_order(self.settings)).items() for stage in own}
         self.total = len(self.owners)
         self.stages = {stage.index: stage for stage in stages}
         self.planned: tuple[int, torch.Size] | None = None

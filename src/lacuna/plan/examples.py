@@ -61,8 +61,7 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
     lengths = lengths[lengths > 0]
     sizes, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-        bar = "█" * -(-_BAR * count // counts.max())
-        table.add_row(f"below {1 << size:,} tokens", f"{count:,} examples", bar)
+        table.add_row(f"below {1 << size:,} tokens", f"{count:,} examples", "█" * -(-_BAR * count // counts.max()))
     if whole:
         table.add_row("longer than a row", f"{(lengths > length).sum():,} of {len(lengths):,} examples")
     name, tokens, count, room = "first step", batch.tokens, len(rows), batch.input_ids.numel()

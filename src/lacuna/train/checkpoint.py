@@ -81,8 +81,7 @@ def newest_complete(folder: str, process: Process) -> str | None:
     """The newest checkpoint in `folder` that is complete; damaged ones are named in the log and skipped."""
     for step in reversed(on_first(process, lambda: listed_steps(folder))):
         path = checkpoint_path(folder, step)
-        damage = find_damage(path, process)
-        if damage is None:
+        if (damage := find_damage(path, process)) is None:
             return path
         logger.warning("skipping the damaged checkpoint %s: %s", path, damage)
     return None

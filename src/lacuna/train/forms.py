@@ -132,8 +132,7 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     base = load_model_config(run, tokenizer)
     if run.model.name_or_path:
         dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float32"
-        training = run.training.model_copy(update={"mixed_precision_param": dtype})
-        run = run.model_copy(update={"training": training})
+        run = run.model_copy(update={"training": run.training.model_copy(update={"mixed_precision_param": dtype})})
     model = plan_model(run, tokenizer, Layout(), "cpu")
     if getattr(base, "quantization_config", None):
         pack_layers(model)

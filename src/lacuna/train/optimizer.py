@@ -6,12 +6,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from lacuna.config import Config
 from lacuna.model.architecture import vocabulary_weights
 from lacuna.model.build import BuiltModel
+from lacuna.model.lora import whole_tensor
 from lacuna.parallel.pipeline import tied_weights
 
 
@@ -31,8 +31,7 @@ def learning_rate(config: Config, step: int, total: int) -> float:
     if schedule.decay_type == "constant" or progress <= 0:
         return peak
     curved = {"sqrt": 1 - math.sqrt(progress), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-    shape = curved.get(schedule.decay_type, 1 - progress)
-    return peak * (schedule.lr_min + (1 - schedule.lr_min) * shape)
+    return peak * (schedule.lr_min + (1 - schedule.lr_min) * curved.get(schedule.decay_type, 1 - progress))
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
@@ -67,8 +66,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
 def _norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all of them, whole or on one mesh. On CPUs torch sums squares one by one: too many for float32."""
     dtype = torch.float64 if gradients[0].device.type == "cpu" else torch.float32
-    norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    return whole_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype))))
 
 
 def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:

@@ -79,13 +79,12 @@ def document_losses(built: BuiltModel, plan: Plan, documents: np.ndarray) -> np.
     Each has a row of its own. Float64 [documents], the same on all ranks.
     """
     alone = replace(plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")}))
-    length = plan.config.training.seq_len
     losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
     with inference(*(stage.module for stage in built.stages)):
         for first in range(0, len(documents), built.mesh.layout.data_parallel):
             place = first + built.mesh.data_rank
             document, source = plan.table.document(int(documents[min(place, len(documents) - 1)]))
-            batch = alone.batch([[Span(document, source, 0, length)]])
+            batch = alone.batch([[Span(document, source, 0, plan.config.training.seq_len)]])
             # Nothing beyond the last, which others have: all must make the same calls.
             losses[place : place + 1] = language_modelling_loss(built, batch)[0] / batch.trained_tokens
     dist.all_reduce(losses)
