@@ -14,8 +14,9 @@ from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import build_model, check_layout, embeds_on_cpu, look_up_on_cpu
 from lacuna.model.lora import add_adapters
+from lacuna.parallel.fsdp import local
 from lacuna.parallel.mesh import Layout, build_mesh
-from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
+from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words
 
 
 def refusal(architecture: str, layout: Layout, length: int = 64, prompts: tuple[str, ...] = (), **shape: int) -> str:
@@ -81,6 +82,23 @@ def test_rows_that_are_looked_up_on_the_cpu_are_those_of_the_embedding(device: s
     look_up_on_cpu(embedding)
     found = embedding(ids.to(device))
     assert embedding.weight.device.type == "cpu" and found.device == expected.device and found.equal(expected)
+
+
+def _places(folder: Path, device: str, **settings: Any) -> set[str]:
+    """The kinds of devices that hold the parameters of a model that is loaded to be trained on `device`."""
+    config = Config(
+        model={"name_or_path": str(folder)}, training={"seq_len": 8, "enable_cpu_offload": True}, **settings
+    )
+    built = build_model(config, tokenizer_of_words(), build_mesh(Layout(), device), torch.device(device, 0))
+    return {local(parameter).device.type for parameter in built.model.parameters()}
+
+
+@pytest.mark.skipif("not torch.cuda.is_available()")
+@pytest.mark.parametrize("base", ["none", "int8", "nf4"])
+def test_weights_that_are_offloaded_are_loaded_into_cpu_memory(tmp_path: Path, base: str) -> None:
+    random_model(tiny_config("llama_tied")).save_pretrained(tmp_path)
+    lora = {"lora": {"rank": 4}, "quantization": {"base": base}} if base != "none" else {}
+    assert run_ranks(1, partial(_places, **lora), tmp_path, "cuda") == [{"cpu"}]
 
 
 def _graphs(folder: Path, **settings: Any) -> int:

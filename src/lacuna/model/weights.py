@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import convert_and_load_state_dict_in_model
@@ -129,7 +130,10 @@ def load_weights(
     slices = slices | packed_slices(model, slices, device)  # which read the others
     mapping = get_model_conversion_mapping(shadow)
     placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map=places)
-    info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
+    # It makes a DTensor on its mesh's device, wherever that is to be.
+    keeps = lambda _, __, made: nn.Parameter(made.to(places[""]), made.requires_grad)  # noqa: E731
+    with register_module_parameter_registration_hook(keeps):
+        info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
     missing = sorted(name for name in info.missing_keys - {*model.all_tied_weights_keys} if not name.endswith(PARTS))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
