@@ -44,6 +44,7 @@ class Case:
     lora: LoraConfig = LoraConfig()
     base: Literal["none", "int8", "nf4"] = "none"
     precision: Literal["bfloat16", "float32"] | None = None
+    dtype: Literal["bfloat16", "float32"] = "float32"
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ def configuration(model: Path, case: Case) -> Config:
             max_norm=case.max_norm,
             enable_cpu_offload=case.offload,
             mixed_precision_param=case.precision,
+            dtype=case.dtype,
         ),
         optimizer=optimizer,
         parallelism=ParallelismConfig(zero_stage=case.zero_stage, **case.parallelism),

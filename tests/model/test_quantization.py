@@ -1,5 +1,6 @@
 """Quantised weights: the forms are bitsandbytes', and a model learns beside them as beside what they stand for."""
 
+import warnings
 from pathlib import Path
 from zlib import crc32
 
@@ -13,8 +14,8 @@ from lacuna.config.sections import LoraConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.quantization import dequantize, packed_sizes, quantize, quantize_layers, quantized_modules
 from lacuna.parallel.mesh import Layout
-from layouts import Case, Outcome, check_same, outcomes
-from tiny import random_model, relative_error, tiny_config
+from layouts import Case, Outcome, check_same, outcomes, steps
+from tiny import differing, random_model, relative_error, run_ranks, tiny_config
 
 FORMS = ("nf4", "int8")
 ADAPTERS = LoraConfig(rank=3)
@@ -125,3 +126,22 @@ def test_ranks_that_compute_in_bfloat16_learn_as_one_does(bases: dict[str, Path]
     assert relative_error(alone.gradients, dense.gradients) < 0.02
     for outcome in outcomes(bases["none"], [Case(Layout(1, 2), **settings), Case(Layout(2, 1), **settings)]):
         assert relative_error(outcome.gradients, alone.gradients) < 0.02
+
+
+def _gathered_as_on_a_gpu(folder: Path, cases: list[Case]) -> list[Outcome]:
+    """The steps of `cases` where a GPU's copies of several tensors at once take them through float32, as torch's do."""
+    warnings.filterwarnings("error", "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed")
+    copies = torch._foreach_copy_
+    torch._foreach_copy_ = lambda into, found: copies(
+        into, [one.float().to(one.dtype) if one.is_floating_point() else one for one in found]
+    )
+    return steps(folder, cases)
+
+
+@pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)
+@pytest.mark.parametrize("form", FORMS)
+def test_packed_bytes_that_are_no_number_are_gathered_as_they_are(bases: dict[str, Path], form: str) -> None:
+    for adapters in ("float32", "bfloat16"):
+        cases = [Case(Layout(1, 2), lora=ADAPTERS, base=form, precision="bfloat16", dtype=adapters)]
+        expected, found = outcomes(bases["none"], cases)[0], run_ranks(2, _gathered_as_on_a_gpu, bases["none"], cases)
+        assert differing(found[0][0].gradients, expected.gradients) == []

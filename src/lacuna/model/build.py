@@ -131,7 +131,7 @@ def build_model(
         initialize_adapters(model, config.training.seed)
         if config.lora.adapter:
             load_adapters(model, trained, config.lora)
-    if is_alone(config, mesh.layout):
+    if is_alone(config, mesh.layout) or config.quantization.base != "none":
         compute_in(model, compute_dtype(config, device.type))
     if embeds_on_cpu(config, mesh.layout, model, device.type):
         look_up_on_cpu(model.get_input_embeddings())

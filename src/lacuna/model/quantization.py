@@ -2,8 +2,8 @@
 
 nf4: 16 levels, a scale for every 64 weights, and of the scales 256 levels with a scale for every 256: 4.13 bits in all.
 int8: 255 levels with a scale for every row. A packed weight is one tensor [n] of bytes, its scales in front, so that it
-is sharded, gathered and moved with them. As a parameter its bytes pass for numbers of the dtype that is computed in:
-torch 2.11 shards no others, and casts those of another dtype.
+is sharded, gathered and moved with them. As a parameter its bytes pass for float32: torch 2.11 shards no integers, and
+when FSDP gathers those of 16 bits, what would not be a number becomes another one that is not.
 """
 
 import json
@@ -185,8 +185,8 @@ def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
 def pack_layers(model: nn.Module) -> None:
     """Puts packed weights in the place of quantised ones of a model on the meta device, in place."""
     for module in quantized_modules(model).values():
-        size = sum(packed_sizes(*type(module).quantized)) // module.weight.itemsize
-        module.weight = nn.Parameter(module.weight.new_empty(size), requires_grad=False)
+        size = sum(packed_sizes(*type(module).quantized)) // 4
+        module.weight = nn.Parameter(module.weight.new_empty(size, dtype=torch.float32), requires_grad=False)
 
 
 def dense_weight(module: nn.Module, weight: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ class PackedSlice:
     def __getitem__(self, place: Any) -> Tensor:
         parts = stored_parts(self.slices, self.key)
         packed = _joined(*parts) if parts else quantize(self.slices[self.key][...].to(self.device), self.base)
-        return packed.view(self.like.dtype)[place]
+        return packed.view(torch.float32)[place]
 
 
 def stored_parts(slices: Mapping[str, Any], key: str) -> list[Tensor]:

@@ -173,7 +173,7 @@ def compute_tensors(
         path, is_layer = paths[module], module in layers
         for name, drawn in module.named_parameters(path, is_layer):
             if name in weights:  # what another pipeline stage holds is drawn all the same
-                whole = quantize(drawn, packed[name]).view(drawn.dtype) if name in packed else drawn
+                whole = quantize(drawn, packed[name]).view(torch.float32) if name in packed else drawn
                 local(weights[name]).copy_(own_part(whole, weights[name]))  # which may be on other devices
         for name, buffer in module.named_buffers(path, is_layer):
             if name in names:

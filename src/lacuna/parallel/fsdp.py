@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +48,9 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
     the loss by the tokens of the whole step) and are accumulated in float32.
     """
     reduce_dtype, kind = getattr(torch, config.training.mixed_precision_reduce), mesh.named.device_type
-    precision = MixedPrecisionPolicy(compute_dtype(config, kind), reduce_dtype)
+    # What is packed must not be cast; modules then cast the rest (`compute_in`).
+    own = None if config.quantization.base != "none" else compute_dtype(config, kind)
+    precision = MixedPrecisionPolicy(own, reduce_dtype)
     offload = CPUOffloadPolicy(kind == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
     reshard = reshard_after_forward(config, mesh.layout)
     always = reshard and config.parallelism.fsdp_reshard_after_forward == "always"
@@ -64,14 +66,16 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
 
 
 def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has a model that is not sharded compute in `dtype`, in place, while its weights and gradients stay as they are.
+    """Has a model of which nothing else casts weights compute in `dtype`, in place; weights and gradients stay.
 
     A module casts its weights wherever it uses them, which compiled code does between its other work, and needs no
-    second copy of the model; an embedding casts what it has looked up.
+    second copy of the model; an embedding casts what it has looked up. Packed weights are none to cast.
     """
     for module in model.modules():
-        weights = module.named_parameters(recurse=False)
-        own = tuple(name for name, weight in weights if weight.is_floating_point() and weight.dtype != dtype)
+        weights = dict(module.named_parameters(recurse=False))
+        if hasattr(type(module), "quantized") and weights["weight"].ndim == 1:
+            del weights["weight"]
+        own = tuple(name for name, one in weights.items() if one.is_floating_point() and one.dtype != dtype)
         if own and isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _, __, found: found.to(dtype))
         elif own:
@@ -80,9 +84,13 @@ def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
 
 @cache
 def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
-    """A kind of module whose weights of these names are cast when they are read."""
-    cast = {name: property(lambda module, name=name: module._parameters[name].to(dtype)) for name in names}
-    return type(kind.__name__, (kind,), cast)
+    """A kind of module whose weights of these names are cast when they are read, unless sharded, as FSDP reads them."""
+
+    def cast(module: nn.Module, name: str) -> Tensor:
+        weight = module._parameters[name]
+        return weight if isinstance(weight, DTensor) else weight.to(dtype)
+
+    return type(kind.__name__, (kind,), {name: property(partial(cast, name=name)) for name in names})
 
 
 def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
