@@ -6,17 +6,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
 from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import build_model, check_layout, embeds_on_cpu, look_up_on_cpu
-from lacuna.model.lora import add_adapters
+from lacuna.model.lora import add_adapters, merged_tensor
+from lacuna.model.quantization import dequantize, quantize
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.mesh import Layout, build_mesh
-from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words
+from tiny import CPU, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words
 
 
 def refusal(architecture: str, layout: Layout, length: int = 64, prompts: tuple[str, ...] = (), **shape: int) -> str:
@@ -121,3 +123,37 @@ def test_adapters_have_no_more_graphs_compiled(tmp_path: Path, modules: tuple[st
     tiny_config("llama").save_pretrained(tmp_path)
     assert run_ranks(1, _graphs, tmp_path) == [2]
     assert run_ranks(1, partial(_graphs, lora={"rank": 4, "modules": modules}), tmp_path) == [2]
+
+
+def _begun(folder: Path, names: list[str], shards: int, **lora: Any) -> dict[str, Tensor]:
+    """Weights of a model of which all that is quantised is merged with adapters that nothing has trained."""
+    config = Config(
+        model={"name_or_path": str(folder)}, quantization={"base": "nf4"}, lora={"init": "loftq", **lora},
+        training={"seq_len": 8}, parallelism={"data_parallel_shard_degree": shards},
+    )  # fmt: skip
+    model = build_model(config, tokenizer_of_words(), build_mesh(Layout(dp_shard=shards), "cpu"), CPU).model
+    return {name: merged_tensor(model, name) for name in names}
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_adapters_can_begin_as_the_best_that_their_rank_has_of_what_quantisation_took(
+    architecture: str, tmp_path: Path
+) -> None:
+    random_model(tiny_config(architecture)).save_pretrained(tmp_path)
+    whole = load_file(tmp_path / "model.safetensors")
+    ends = ("_proj.weight",) if architecture == "llama" else ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    whole = {name: weight for name, weight in whole.items() if name.endswith(ends)}
+    lost = {name: weight - dequantize(quantize(weight, "nf4"), "nf4", weight.shape, torch.float32)
+            for name, weight in whole.items()}  # fmt: skip
+    sizes = {name: torch.linalg.svdvals(error) for name, error in lost.items()}
+    rank = min(len(size) for size in sizes.values())
+    half = run_ranks(1, partial(_begun, rank=rank // 2, rslora=True), tmp_path, [*whole], 1)[0]
+    full = run_ranks(2, partial(_begun, rank=rank, alpha=3, dropout=0.5), tmp_path, [*whole], 2)
+    for name, weight in whole.items():
+        beyond = sizes[name][rank // 2 :].norm().item()
+        assert (half[name] - weight).norm().item() == pytest.approx(beyond, rel=0.05)
+        assert beyond < 0.7 * lost[name].norm().item()
+        if len(sizes[name]) == rank:
+            torch.testing.assert_close(full[0][name], weight, rtol=0, atol=1e-5)
+        torch.testing.assert_close(full[0][name], full[1][name], rtol=0, atol=0)
+    assert relative_error(full[0], half) > 1e-3

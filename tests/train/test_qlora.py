@@ -163,6 +163,22 @@ def test_what_cannot_be_quantised_is_refused(world: Path, flags: tuple[str, ...]
     assert said in refused("train", world / "run.toml", *words, "--dry-run")
 
 
+@pytest.mark.parametrize(
+    ("start", "more", "said"),
+    [
+        (("base", "none"), None, "lora.init, quantization.base: needs what quantising took"),
+        (("base", "nf4"), "nf4/hf/adapter", "lora.init, lora.adapter: only for new adapters"),
+        (("quantized-nf4", "nf4"), None, "lora.init = loftq: the model's files are quantised, and no longer have"),
+    ],
+)
+def test_adapters_begin_as_what_was_lost_where_something_was_and_is_known(
+    world: Path, runs: dict[str, Path], start: tuple[str, str], more: str | None, said: str
+) -> None:
+    adapter = () if more is None else ("--lora.adapter", world / "runs" / more)
+    words = (*settings(world, *start), *adapter, "--lora.init", "loftq", "--dry-run")
+    assert said in refused("train", world / "run.toml", *words)
+
+
 def test_what_files_have_quantised_does_not_learn_and_is_not_taken_for_weights(world: Path, tmp_path: Path) -> None:
     said = refused(
         "train",

@@ -45,6 +45,8 @@ CONTRADICTIONS: dict[str, str] = {
     "no quantization.base = none & no lora.rank": "quantised weights only learn through adapters; set the second",
     "no quantization.base = none & lora.dora": "DoRA measures weights, which are packed; drop one of them",
     "no quantization.base = none & no parallelism.tensor_p*_degree = 1": "packed weights do not split; keep one",
+    "lora.init = loftq & quantization.base = none": "needs what quantising took from weights; set the second",
+    "lora.init = loftq & no model.name_or_path | lora.adapter": "only for new adapters on a loaded model; drop it",
     "optimizer.early_step_in_backward & training.max_norm": "early steps leave nothing to clip; set max_norm = 0",
     "optimizer.early_step_in_backward & training.skip_nan_inf": "an early step cannot be skipped; drop one",
     "activation_checkpoint.mode = memory_budget & compile.enable = False": "needs torch.compile; drop the second",

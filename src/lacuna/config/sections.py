@@ -150,6 +150,8 @@ class LoraConfig(Section):
     modules: Modules that are trained whole beside the adapters, by name or pattern (peft's modules_to_save).
     rslora: Multiply by alpha / sqrt(rank) instead.
     dora: Learn the lengths of the rows of weights apart from their directions (DoRA).
+    init: What new adapters begin as: zero changes nothing; loftq is the low-rank part of what quantization.base took
+        from the weights beside them (LoftQ), which learns best at a somewhat lower rate.
     """
 
     adapter: Paths = ()
@@ -161,6 +163,7 @@ class LoraConfig(Section):
     modules: Names = ()
     rslora: bool = False
     dora: bool = False
+    init: Literal["zero", "loftq"] = "zero"
 
     @model_validator(mode="before")
     @classmethod

@@ -16,9 +16,9 @@ from lacuna.model import architecture
 from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.lora import add_adapters, initialize_adapters, load_adapters, trained_names
-from lacuna.model.quantization import check_stored, pack_layers, quantize_layers
-from lacuna.model.weights import check_base, fill_model
+from lacuna.model.lora import add_adapters, begin_as_lost, initialize_adapters, load_adapters, trained_names
+from lacuna.model.quantization import check_stored, lost_parts, pack_layers, quantize_layers
+from lacuna.model.weights import check_base, fill_model, stored_slices
 from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
@@ -101,6 +101,8 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
         packed = {name: one for name, one in model.named_modules() if is_packed and hasattr(one, "quantized")}
         lost = [name for name, one in packed.items() if one.weight.requires_grad]
         refuse({f"lora.modules: {lost[:1]} is quantised in the model's files, where only adapters learn": lost != []})
+        gone = "lora.init = loftq: the model's files are quantised, and no longer have what that took; leave it out"
+        refuse({gone: is_packed and config.lora.init == "loftq"})
         learns = any(weight.requires_grad for weight in architecture.vocabulary_weights(model).values())
         frozen = "model.train_new_tokens_only, lora.modules: adapters leave the vocabulary frozen: name its embedding"
         refuse({f"{frozen} in lora.modules": config.model.train_new_tokens_only and not learns})
@@ -129,6 +131,8 @@ def build_model(
     fill_model(model, trained, config, device, fill)
     if fill:
         initialize_adapters(model, config.training.seed)
+        if config.lora.init == "loftq":
+            begin_as_lost(lost_parts(model, stored_slices(str(config.model.name_or_path)), device))
         if config.lora.adapter:
             load_adapters(model, trained, config.lora)
     if is_alone(config, mesh.layout) or config.quantization.base != "none":

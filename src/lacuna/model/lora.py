@@ -7,7 +7,7 @@ module holds that of its last stack, its child `base_layer` that of the one befo
 
 import math
 import os
-from collections.abc import Iterator, Set
+from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
@@ -214,6 +214,24 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
             weight = whole_tensor(module.weight).float()
             lengths = torch.linalg.vector_norm(weight, dim=0 if isinstance(module, Conv1D) else 1)
             local(magnitude).copy_(own_part(lengths, magnitude))
+
+
+@torch.no_grad()
+def begin_as_lost(errors: Iterable[tuple[nn.Module, Tensor]]) -> None:
+    """Has the adapters of layers begin as the low-rank part of what quantisation took, in place.
+
+    This is LoftQ (arXiv 2310.08659), one round. `errors` are layers and what was taken, [out, in] or as they store it.
+    """
+    for module, error in errors:
+        if "lora_A" not in module._parameters:
+            continue
+        with torch.random.fork_rng([error.device] if error.is_cuda else []):
+            torch.manual_seed(0)
+            wide = (error.mT if isinstance(module, Conv1D) else error) / _scale(module.adapter)
+            left, sizes, right = torch.svd_lowrank(wide, q=module.adapter.rank, niter=8)
+        for factor, parameter in (((right * sizes.sqrt()).mT, module.lora_A), (left * sizes.sqrt(), module.lora_B)):
+            # Which factors of a product are found is for kernels to say, so that all take those of one rank.
+            local(parameter).copy_(own_part(factor, parameter, source=0))
 
 
 def file_name(name: str) -> str:

@@ -8,7 +8,7 @@ when FSDP gathers those of 16 bits, what would not be a number becomes another o
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -255,6 +255,14 @@ def packed_slices(model: nn.Module, slices: Mapping[str, Any], device: torch.dev
     """What stands in files for the packed weights of a model, by their names there; computed on `device`."""
     packed = {_tail(name): (base, model.get_parameter(name)) for name, base in packed_weights(model).items()}
     return {key: PackedSlice(slices, key, *packed[_tail(key)], device) for key in slices if _tail(key) in packed}
+
+
+def lost_parts(model: nn.Module, slices: Mapping[str, Any], device: torch.device) -> Iterator[tuple[nn.Module, Tensor]]:
+    """The quantised layers of a model, each with what was taken from its weight in files, float32."""
+    keys = {_tail(key): key for key in slices}
+    for name, module in quantized_modules(model).items():
+        weight = slices[keys[_tail(f"{name}.weight")]][...].to(device).float()
+        yield module, weight - dense_weight(module, weight)
 
 
 def _tail(key: str) -> str:

@@ -93,12 +93,14 @@ def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) 
     return type(kind.__name__, (kind,), {name: property(partial(cast, name=name)) for name in names})
 
 
-def own_part(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Of what every rank has whole, the part that belongs to this rank's part of a parameter."""
+def own_part(whole: Tensor, parameter: Tensor, source: int | None = None) -> Tensor:
+    """Of what every rank has whole, the part that belongs to this rank's part of a parameter.
+
+    Nothing is sent, unless what ranks have may differ: then it is what rank `source` of the parameter's mesh has.
+    """
     if not isinstance(parameter, DTensor):
         return whole
-    # No source rank: nothing is sent.
-    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None).to_local()
+    return distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=source).to_local()
 
 
 def local(tensor: Tensor) -> Tensor:
