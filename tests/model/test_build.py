@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
@@ -125,13 +126,18 @@ def test_adapters_have_no_more_graphs_compiled(tmp_path: Path, modules: tuple[st
     assert run_ranks(1, partial(_graphs, lora={"rank": 4, "modules": modules}), tmp_path) == [2]
 
 
-def _begun(folder: Path, names: list[str], shards: int, **lora: Any) -> dict[str, Tensor]:
-    """Weights of a model of which all that is quantised is merged with adapters that nothing has trained."""
+def _quantized(folder: Path, shards: int, **lora: Any) -> PreTrainedModel:
+    """A quantised model from files, beside new adapters."""
     config = Config(
-        model={"name_or_path": str(folder)}, quantization={"base": "nf4"}, lora={"init": "loftq", **lora},
-        training={"seq_len": 8}, parallelism={"data_parallel_shard_degree": shards},
+        model={"name_or_path": str(folder)}, quantization={"base": "nf4"}, lora=lora,
+        training={"seq_len": 8, "mixed_precision_param": "bfloat16"},
     )  # fmt: skip
-    model = build_model(config, tokenizer_of_words(), build_mesh(Layout(dp_shard=shards), "cpu"), CPU).model
+    return build_model(config, tokenizer_of_words(), build_mesh(Layout(dp_shard=shards), "cpu"), CPU).model
+
+
+def _begun(folder: Path, names: list[str], shards: int, **lora: Any) -> dict[str, Tensor]:
+    """Parameters of a model of which all that is quantised is merged with adapters that nothing has trained."""
+    model = _quantized(folder, shards, init="loftq", **lora)
     return {name: merged_tensor(model, name) for name in names}
 
 
@@ -141,6 +147,9 @@ def test_adapters_can_begin_as_the_best_that_their_rank_has_of_what_quantisation
 ) -> None:
     random_model(tiny_config(architecture)).save_pretrained(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
+    # A layer that the model leaves out, as files of those that guess several tokens have.
+    more = {f"mtp.{name.partition('.')[2]}": torch.ones_like(weight) for name, weight in whole.items()}
+    save_file(more | whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
     ends = ("_proj.weight",) if architecture == "llama" else ("c_attn.weight", "c_proj.weight", "c_fc.weight")
     whole = {name: weight for name, weight in whole.items() if name.endswith(ends)}
     lost = {name: weight - dequantize(quantize(weight, "nf4"), "nf4", weight.shape, torch.float32)
@@ -157,3 +166,29 @@ def test_adapters_can_begin_as_the_best_that_their_rank_has_of_what_quantisation
             torch.testing.assert_close(full[0][name], weight, rtol=0, atol=1e-5)
         torch.testing.assert_close(full[0][name], full[1][name], rtol=0, atol=0)
     assert relative_error(full[0], half) > 1e-3
+
+
+def test_an_adapter_can_learn_where_quantisation_took_nothing(tmp_path: Path) -> None:
+    random_model(tiny_config("llama")).save_pretrained(tmp_path)
+    stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.self_attn.q_proj"
+    stored[f"{name}.weight"].zero_()
+    save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    found = run_ranks(1, partial(_begun, rank=4), tmp_path, [f"{name}.weight", f"{name}.lora_A"], 1)[0]
+    assert not found[f"{name}.weight"].any() and found[f"{name}.lora_A"].all()
+
+
+def _learning_or_not(folder: Path, name: str, shards: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of a model with gradients and without, and its weight `name`, trained whole, as it is exported."""
+    model, logits = _quantized(folder, shards, rank=4, modules=("o_proj", "down_proj")), []
+    for learns in (True, False):
+        with torch.set_grad_enabled(learns):
+            logits.append(model(input_ids=torch.arange(8)[None], use_cache=False).logits.detach().clone())
+    return *logits, merged_tensor(model, name)
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_linear_layers_that_are_trained_whole_are_never_quantised(tmp_path: Path, shards: int) -> None:
+    random_model(tiny_config("llama")).save_pretrained(tmp_path)
+    name = "model.layers.1.mlp.down_proj.weight"
+    learning, still, exported = run_ranks(shards, _learning_or_not, tmp_path, name, shards)[0]
+    assert learning.equal(still) and exported.equal(load_file(tmp_path / "model.safetensors")[name])

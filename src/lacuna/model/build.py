@@ -17,7 +17,7 @@ from lacuna.model.attention import choose_attention, choose_kernels
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.lora import add_adapters, begin_as_lost, initialize_adapters, load_adapters, trained_names
-from lacuna.model.quantization import check_stored, lost_parts, pack_layers, quantize_layers
+from lacuna.model.quantization import check_stored, pack_layers, quantize_layers, quantized_modules
 from lacuna.model.weights import check_base, fill_model, stored_slices
 from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
 from lacuna.parallel.mesh import Layout, Mesh
@@ -97,8 +97,8 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     for folder in config.lora.adapter if config.model.name_or_path else ():
         check_base("lora.adapter", config.model.name_or_path, described_adapter(folder).get("base_model_name_or_path"))
     if config.lora.rank:
+        packed = quantized_modules(model) if is_packed else {}
         add_adapters(model, config.lora, getattr(torch, config.training.dtype))
-        packed = {name: one for name, one in model.named_modules() if is_packed and hasattr(one, "quantized")}
         lost = [name for name, one in packed.items() if one.weight.requires_grad]
         refuse({f"lora.modules: {lost[:1]} is quantised in the model's files, where only adapters learn": lost != []})
         gone = "lora.init = loftq: the model's files are quantised, and no longer have what that took; leave it out"
@@ -132,7 +132,7 @@ def build_model(
     if fill:
         initialize_adapters(model, config.training.seed)
         if config.lora.init == "loftq":
-            begin_as_lost(lost_parts(model, stored_slices(str(config.model.name_or_path)), device))
+            begin_as_lost(model, stored_slices(str(config.model.name_or_path)), device)
         if config.lora.adapter:
             load_adapters(model, trained, config.lora)
     if is_alone(config, mesh.layout) or config.quantization.base != "none":

@@ -7,7 +7,7 @@ module holds that of its last stack, its child `base_layer` that of the one befo
 
 import math
 import os
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
@@ -24,7 +24,7 @@ from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import explained, refuse
 from lacuna.config.sections import ADAPTER_WEIGHTS, LoraConfig
-from lacuna.model.quantization import dense_weight, quantized_modules
+from lacuna.model.quantization import dense_weight, leave_whole, quantized_modules
 from lacuna.model.targets import find_targets
 from lacuna.parallel.fsdp import local, own_part
 
@@ -47,6 +47,7 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtyp
     for name, module in [*model.named_modules()]:
         own = tuple(part for part in module._parameters if f"{name}.{part}" in weights)
         if name in whole:
+            leave_whole(module)
             module.to(dtype).requires_grad_(True)
         elif name in targets:
             module.__class__ = _adapted(type(module), settings)
@@ -217,13 +218,17 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def begin_as_lost(errors: Iterable[tuple[nn.Module, Tensor]]) -> None:
-    """Has the adapters of layers begin as the low-rank part of what quantisation took, in place.
+def begin_as_lost(model: nn.Module, slices: Mapping[str, Any], device: torch.device) -> None:
+    """Has adapters begin as the low-rank part of what quantisation took, in place (LoftQ, arXiv 2310.08659, one round).
 
-    This is LoftQ (arXiv 2310.08659), one round. `errors` are layers and what was taken, [out, in] or as they store it.
+    `slices` is what the model's files hold. Where nothing was taken, they stay as they are, since zeros never learn.
     """
-    for module, error in errors:
-        if "lora_A" not in module._parameters:
+    for name, module in adapted_modules(model).items():
+        if not hasattr(type(module), "quantized"):
+            continue
+        weight = slices[_alike(f"{name}.weight", slices)][...].to(device).float()
+        error = weight - dense_weight(module, weight)
+        if not error.any():
             continue
         with torch.random.fork_rng([error.device] if error.is_cuda else []):
             torch.manual_seed(0)
@@ -232,6 +237,11 @@ def begin_as_lost(errors: Iterable[tuple[nn.Module, Tensor]]) -> None:
         for factor, parameter in (((right * sizes.sqrt()).mT, module.lora_A), (left * sizes.sqrt(), module.lora_B)):
             # Which factors of a product are found is for kernels to say, so that all take those of one rank.
             local(parameter).copy_(own_part(factor, parameter, source=0))
+
+
+def _alike(name: str, keys: Iterable[str]) -> str:
+    """The one of the `keys` that shares most of its end with a name; how they begin differs between files."""
+    return max(keys, key=lambda key: len(os.path.commonprefix([key[::-1], name[::-1]])))
 
 
 def file_name(name: str) -> str:
@@ -277,7 +287,7 @@ def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> 
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within it, a model is its base alone: a reference that shares the weights of what is trained.
 
-    Modules that are trained whole stay as they are.
+    Modules that are trained whole stay as they are, and of adapters that began as loftq even that beginning is off.
     """
     modules = adapted_modules(model).values()
     for module in modules:

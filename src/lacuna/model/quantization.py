@@ -8,7 +8,7 @@ when FSDP gathers those of 16 bits, what would not be a number becomes another o
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -150,15 +150,12 @@ quantized_product.register_autograd(_backward, setup_context=_keep)
 
 @cache
 def _quantized(kind: type[nn.Module], base: str, shape: tuple[int, int]) -> type[nn.Module]:
-    """A kind of linear layer whose weight is packed, unless it is trained; its `forward` takes an adapter as well."""
+    """A kind of linear layer whose weight is packed; its `forward` takes an adapter as well."""
 
     def forward(
         module: nn.Module, hidden: Tensor, down: Tensor | None = None, up: Tensor | None = None, scale: float = 1.0
     ) -> Tensor:
-        weight = module.weight
-        if weight.requires_grad:
-            return kind.forward(module, hidden)
-        packed = weight if weight.ndim == 1 else quantize(weight, base)
+        packed = module.weight if module.weight.ndim == 1 else quantize(module.weight, base)
         result = quantized_product(hidden, packed, down, up, base, shape, kind is not Conv1D, scale)
         return result if module.bias is None else result + module.bias
 
@@ -178,8 +175,13 @@ def quantize_layers(model: PreTrainedModel, base: str, left: Sequence[str]) -> N
 
 def quantized_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The layers whose weights are quantised, by name."""
-    layers = {name: module for name, module in model.named_modules() if hasattr(type(module), "quantized")}
-    return {name: layer for name, layer in layers.items() if not layer.weight.requires_grad}
+    return {name: module for name, module in model.named_modules() if hasattr(type(module), "quantized")}
+
+
+def leave_whole(module: nn.Module) -> None:
+    """Takes quantisation off a module and all in it, in place."""
+    for layer in quantized_modules(module).values():
+        layer.__class__ = type(layer).__base__
 
 
 def pack_layers(model: nn.Module) -> None:
@@ -191,7 +193,7 @@ def pack_layers(model: nn.Module) -> None:
 
 def dense_weight(module: nn.Module, weight: Tensor) -> Tensor:
     """What a layer computes with of its stored `weight`, which is whole: float32 where it is quantised."""
-    if not hasattr(type(module), "quantized") or module.weight.requires_grad:
+    if not hasattr(type(module), "quantized"):
         return weight
     base, shape = type(module).quantized
     return dequantize(weight if weight.ndim == 1 else quantize(weight, base), base, shape, torch.float32)
@@ -255,14 +257,6 @@ def packed_slices(model: nn.Module, slices: Mapping[str, Any], device: torch.dev
     """What stands in files for the packed weights of a model, by their names there; computed on `device`."""
     packed = {_tail(name): (base, model.get_parameter(name)) for name, base in packed_weights(model).items()}
     return {key: PackedSlice(slices, key, *packed[_tail(key)], device) for key in slices if _tail(key) in packed}
-
-
-def lost_parts(model: nn.Module, slices: Mapping[str, Any], device: torch.device) -> Iterator[tuple[nn.Module, Tensor]]:
-    """The quantised layers of a model, each with what was taken from its weight in files, float32."""
-    keys = {_tail(key): key for key in slices}
-    for name, module in quantized_modules(model).items():
-        weight = slices[keys[_tail(f"{name}.weight")]][...].to(device).float()
-        yield module, weight - dense_weight(module, weight)
 
 
 def _tail(key: str) -> str:

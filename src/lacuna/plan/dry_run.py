@@ -108,6 +108,7 @@ def estimate_memory(
     # All of it but where adapters are.
     learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / total
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
+    gathered = compute.itemsize if config.quantization.base == "none" else master  # of what learns
     alone = is_alone(config, layout)
     copies = not (alone and compiled) and (compute.itemsize != stored or shards > 1)
     at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
@@ -122,9 +123,9 @@ def estimate_memory(
     kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed[recompute.mode])
     return {
         "weights": shard * (learns * master + (1 - learns) * stored) - elsewhere,
-        "gradients": learns * (shard * master + unreduced * (compute.itemsize + reduced)),
+        "gradients": learns * (shard * master + unreduced * (gathered + reduced)),
         "optimizer": 2 * learns * shard * master,
-        "gathered": at_once * compute.itemsize if copies else 0,
+        "gathered": at_once * (learns * gathered + (1 - learns) * compute.itemsize) if copies else 0,
         "activations": tokens * kept * compute.itemsize,
         "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head * learning_head,
     }

@@ -179,8 +179,8 @@ class Run:
         if config.job.print_args and process.rank == 0:
             print(settings)
         fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
-        if start is not None:  # the adapters that training began from, which may be gone, are part of it
-            config = config.model_copy(update={"lora": config.lora.model_copy(update={"adapter": ()})})
+        if start is not None:  # what adapters began from, which may be gone, is part of it
+            config = config.model_copy(update={"lora": config.lora.model_copy(update={"adapter": (), "init": "zero"})})
         built = self.built = build_model(config, tokenizer, mesh, process.device, fill)
         self.optimizer = build_optimizer(built.model, config)
         moments = {} if saved is None else optimizer_tensors(built.model, self.optimizer)
