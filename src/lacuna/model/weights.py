@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Set
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +133,7 @@ def load_weights(
     placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map=places)
     # It makes a DTensor on its mesh's device, wherever that is to be.
     keeps = lambda _, __, made: nn.Parameter(made.to(places[""]), made.requires_grad)  # noqa: E731
-    with register_module_parameter_registration_hook(keeps):
+    with register_module_parameter_registration_hook(keeps) if places[""] != device else nullcontext():
         info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
     missing = sorted(name for name in info.missing_keys - {*model.all_tied_weights_keys} if not name.endswith(PARTS))
     if missing or info.mismatched_keys or info.conversion_errors:
