@@ -72,7 +72,8 @@ def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
 
 
 def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None:
-    config = Config(training={"seq_len": 2048, "batch_size": 16}, lora={"rank": 8}, quantization={"base": "nf4"})
+    training, adapted = {"seq_len": 2048, "batch_size": 16}, {"lora": {"rank": 8}, "quantization": {"base": "nf4"}}
+    config = Config(training=training, **adapted)
     model = meta_model(MODEL, "sdpa", torch.bfloat16)
     quantize_layers(model, "nf4", [])
     add_adapters(model, config.lora, torch.float32)
@@ -85,6 +86,11 @@ def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * learning, 8 * learning))
     shared = estimate_memory(config, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda")
     assert shared["weights"] == pytest.approx(expected / 2, rel=0.01), "shards are whole"
+    two_layers = 2 * (expected - 2 * embedding) / MODEL.num_hidden_layers
+    assert shared["gathered"] == pytest.approx(two_layers + 2 * embedding, rel=0.05)
+    narrow = Config(training=training | {"dtype": "bfloat16"}, **adapted)
+    narrow_shared = estimate_memory(narrow, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda")
+    assert narrow_shared["gathered"] < shared["gathered"], "adapters are gathered as they are stored"
 
 
 def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
