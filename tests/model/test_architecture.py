@@ -72,8 +72,9 @@ def test_a_step_costs_six_per_parameter_and_token_and_twelve_per_attended_pair()
         (tiny_config("gemma3"), {4: 64, None: 64}),
         (tiny_config("llama"), {None: 2 * 32}),
         (Qwen2Config(num_hidden_layers=2, sliding_window=4, use_sliding_window=False), {None: 2 * 4096}),
+        (tiny_config("mamba"), {None: 0}),
     ],
-    ids=["mistral", "gemma3", "llama", "qwen2"],
+    ids=["mistral", "gemma3", "llama", "qwen2", "mamba"],
 )
 def test_every_layer_has_its_own_window(model_config: PretrainedConfig, widths: dict[int | None, int]) -> None:
     assert attention_widths(model_config) == widths

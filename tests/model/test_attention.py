@@ -13,8 +13,9 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.model import attention as attention_module
+from lacuna.model.architecture import meta_model
 from lacuna.model.attention import PACKED, choose_attention, packed_attention
-from lacuna.model.head import attach_loss, hidden_states, probe_head, probe_packing
+from lacuna.model.head import attach_loss, hidden_states, probe_head, probe_packing, specimen
 from lacuna.model.inputs import Inputs, packing_arguments
 from lacuna.parallel.context import causal_parts
 from lacuna.parallel.mesh import Layout
@@ -158,6 +159,12 @@ def test_an_architecture_that_does_not_follow_position_ids_is_refused(architectu
     model = prepared(architecture, "eager")
     with pytest.raises(UserError, match=r"data\.document_mask.*see each other.*document_mask = false"):
         probe_packing(model)
+
+
+def test_what_hardly_reaches_the_next_document_in_a_new_model_is_refused_too() -> None:
+    tried = specimen(meta_model(tiny_config("jamba"), "sdpa", torch.float32), torch.float32, CPU)
+    with pytest.raises(UserError, match="see each other"):
+        probe_packing(tried)
 
 
 def chosen(

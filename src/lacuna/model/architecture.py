@@ -77,9 +77,14 @@ def non_embedding_parameters(model: nn.Module) -> int:
     return int(sum(weight.numel() * (active if ".experts." in name else 1) for name, weight in counted))
 
 
+def attention_heads(text_config: PretrainedConfig) -> int:
+    """The query heads of a layer; none where nothing attends (Mamba)."""
+    return getattr(text_config, "num_attention_heads", 0)
+
+
 def head_dim(text_config: PretrainedConfig) -> int:
     """The width of an attention head."""
-    return getattr(text_config, "head_dim", None) or text_config.hidden_size // text_config.num_attention_heads
+    return getattr(text_config, "head_dim", None) or text_config.hidden_size // max(attention_heads(text_config), 1)
 
 
 def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
@@ -89,7 +94,7 @@ def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
     window = getattr(text_config, "sliding_window", None) if getattr(text_config, "use_sliding_window", True) else None
     kinds = getattr(text_config, "layer_types", None) or ["sliding_attention" if window else "full_attention"] * count
     layers = Counter(window if kind == "sliding_attention" else None for kind in kinds)
-    return {window: count * text_config.num_attention_heads * head_dim(text_config) for window, count in layers.items()}
+    return {window: count * attention_heads(text_config) * head_dim(text_config) for window, count in layers.items()}
 
 
 def step_flops(parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor) -> float:

@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
-from lacuna.model.architecture import decoder_layers, head_dim
+from lacuna.model.architecture import attention_heads, decoder_layers, head_dim
 from lacuna.model.build import embeds_on_cpu, plan_model
 from lacuna.model.head import CHUNK_BYTES
 from lacuna.model.quantization import packed_sizes, quantized_modules
@@ -73,7 +73,7 @@ def _kept_values(text: PretrainedConfig, layers: float, tp: int, fused: bool, re
     rotations and activations, about as much again. Of what is recomputed, the layers' inputs and one layer remain.
     Tensor parallelism divides all of it but the normed inputs, which it gathers.
     """
-    hidden, heads = text.hidden_size, text.num_attention_heads
+    hidden, heads = text.hidden_size, attention_heads(text)
     key_value = getattr(text, "num_key_value_heads", None) or heads
     wide = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
     divided = 2 * hidden + 2 * (heads + key_value) * head_dim(text) + 3 * wide
