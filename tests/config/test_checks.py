@@ -267,8 +267,6 @@ def test_adapters_are_by_default_those_that_training_starts_from(folder):
     (folder / "adapter_config.json").write_text(json.dumps(described))
     lora = load(f"--lora.adapter {folder} --lora.alpha 2").lora
     assert (lora.rank, lora.alpha, lora.targets, lora.modules, lora.dora) == (4, 2.0, ("q_proj",), (), True)
-    (folder / "adapter_config.json").write_text(json.dumps(described | {"target_modules": "all-linear"}))
-    assert load(f"--lora.adapter {folder}").lora.targets == ("all-linear",)
     wrong = {
         "peft_type = IA3": "is of no LoRA adapter",
         "init_lora_weights = pissa_niter_4": "began by pissa, which changes the base",

@@ -124,7 +124,7 @@ def test_a_run_goes_on_from_a_checkpoint_on_two_ranks_and_is_converted(tmp_path:
             {"parameters": ("experts.w1",)},
             "'experts.w1' matches no stack of weights of the model: choose of down_proj, g",
         ),
-        ({"parameters": ("experts.*",), "rank": 25}, "lora.rank: 25 is more than 24, the rank of a weight"),
+        ({"parameters": ("experts.*",), "rank": 25}, "lora.rank: 25 is more than 24, the rank of model.layers.1.mlp."),
         ({"parameters": ("experts.*",), "modules": ("experts",)}, "lora.parameters: 'experts.*' matches no stack"),
     ],
 )

@@ -1,5 +1,6 @@
 """A run that trains adapters: what it saves, resumes and exports is what peft makes of the same files."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -161,15 +162,30 @@ def test_modules_that_are_trained_whole_are_so_in_peft(
         {"target_modules": r".*layers\.1.*(q|up)_proj"},
         {"target_modules": ["q_proj", "up_proj"], "layers_to_transform": [1]},
         {"target_modules": "all-linear", "exclude_modules": ["o_proj"]},
+        {"target_modules": "all-linear"},
     ],
 )
-def test_an_adapter_is_for_the_layers_that_peft_chose(chosen: dict[str, object], tmp_path: Path) -> None:
-    theirs = get_peft_model(random_model(tiny_config("llama")), LoraConfig(r=3, init_lora_weights=False, **chosen))
+@pytest.mark.parametrize("architecture", ["llama", "qwen2_moe"])
+def test_an_adapter_is_for_the_layers_that_peft_chose(
+    architecture: str, chosen: dict[str, object], tmp_path: Path
+) -> None:
+    base = random_model(tiny_config(architecture, mlp_only_layers=[1]))
+    theirs = get_peft_model(base, LoraConfig(r=3, init_lora_weights=False, **chosen))
     theirs.save_pretrained(tmp_path)
-    ours, stated = random_model(tiny_config("llama")), Settings(adapter=(str(tmp_path),))
+    described = tmp_path / "adapter_config.json"
+    described.write_text(json.dumps(json.loads(described.read_text()) | {"target_modules": chosen["target_modules"]}))
+    ours, stated = random_model(base.config), Settings(adapter=(str(tmp_path),))
     add_adapters(ours, stated, torch.float32)
     load_adapters(ours, trained_names(ours), stated)
     torch.testing.assert_close(logits(ours), logits(theirs), rtol=1e-5, atol=1e-5)
+
+
+def test_a_gate_of_one_output_gets_a_new_adapter_by_its_name_alone() -> None:
+    for targets, rank, gates in ((("all-linear",), 4, 0), (("shared_expert_gate",), 1, 2)):
+        chosen, *_ = add_adapters(
+            random_model(tiny_config("qwen2_moe")), Settings(rank=rank, targets=targets), torch.float32
+        )
+        assert sum(name.endswith("shared_expert_gate") for name in chosen) == gates
 
 
 def test_an_adapters_files_that_cannot_be_read_are_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:

@@ -115,7 +115,7 @@ ADAPTER_FIELDS = {
 # What makes an adapter of peft's something else, when it is not empty, and ways to begin that change the base itself.
 _UNKNOWN = ("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens")
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-# By which it also says for which layers it is, beside a regular expression.
+# By which it also says for which layers it is, beside a regular expression and all-linear.
 _CHOICES = {"exclude_modules", "layers_to_transform"}
 
 
@@ -125,7 +125,7 @@ def described_adapter(folder: str) -> dict[str, Any]:
     with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, SafetensorError, mend=mend):
         stated = {name: one for name, one in dict(json.loads(file.read_text())).items() if one is not None}
         chosen = stated.get("target_modules", ())
-        if stated.keys() & _CHOICES or (isinstance(chosen, str) and chosen != "all-linear"):
+        if stated.keys() & _CHOICES or isinstance(chosen, str):
             keys = safe_open(file.with_name(ADAPTER_WEIGHTS), framework="pt").keys()
             stated["target_modules"] = re.findall(r"base_model\.model\.(\S+)\.lora_A\.weight", " ".join(keys))
     start = str(stated.get("init_lora_weights")).partition("_")[0]
@@ -144,7 +144,7 @@ class LoraConfig(Section):
     rank: Width of the adapters; 0 trains the model itself.
     alpha: The adapters' part of a layer's output is multiplied by alpha / rank.
     dropout: Share of the inputs that adapters are not shown.
-    targets: Linear layers that get one: their names or patterns; all-linear is all but the head.
+    targets: Linear layers that get one: names or patterns; all-linear is all but the head and gates of one output.
     parameters: Stacks of weights, as of experts, that get one: names or patterns of parameters (peft's
         target_parameters).
     modules: Modules that are trained whole beside the adapters, by name or pattern (peft's modules_to_save).

@@ -14,8 +14,9 @@ from lacuna.config.sections import LoraConfig
 def find_targets(model: PreTrainedModel, settings: LoraConfig) -> tuple[list[str], ...]:
     """The names of the linear layers and stacks of a whole model that get adapters, and of modules trained whole.
 
-    What is within a module that is trained whole gets none, as with peft. Raises `UserError` for names that match
-    nothing, and a rank that is higher than a weight's.
+    What is within a module that is trained whole gets none, as with peft; a layer with a single output (a gate) only
+    by its name. Raises `UserError` for names that match nothing, and a rank of new adapters that is higher than a
+    weight's.
     """
     named = {name: module for name, module in model.named_modules() if name}
     whole = _matching(settings.modules, named, "modules", "module")
@@ -23,16 +24,19 @@ def find_targets(model: PreTrainedModel, settings: LoraConfig) -> tuple[list[str
     layers = {name: module for name, module in named.items() if isinstance(module, nn.Linear | Conv1D)}
     head = model.get_output_embeddings()
     linear = {name: module for name, module in layers.items() if module is not head and not _within(name, whole)}
-    wanted = ["*"] if settings.targets == ("all-linear",) else settings.targets
-    targets = _matching(wanted, linear, "targets", "linear layer")
+    every = settings.targets == ("all-linear",)
+    targets = _matching(["*"] if every else settings.targets, linear, "targets", "linear layer")
+    targets = [name for name in targets if not every or min(linear[name].weight.shape) > 1]
     stacks = {name: weight for name, weight in model.named_parameters() if weight.ndim == 3}
     free = [name for name in stacks if not _within(name, whole)]
     parameters = _matching(settings.parameters, free, "parameters", "stack of weights")
-    weights = [linear[name].weight for name in targets] + [stacks[name] for name in parameters]
+    weights = {name: linear[name].weight for name in targets} | {name: stacks[name] for name in parameters}
     learns = bool(weights) or any([*named[name].parameters()] for name in whole)
     refuse({"lora.targets, lora.parameters, lora.modules: they name nothing that could learn": not learns})
-    size = min((min(weight.shape[-2:]) for weight in weights), default=settings.rank)
-    refuse({f"lora.rank: {settings.rank} is more than {size}, the rank of a weight it is for": settings.rank > size})
+    ranks = {min(weight.shape[-2:]): name for name, weight in weights.items()}
+    size = min(ranks, default=settings.rank)
+    low = f"lora.rank: {settings.rank} is more than {size}, the rank of {ranks.get(size)}: lower it, or leave that out"
+    refuse({low: settings.rank > size and not settings.adapter})
     return targets, parameters, whole
 
 
