@@ -17,7 +17,7 @@ from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.pipeline import balanced_stages, check_pipeline, cut, stage_ranges
 from lacuna.train.step import accumulate_gradients, agree
-from layouts import configuration, own_batches, pipeline, pipelined
+from layouts import Case, check_same, configuration, outcomes, own_batches, pipeline, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 
 
@@ -97,6 +97,13 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
     assert 'mode = "none"' in refused(untied, "InterleavedZeroBubble", 2, activation_checkpoint=recomputed)
     for schedule, model_config in (("1F1B", tied), ("ZBVZeroBubble", untied)):
         check_pipeline(Config(parallelism=pipeline(schedule, 2)), model_config)
+
+
+def test_with_fewer_microbatches_than_stages_no_gradient_is_lost(tmp_path: Path) -> None:
+    tiny_config("llama", num_hidden_layers=4).save_pretrained(tmp_path)
+    alone = outcomes(tmp_path, [Case()])[0]
+    for outcome in outcomes(tmp_path, [pipelined(Layout(pp=2), count, "InterleavedZeroBubble") for count in (1, 2)]):
+        check_same(outcome, alone)
 
 
 class Kept:

@@ -164,8 +164,7 @@ def specimen(whole: PreTrainedModel, dtype: torch.dtype, device: torch.device) -
         text_config.pad_token_id = text_config.vocab_size - 1
     model = meta_model(small, whole.config._attn_implementation, dtype).eval()
     layers = decoder_layers(model)
-    kinds = getattr(text_config, "layer_types", None) or [None] * len(layers)
-    kinds = [*zip(map(type, layers), kinds, strict=True)]
+    kinds = [*zip(map(type, layers), getattr(text_config, "layer_types", None) or [None] * len(layers), strict=True)]
     for place, kind in enumerate(kinds):
         layers[place] = layers[kinds.index(kind)]
     model.to_empty(device=device)

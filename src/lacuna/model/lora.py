@@ -223,9 +223,7 @@ def begin_as_lost(model: nn.Module, slices: Mapping[str, Any], device: torch.dev
 
     `slices` is what the model's files hold. Where nothing was taken, they stay as they are, since zeros never learn.
     """
-    for name, module in adapted_modules(model).items():
-        if not hasattr(type(module), "quantized"):
-            continue
+    for name, module in sorted(adapted_modules(model).items() & quantized_modules(model).items()):
         weight = slices[_alike(f"{name}.weight", slices)][...].to(device).float()
         error = weight - dense_weight(module, weight)
         if not error.any():

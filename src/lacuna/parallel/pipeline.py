@@ -197,6 +197,9 @@ class Pipeline:
         if form != self.planned:
             self._plan(len(inputs))
             self.planned = form
+        for stage in self.stages.values():
+            # Else the backward pass of one stage shards another's parameters, which zero-bubble schedules then miss.
+            stage.module.set_reshard_after_backward(False)
         numbers = torch.arange(len(inputs))
         losses: list[Tensor] = []
         first = (numbers,) if 0 in self.stages else ()
