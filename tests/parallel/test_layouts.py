@@ -69,7 +69,7 @@ def test_every_parallelism_makes_the_same_step(cases: list[Case], architecture: 
 @pytest.mark.parametrize("architecture", ["llama_tied", "gpt2"])
 def test_adapters_learn_the_same_in_every_layout(architecture: str, tmp_path: Path) -> None:
     tiny_config(architecture).save_pretrained(tmp_path)
-    layouts = (Layout(), Layout(tp=2), Layout(dp_shard=2), Layout(cp=2), Layout(pp=2))
+    layouts = (Layout(), Layout(tp=2), Layout(dp_shard=2), Layout(cp=2), Layout(pp=2), Layout(2, 2))
     degrees = {"pipeline_parallel_degree": 2}
     for adapters in (LoraConfig(rank=3), LoraConfig(rank=4, dora=True)):
         alone, *others = (
