@@ -10,6 +10,7 @@ from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.config.sections import LoraConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.recompute import KEPT, PRODUCTS, recompute
@@ -31,10 +32,11 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return folder
 
 
-def test_a_recomputed_step_is_the_same_step(model_config: Path) -> None:
-    modes = (FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED)
+@pytest.mark.parametrize("adapters", [LoraConfig(), LoraConfig(rank=3)], ids=["whole", "adapters"])
+def test_a_recomputed_step_is_the_same_step(model_config: Path, adapters: LoraConfig) -> None:
+    modes = (ActivationCheckpointConfig(), FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED)
     plain, *recomputed = outcomes(
-        model_config, [Case(Layout(1, 2), 2), *(Case(Layout(1, 2), 2, recompute=mode) for mode in modes)]
+        model_config, [Case(Layout(1, 2), 2, recompute=mode, lora=adapters) for mode in modes]
     )
     for outcome in recomputed:
         check_same(outcome, plain)
