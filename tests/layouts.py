@@ -88,14 +88,26 @@ def sequences(seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     return ids, positions, labels
 
 
-def micro_batch(rows: slice, seed: int = 3) -> Batch:
+def micro_batch(rows: slice, seed: int = 3, packed: bool = True) -> Batch:
+    """Some of the sequences; each is one document unless they are `packed`."""
     ids, positions, labels = (tensor[rows] for tensor in sequences(seed))
+    if not packed:
+        positions = torch.arange(LENGTH).expand_as(ids)
+        labels = labels.masked_fill(positions == LENGTH - 1, -100)
     starts = (positions.flatten() == 0).nonzero().flatten()
     bounds = torch.cat([starts, torch.tensor([ids.numel()])]).int()
     return Batch(
-        input_ids=ids, labels=labels, position_ids=positions, cu_seqlens=bounds, max_seqlen=int(bounds.diff().max()),
-        tokens=ids.numel(), trained_tokens=int((labels != -100).sum()), text_bytes=0.0, source_tokens=(ids.numel(),),
-    )  # fmt: skip
+        input_ids=ids,
+        labels=labels,
+        position_ids=positions,
+        real=torch.ones_like(ids, dtype=torch.bool),
+        cu_seqlens=bounds,
+        max_seqlen=int(bounds.diff().max()),
+        tokens=ids.numel(),
+        trained_tokens=int((labels != -100).sum()),
+        text_bytes=0.0,
+        source_tokens=(ids.numel(),),
+    )
 
 
 def configuration(model: Path, case: Case) -> Config:
@@ -121,11 +133,11 @@ def configuration(model: Path, case: Case) -> Config:
     )
 
 
-def own_batches(case: Case, mesh: Mesh, seed: int = 3) -> list[Batch]:
+def own_batches(case: Case, mesh: Mesh, seed: int = 3, packed: bool = True) -> list[Batch]:
     """This rank's micro-batches of the eight sequences."""
     size = SEQUENCES // case.layout.data_parallel // case.accumulation
     starts = range(mesh.data_rank * size * case.accumulation, SEQUENCES, size)
-    return [micro_batch(slice(start, start + size), seed) for start in starts[: case.accumulation]]
+    return [micro_batch(slice(start, start + size), seed, packed) for start in starts[: case.accumulation]]
 
 
 def one_step(model_config: Path, case: Case) -> Outcome:

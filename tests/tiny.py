@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,7 @@ from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
     CohereConfig,
+    DeepseekV3Config,
     FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
@@ -29,6 +31,7 @@ from transformers import (
     MambaConfig,
     MistralConfig,
     ModernBertDecoderConfig,
+    Olmo2Config,
     OPTConfig,
     PhiConfig,
     PretrainedConfig,
@@ -79,10 +82,17 @@ _ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
     "opt": (OPTConfig, {**_TOKENS, "hidden_size": 32, "word_embed_proj_dim": 16, "ffn_dim": 48, "num_hidden_layers": 2,
                         "num_attention_heads": 4, "max_position_embeddings": 64, "dropout": 0.0}),
     "falcon": (FalconConfig, _PLAIN),
+    "deepseek_v3": (
+        DeepseekV3Config,
+        {**_GROUPED, "num_key_value_heads": 4, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8,
+         "qk_nope_head_dim": 16, "v_head_dim": 8, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+         "topk_group": 1, "first_k_dense_replace": 1, "moe_intermediate_size": 24},
+    ),
     "mamba": (MambaConfig, {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4}),
     "jamba": (JambaConfig, {**_GROUPED, "use_mamba_kernels": False}),
     "modernbert": (ModernBertDecoderConfig, {**_PLAIN, "layer_types": ["full_attention"] * 2}),
     "bloom": (BloomConfig, {**_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "olmo2": (Olmo2Config, _GROUPED),
     "qwen3_moe": (Qwen3MoeConfig, {**_GROUPED, **_EXPERTS, "head_dim": 16}),
     "gpt_oss": (GptOssConfig, {**_GROUPED, "head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}),
     "qwen2_moe": (Qwen2MoeConfig, {**_GROUPED, **_EXPERTS, "shared_expert_intermediate_size": 24}),
@@ -124,9 +134,11 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
     )
 
 
-def sharded_model(model_config: PretrainedConfig, settings: Config, replicate: int = 1) -> PreTrainedModel:
+def sharded_model(
+    model_config: PretrainedConfig, settings: Config, replicate: int = 1, attention: str | None = "sdpa"
+) -> PreTrainedModel:
     """The model that lacuna makes of a configuration, over all ranks: loaded or initialised as `settings` say."""
-    model = meta_model(model_config, "sdpa", torch.float32)
+    model = meta_model(model_config, attention, torch.float32)
     mesh = build_mesh(Layout(replicate, dist.get_world_size() // replicate), "cpu")
     parallelize(model, decoder_layers(model), mesh, settings)
     fill_model(model, trained_names(model), settings, CPU, fill=True)
@@ -169,7 +181,8 @@ def run_ranks(ranks: int, function: Callable[..., Result], *arguments: Any) -> l
 def _run_rank(rank: int, ranks: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(os.path.join(folder, "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    # If one fails, the others wait no longer than that.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(minutes=3))
     result = function(*arguments)
     torch.save(result, os.path.join(folder, str(rank)))
     dist.barrier()

@@ -7,8 +7,9 @@ import sys
 import warnings
 
 from lacuna import __version__
-from lacuna.config.errors import RunError, UserError, did_you_mean
-from lacuna.launch import LAUNCHED, RUN_FAILED, die_with_launcher
+from lacuna.config.cores import thread_settings
+from lacuna.config.errors import LAUNCHED, RunError, UnansweredError, UserError, did_you_mean
+from lacuna.launch import GAVE_UP, RUN_FAILED, die_with_launcher
 
 COMMANDS = ("train", "plan", "data", "generate", "convert", "bloat")
 
@@ -16,9 +17,10 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command. Exit status: 0 done, 2 the configuration or the input is wrong, 1 anything else."""
+    """Runs one command. Exit status: 0 done, 130 or 143 saved and stopped, 2 the input is wrong, 1 anything else."""
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
     die_with_launcher()
+    os.environ |= thread_settings(int(os.environ.get("LOCAL_WORLD_SIZE", 1))) | dict(os.environ)
     _quiet_libraries()
     if command in ("-h", "--help", "help"):
         print(f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n")
@@ -40,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     except (UserError, RunError) as error:
         return _complain(error, 2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
-        return _complain("interrupted at once, without saving.", 1)
+        return _complain("interrupted at once, without saving.", 130)
     except BrokenPipeError:  # who reads has seen enough, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
@@ -55,13 +57,13 @@ def _complain(error: Exception | str, status: int) -> int:
     print(f"lacuna: {error}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
         # Other ranks may still wait in a collective that will never come: leave without their consent.
-        os._exit(RUN_FAILED if status == 1 and LAUNCHED in os.environ else status)
+        failed = GAVE_UP if isinstance(error, UnansweredError) else RUN_FAILED
+        os._exit(failed if status == 1 and LAUNCHED in os.environ else status)
     return status
 
 
 def _quiet_libraries() -> None:
     """Progress bars and advice of libraries would drown the run's own display."""
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")

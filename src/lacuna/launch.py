@@ -9,14 +9,18 @@ import threading
 import time
 from pathlib import Path
 
-from lacuna.config import refuse
+from lacuna.config import LAUNCHED, make_folder, refuse
+from lacuna.config.cores import thread_settings
+from lacuna.config.orphans import end_with
 
 POLL_SECONDS = 0.1
 # After one process failed, the others cannot go on; they get this long to say why.
 GRACE_SECONDS = 5.0
-LAUNCHED = "LACUNA_LAUNCHED"
-# Statuses of a worker that has said itself what went wrong: in the input (2), or in the run, as likely on every rank.
-INPUT_WRONG, RUN_FAILED = 2, 3
+# Statuses of a worker that has said itself what went wrong: in the input (2), or in the run, as likely on every rank,
+# or that it waited for another one in vain.
+INPUT_WRONG, RUN_FAILED, GAVE_UP = 2, 3, 4
+# Statuses of a worker that has saved and stopped because of a signal.
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 
 
 def runs_here(gpus: int | None, cpus: int | None) -> int:
@@ -58,61 +62,112 @@ def launch(words: list[str], processes: int, folder: str) -> int:
 
     Signals are passed on, and nobody is killed while saving (torch's elastic agent gives a signalled worker 30
     seconds, which is too little for a large checkpoint, and hides its exit status). When a process fails, its status
-    is the run's, and the others are stopped. Output of all but the first goes to `<folder>/logs/rank-N.log`.
+    is the run's, and the others are stopped. Output of all but the first goes to `<folder>/logs/rank-N.log`, which
+    has a longer name until the first has made sure that no other run writes to the folder.
     """
     logs = [os.path.join(folder, "logs", f"rank-{rank}.log") for rank in range(processes)]
-    os.makedirs(os.path.dirname(logs[0]), exist_ok=True)
-    threads = max(1, (os.cpu_count() or 1) // processes)
-    # Standard input is never written to: it ends with us, as `die_with_launcher` notices. Ctrl-C comes once, from us.
+    make_folder(os.path.dirname(logs[0]))
+    ours = _own_ending()
+    # Standard input is never written to: it ends with us, as `die_with_launcher` notices. Ctrl-C comes once, from us,
+    # and not before a worker has said what it does then.
     command = [sys.executable, "-m", "lacuna", *words]
     apart = {"stdin": subprocess.PIPE, "start_new_session": True}
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     workers = []
-    with socket.socket() as reserved:  # bound but not listening: the first rank may listen on it, and nobody gets it
-        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        reserved.bind(("127.0.0.1", 0))
-        port = reserved.getsockname()[1]
-        common = {"OMP_NUM_THREADS": str(threads), **os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), LAUNCHED: "1"}
+    loopback = next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+    with socket.create_server(("127.0.0.1", 0), backlog=processes) as store:  # where the first rank keeps torch's store
+        port, number = store.getsockname()[1], store.fileno()
+        common = os.environ | thread_settings(processes) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), LAUNCHED: str(os.getpid())}
+        common |= {"LACUNA_STORE": str(number), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
         for rank, log in enumerate(logs):
-            output = None if rank == 0 else open(log, "w")  # noqa: SIM115 (the child's from here)
+            output = None if rank == 0 else open(log + ours, "w")  # noqa: SIM115 (the child's from here)
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            apart["pass_fds"] = () if rank else (number,)
             workers.append(subprocess.Popen(command, env=common | own, stdout=output, stderr=output, **apart))
-        return _look_after(workers, logs)
+    status = _look_after(workers, logs)
+    for log in logs:
+        Path(log + ours).unlink(missing_ok=True)  # of a run that was refused before it had the folder
+    return status
 
 
 def _look_after(workers: list[subprocess.Popen], logs: list[str]) -> int:
-    """Waits for all ranks; once one failed, stops the others, says which is to blame. Returns the run's exit status."""
+    """Waits for all ranks; once one failed, stops the others, says which is to blame. Returns the run's exit status.
 
-    def forward(number: int, _: object) -> None:
+    Signals are passed on; Ctrl-C after another one ends all at once.
+    """
+    received: list[int] = []
+    at_once = signal.getsignal(signal.SIGINT)
+
+    def forward(number: int, frame: object) -> None:
+        if received and number == signal.SIGINT and callable(at_once):
+            for worker in workers:
+                worker.kill()
+            at_once(number, frame)
+        received.append(number)
         for worker in workers:
             worker.send_signal(number)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, forward)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     first: list[int] = []
     deadline = float("inf")
     while None in (codes := [worker.poll() for worker in workers]) and time.monotonic() < deadline:
         if any(codes) and not first:
             first, deadline = [rank for rank, code in enumerate(codes) if code], time.monotonic() + GRACE_SECONDS
         time.sleep(POLL_SECONDS)
-    failing = {rank: code for rank, code in enumerate(codes) if code}
-    if not failing:
-        return 0
+    halted = [rank for rank, code in enumerate(codes) if code is None and _is_halted(workers[rank].pid)]
     for worker in workers:
         worker.kill()
         worker.wait()
-    # The others fail because one did: to blame is who was killed, by nobody here, then who says why, then the first.
-    first = first or list(failing)
+    failing = {rank: code for rank, code in enumerate(codes) if code and code not in STOPPED}
+    if not failing:
+        return max(code or 0 for code in codes)
+    by_signal = {-received[0], 128 + received[0]} if received else set()
+    if by_signal & {*codes} and {*failing.values()} <= by_signal | {GAVE_UP}:
+        return 128 + received[0]
+    first = [rank for rank in first if rank in failing] or list(failing)
+    return _blame(failing, first, halted, logs)
+
+
+def _blame(failing: dict[int, int], first: list[int], halted: list[int], logs: list[str]) -> int:
+    """Says which rank is to blame, of those that are `failing`, `first` or later, and of those that are halted.
+
+    Returns the run's exit status.
+    """
+    # The others fail because one did: to blame is who was halted or killed, by nobody here, then who says why.
     killed = [rank for rank in first if failing[rank] < 0]
     said = [rank for rank, code in failing.items() if code in (INPUT_WRONG, RUN_FAILED)]
-    failed = (killed or said or first)[0]
-    code = failing[failed]
+    broken = [rank for rank in first if failing[rank] != GAVE_UP]
+    failed = (halted or killed or said or broken or first)[0]
+    code = failing.get(failed, 1)
+    if failed in halted:
+        print(f"lacuna: rank {failed} is halted, as by SIGSTOP, and did not answer.", file=sys.stderr)
+        failed = first[0]  # which may know more
     if failed or code < 0:  # else the first rank has said itself what went wrong
         how = f"was killed by signal {signal.Signals(-code).name}" if code < 0 else "failed"
+        how = "gave up" if failing[failed] == GAVE_UP else how
         print(f"lacuna: rank {failed} {how}; all ranks are stopped.", file=sys.stderr)
-    if failed and (lines := Path(logs[failed]).read_text().splitlines()):
+    if failed and (lines := _written(logs[failed])):
         print(f"The end of {logs[failed]}:", *lines[-20:], sep="\n", file=sys.stderr)
     return 2 if code == INPUT_WRONG else 1
+
+
+def _written(log: str) -> list[str]:
+    """The lines of a rank's log, under the name that it has by now."""
+    return next((path.read_text().splitlines() for path in (Path(log + _own_ending()), Path(log)) if path.exists()), [])
+
+
+def _own_ending() -> str:
+    """How the names of our workers' logs end while another run may have logs in the same folder."""
+    return f".of-{os.getpid()}"
+
+
+def _is_halted(process: int) -> bool:
+    """Whether somebody has stopped a process without ending it (where the system can tell)."""
+    status = Path(f"/proc/{process}/stat")
+    return status.exists() and status.read_text().rpartition(")")[2].split()[0] in "Tt"
 
 
 def die_with_launcher() -> None:
@@ -123,4 +178,5 @@ def die_with_launcher() -> None:
         os._exit(1)
 
     if LAUNCHED in os.environ:
+        end_with(int(os.environ[LAUNCHED]))
         threading.Thread(target=watch, daemon=True).start()

@@ -1,17 +1,41 @@
-"""`lacuna bloat` counts the package by folder."""
+"""`lacuna bloat` counts the package by room and extension."""
 
 import re
 import subprocess
 
+from lacuna.commands.bloat import EXTENSIONS, statements
 from runs import lacuna, start
 
+SOURCE = '''"""What it is for,
+in two lines."""
 
-def test_the_total_is_the_sum_of_the_folders() -> None:
-    *folders, total = lacuna("bloat").splitlines()
-    counts = {name: int(count.replace(",", "")) for name, count in (line.split() for line in folders)}
-    assert {".", "commands", "config", "data", "train"} <= counts.keys()
-    found = re.fullmatch(r"total +([\d,]+) of 5,760", total)
-    assert found and int(found[1].replace(",", "")) == sum(counts.values())
+import os  # why
+
+# a comment
+VALUE = (
+    1,
+)
+"""No docstring: nothing shows it."""
+
+
+def shown() -> None:
+    """A docstring."""
+    if VALUE: print(VALUE); print(os)
+'''
+
+
+def test_the_core_is_the_sum_of_its_rooms_and_extensions_are_apart() -> None:
+    lines = [re.fullmatch(r"(\S+) +([\d,]+)( .*)?", line) for line in lacuna("bloat").splitlines()[:-1]]
+    found = {line[1]: int(line[2].replace(",", "")) for line in lines}
+    rooms = {name: count for name, count in found.items() if name not in {"core", *EXTENSIONS}}
+    assert {".", "commands", "config", "data", "train"} <= rooms.keys()
+    assert found["core"] == sum(rooms.values())
+    assert all(found[name] > 50 for name in EXTENSIONS)
+
+
+def test_statements_are_counted_however_they_are_laid_out() -> None:
+    # import, assignment, the string below it, def, if and two calls
+    assert statements(SOURCE) == 7
 
 
 def test_a_reader_that_has_seen_enough_is_no_error_worth_a_traceback() -> None:

@@ -2,8 +2,10 @@
 
 import re
 
-from lacuna.commands.arguments import help_text
-from lacuna.config import Config
+import pytest
+
+from lacuna.commands.arguments import help_text, parse_run
+from lacuna.config import Config, UserError
 
 
 def test_every_setting_and_section_has_its_help():
@@ -19,6 +21,28 @@ def test_the_docstring_of_a_section_tells_of_its_settings_and_no_others():
     for info in Config.model_fields.values():
         told = re.findall(r"^    (\w+): ", info.annotation.__doc__, re.MULTILINE)
         assert told == list(info.annotation.model_fields)
+
+
+def printed(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit):
+        parse_run(words[0], "\n\nusage\n", [*words[1:]])
+    return capsys.readouterr().out
+
+
+def test_help_of_a_section_is_that_section_alone(capsys):
+    for words in (("train", "--help", "lora"), ("plan", "run.toml", "-h", "lora.rank")):
+        text = printed(capsys, *words)
+        assert text.startswith("[lora]") and "--lora.rank int" in text and text.count("\n[") == 0
+    assert printed(capsys, "data", "--help", "lr-scheduler").startswith("[lr_scheduler]")
+    with pytest.raises(UserError, match="no such section; did you mean lora"):
+        parse_run("train", "", ["--help", "lorra"])
+
+
+def test_only_train_lists_all_settings(capsys):
+    assert "--lora.rank" in printed(capsys, "train", "--help")
+    for command in ("plan", "data"):
+        text = printed(capsys, command, "--help")
+        assert len(text.splitlines()) < 10 and "lacuna train --help" in text and "qlora.toml" in text
 
 
 def test_help_is_plain_lines_that_fit(capsys):

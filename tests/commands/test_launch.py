@@ -1,5 +1,7 @@
 """Processes may be started by lacuna itself, by torchrun or by Slurm; the run is the same."""
 
+import contextlib
+import os
 import random
 import socket
 import subprocess
@@ -8,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import curve, environment, start, together, train, weights
+from runs import curve, ended, environment, processes_naming, rows, start, together, train, wait_until, weights
 
 
 def torchrun(world: Path, folder: Path) -> None:
@@ -65,3 +67,24 @@ def test_other_ranks_report_nothing_unless_asked(launched: Path) -> None:
     assert not list((launched / "lacuna").glob("metrics-rank-*"))
     assert [path.name for path in (launched / "lacuna" / "logs").iterdir()] == ["rank-1.log"]
     assert (launched / "lacuna" / "logs" / "rank-1.log").read_text() == ""
+
+
+def listening(process: int) -> set[str]:
+    """The addresses, in the kernel's hexadecimal, at which a process takes connections."""
+    sockets = set()
+    for entry in Path(f"/proc/{process}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            sockets.add(os.readlink(entry))
+    table = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    return {row[1].split(":")[0] for row in table if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+
+
+def test_ranks_on_one_machine_listen_to_nobody_else(world: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    flags = ("--cpus", 2, "--training.steps", 100_000)
+    with ended(start("train", world / "run.toml", "--job.dump_folder", folder, *flags)) as process:
+        wait_until(lambda: len(rows(folder)) > 1, process)
+        ranks = processes_naming(str(folder))
+        addresses = set().union(*map(listening, ranks))
+    assert len(ranks) == 3
+    assert addresses == {"0100007F"}, "127.0.0.1"

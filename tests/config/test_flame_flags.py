@@ -6,6 +6,7 @@ import pytest
 
 from lacuna.commands.arguments import parse_run
 from lacuna.config import Config, UserError, load_config, to_toml
+from runs import environment, lacuna, write_model
 
 BASE = '[model]\nconfig = "org/model"\n[data]\ndataset = "org/data"\n'
 
@@ -135,9 +136,8 @@ REFUSED = [
     ("--float8.scaling_type_grad_output delayed", "torchao removed delayed scaling"),
     ("--memory_estimation.disable_fake_mode", "computed from shapes"),
     ("--checkpoint.keep_latest_k 1", "the only complete checkpoint would be deleted"),
-    ("--checkpoint.hf_upload_enabled", "cannot be sent to the Hub yet"),
-    ("--checkpoint.hf_repo_base_name org/name", "cannot be sent to the Hub yet"),
-    ("--checkpoint.hf_upload_format hf", "cannot be sent to the Hub yet"),
+    ("--checkpoint.hf_upload_enabled", "the second says where to"),
+    ("--checkpoint.hf_repo_base_name org/name", "nothing would be sent there"),
     ("--checkpoint.convert_to_hf_on_save", "always exported"),
 ]
 
@@ -234,6 +234,23 @@ def test_flag_of_flame_sets_the_canonical_setting(base, flags, setting, value):
     assert value_of(load_config(base, [*flags.split(), *extra]), setting) == value
 
 
+def test_flags_alone_are_a_run_of_their_own(base):
+    flags = README_COMMAND.replace("--job.config_file flame/models/fla.toml", "")
+    config = of_command(flags)
+    assert config.validation.resolved_source() is None and config.validation.prompts == ()
+    assert config.optimizer.beta1 == 0.9 and config.checkpoint.keep_latest_k == 2
+    assert of_command("--training.steps 7").job.name == "quickstart"
+
+
+@pytest.mark.parametrize("command", [README_COMMAND, PAPER_COMMAND + UPLOAD_FLAGS])
+def test_commands_need_no_file_of_flames(base, command, tmp_path):
+    (tmp_path / "flame/models/fla.toml").unlink()
+    config = of_command(command)
+    assert config.lr_scheduler.decay_type == "cosine" and config.training.skip_nan_inf
+    with pytest.raises(UserError, match="other/fla.toml"):
+        of_command(command.replace("flame/models", "other"))
+
+
 @pytest.mark.parametrize(("flags", "reason"), REFUSED, ids=[row[0] for row in REFUSED])
 def test_flag_of_flame_that_cannot_work_is_refused_with_its_reason(base, flags, reason):
     with pytest.raises(UserError) as error:
@@ -250,7 +267,7 @@ def test_readme_command_of_flame_means_the_same_here(base):
     assert config.data.dataset_name == ("sample-100BT",)
     assert config.compile.enable is True and config.training.skip_nan_inf
     assert config.lr_scheduler.lr_min == 0.1 and config.lr_scheduler.decay_type == "cosine"
-    assert config.job.name == "fla" and config.job.dump_folder.startswith("exp/transformer-340M")
+    assert config.job.name == "batch1.seqlen65536" and config.job.dump_folder.startswith("exp/transformer-340M")
     assert config.metrics.enable_wandb and config.checkpoint.export_dtype == "float32"
 
 
@@ -261,14 +278,10 @@ def test_paper_command_of_flame_means_the_same_here(base):
     assert config.data.dataset == ("./sample-100BT",)
 
 
-def test_paper_command_with_upload_is_refused_for_the_upload_alone(base):
-    with pytest.raises(UserError) as error:
-        of_command(PAPER_COMMAND + UPLOAD_FLAGS)
-    lines = str(error.value).splitlines()
-    assert [line.partition(":")[0] for line in lines] == [
-        "checkpoint.hf_upload_enabled",
-        "checkpoint.hf_repo_base_name",
-    ]
+def test_paper_command_uploads_after_each_checkpoint(base):
+    checkpoint = of_command(PAPER_COMMAND + UPLOAD_FLAGS).checkpoint
+    assert checkpoint.hf_upload_enabled and checkpoint.hf_repo_base_name == "org/softpick-340M"
+    assert checkpoint.hf_upload_when == "checkpoint" and checkpoint.hf_upload_format == "hf"
 
 
 def test_config_file_as_flag_is_the_positional_file(base):
@@ -276,6 +289,7 @@ def test_config_file_as_flag_is_the_positional_file(base):
     assert of_command(f"{base} --job.config_file={base} --training.seed 3") == load_config(base, ["--training.seed=3"])
     with pytest.raises(UserError, match="different TOML files"):
         of_command(f"{base} --job.config_file other.toml")
+    assert of_command(f"--job.config_file gone.toml --job.config_file {base}") == load_config(base, [])
     with pytest.raises(UserError, match="job.config_file.*expected one argument"):
         of_command("--job.config_file --training.seed 3")
 
@@ -284,3 +298,18 @@ def test_resolved_toml_of_a_flame_command_reads_back_equal(base, tmp_path):
     config = of_command(README_COMMAND)
     (tmp_path / "config.toml").write_text(to_toml(config))
     assert load_config(str(tmp_path / "config.toml"), []) == config
+
+
+@pytest.mark.slow
+def test_paper_command_runs_with_another_data_set_and_model_and_says_once_that_there_is_no_token(base, world, tmp_path):
+    command = PAPER_COMMAND.replace("./sample-100BT", f"{world}/train.jsonl")
+    command = command.replace("fla-hub/transformer-1.3B-100B", f"{world}/model")
+    command = command.replace("configs/softpick_transformer_340M.json", f"{tmp_path}/long")
+    write_model(tmp_path / "long", max_position_embeddings=4096)
+    smaller = "--training.steps 2 --lr_scheduler.warmup_steps 1 --training.batch_size 1 --training.num_workers 0"
+    smaller += " --training.compile false --metrics.enable_wandb false"
+    kept = {name: value for name, value in environment(HF_HOME=str(tmp_path)).items() if name != "HF_TOKEN"}
+    words = shlex.split(f"{command} {UPLOAD_FLAGS} {smaller}")
+    printed = lacuna("train", *words, env=kept, cwd=tmp_path, timeout=400)
+    assert printed.count("there is no token of the Hugging Face Hub") == 1
+    assert (tmp_path / "exp/softpick.340M.batch16.steps100000/hf/model.safetensors").exists()

@@ -1,5 +1,6 @@
 """TOML and flags become one strict, frozen configuration, and every mistake is named."""
 
+import json
 import subprocess
 import sys
 
@@ -7,6 +8,8 @@ import pydantic
 import pytest
 
 from lacuna.config import Config, UserError, load_config
+from lacuna.config.aliases import MEANT
+from lacuna.config.parse import FIELDS, SPELLINGS
 from lacuna.config.sections import LRSchedulerConfig, TrainingConfig
 
 BASE = '[model]\nconfig = "org/model"\n[data]\ndataset = "org/data"\n'
@@ -36,9 +39,48 @@ def test_file_name_gives_the_run_its_name_and_folder(toml):
     assert (config.job.name, config.job.dump_folder) == ("other", "outputs/other")
 
 
+def test_without_a_name_a_run_is_called_after_its_folder(toml):
+    for path in (toml("", "tiny.toml"), None):
+        flags = [] if path else ["--model.config", "org/model", "--data.dataset", "org/data"]
+        config = load_config(path, [*flags, "--job.dump_folder", "exp/first/"])
+        assert (config.job.name, config.job.dump_folder) == ("first", "exp/first/")
+        assert load_config(path, [*flags, "--job.dump_folder=exp/first", "--job.name=one"]).job.name == "one"
+    assert load_config(None, flags).job.dump_folder == "outputs/run", "nobody's, and not the quickstart's"
+
+
+@pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/../..", "a\0b"])
+def test_a_name_that_leaves_outputs_is_refused(toml, name):
+    message = error_of(toml(f"[job]\nname = {json.dumps(name)}\n"))
+    assert message.startswith("job.name: ") and "job.dump_folder" in message
+
+
 def test_without_a_file_the_quickstart_is_read():
     config = load_config(None, ["--training.seed", "7"])
     assert config.job.name == "quickstart" and config.training.seed == 7
+    assert config.validation.prompts and config.compile.enable is False
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--model.name_or_path org/model --data.dataset org/data",
+        "--model.config org/model --training.dataset org/data",
+        "--model.config=org/model --data.dataset=json --data.data-files=*.json",
+    ],
+)
+def test_flags_that_name_a_model_or_data_take_nothing_from_the_quickstart(toml, flags):
+    sections = load_config(None, flags.split()).model_dump()
+    plain = Config().model_dump()
+    named = ("model", "data", "job")
+    assert {name: sections[name] for name in plain if name not in named} == {
+        name: plain[name] for name in plain if name not in named
+    }
+    assert sections["model"]["tokenizer_path"] is None
+
+
+def test_a_flag_that_names_only_a_model_or_only_data_is_told_what_lacks(toml):
+    assert error_of(None, "--model.name_or_path", "org/model").startswith("data.dataset: no data is given")
+    assert error_of(None, "--data.dataset", "org/data").startswith("model.name_or_path, model.config: ")
 
 
 def test_flags_win_over_the_file_even_under_another_name(toml):
@@ -127,6 +169,9 @@ def test_home_folder_is_expanded(toml, monkeypatch, tmp_path):
         ("checkpoint.dump_folder", "job.dump_folder"),
         ("experimental.context_parallel_degre", "parallelism.context_parallel_degree"),
         ("training.wamup_steps", "lr_scheduler.warmup_steps"),
+        ("optimizer.learning_rate", "optimizer.lr"),
+        ("training.learning_rate", "optimizer.lr"),
+        ("training.num_train_epochs", "training.epochs"),
     ],
 )
 def test_unknown_name_is_an_error_that_names_the_nearest(toml, name, nearest):
@@ -219,7 +264,6 @@ def test_a_mistake_does_not_drag_others_along(tmp_path):
     ("first", "second"),
     [
         ("training.batch_size 4", "training.local_batch_size 8"),
-        ("training.batch_size 4", "training.batch_size 8"),
         ("optimizer.fused false", "optimizer.implementation fused"),
         ("optimizer.scheduler cosine", "lr_scheduler.decay_type sqrt"),
         ("metrics.save_for_all_ranks", "metrics.rank_0_only"),
@@ -232,6 +276,12 @@ def test_a_setting_given_twice_with_different_values_names_both(toml, first, sec
     message = error_of(toml(""), *words)
     assert "given twice" in message
     assert first.split()[0] in message and second.split()[0] in message
+
+
+def test_of_a_flag_given_twice_the_last_counts(toml):
+    words = ["--training.batch-size", "many", "--training.batch_size", "4", "--training.batch_size=8"]
+    assert load_config(toml(""), words).training.batch_size == 8
+    assert load_config(toml(""), ["--data.shuffle", "false", "--data.shuffle"]).data.shuffle is True
 
 
 def test_a_setting_given_twice_with_one_value_is_fine(toml):
@@ -299,6 +349,28 @@ def test_missing_or_broken_file_says_so(toml, tmp_path):
     assert "there is no folder nowhere" in error_of("nowhere/run.toml")
     assert "Is a directory" in error_of(str(tmp_path))
     assert "at line 5" in error_of(toml("steps = = 3\n"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"x = {'[' * 2000}{']' * 2000}",
+        f"x = {'{a=' * 2000}1{'}' * 2000}",
+        f"[data.dataset{'.a' * 2000}]\nx = 1",
+        f"[model]\nconfig{'.a' * 2000} = 1",
+        f"[x{'.a' * 2000}]",
+    ],
+    ids=["arrays", "inline", "of a setting", "dotted", "unknown"],
+)
+def test_tables_nested_without_end_are_refused_in_one_message(tmp_path, text):
+    (tmp_path / "deep.toml").write_text(text)
+    message = error_of(str(tmp_path / "deep.toml"))
+    assert "deep.toml" in message and len(message) < 1000
+
+
+def test_names_of_other_programs_propose_settings_that_there_are():
+    assert set(MEANT.values()) <= set(FIELDS)
+    assert not {spelling.rpartition(".")[2] for spelling in SPELLINGS} & set(MEANT)
 
 
 def test_configuration_is_frozen_and_refuses_unknown_fields(toml):

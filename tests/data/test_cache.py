@@ -2,6 +2,7 @@
 
 import multiprocessing
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import datasets
@@ -10,15 +11,17 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, UserError, logger
 from lacuna.config.documents import PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
+from lacuna.data.cache import fingerprint, made_once
 from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.packing import Span, pack
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import open_rows
 from lacuna.data.sources import open_source
 from lacuna.data.tokenize import TokenTable, token_table
+from lacuna.data.tokenizer import load_tokenizer
 from texts import END, write_lines
 
 TEXTS = [f"text {n}" * (n % 7) for n in range(2500)]
@@ -130,3 +133,81 @@ def test_rows_are_fitted_once_for_each_length_and_nothing_is_tokenised_again(
     assert before.items() < after.items()
     assert {file.suffix for file in after.keys() - before.keys()} == {".npz"}
     assert len(after) == len(before) + 2
+
+
+@pytest.mark.parametrize("place", ["/sys", "a file"])
+def test_a_cache_that_cannot_be_written_to_is_one_message(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    (tmp_path / "a file").write_text("")
+    cache = place if place == "/sys" else str(tmp_path / place)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
+    source = Source(dataset=str(write_lines(tmp_path / "texts.jsonl", TEXTS)))
+    with pytest.raises(UserError, match=f"tokens, {cache}, cannot be written to: .*; set the env.*HF_DATASETS_CACHE"):
+        make_plan(Config(), tokenizer, [source], lanes=1)
+    with pytest.raises(UserError, match="cannot be written to"):
+        load_tokenizer("python-stdlib")
+
+
+def truncated(content: bytes) -> bytes:
+    return content[: len(content) // 2]
+
+
+def zeroed(content: bytes) -> bytes:
+    return content[:4096] + bytes(4096) + content[8192:]
+
+
+def other(content: bytes) -> bytes:
+    return content[:-9] + bytes([content[-9] ^ 1]) + content[-8:]
+
+
+@pytest.mark.parametrize("damaged", [truncated, zeroed, other])
+def test_a_damaged_cache_is_made_anew_with_a_line_that_says_so(
+    damaged: Callable[[bytes], bytes],
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "caches")
+    path = write_lines(tmp_path / "texts.jsonl", TEXTS)
+    expected = table_of(path, tokenizer).dataset.to_dict()
+    (file,) = (tmp_path / "caches").rglob("tokens*.arrow")
+    file.write_bytes(damaged(file.read_bytes()))
+    monkeypatch.setattr(logger, "propagate", True)
+    assert table_of(path, tokenizer).dataset.to_dict() == expected
+    assert [record.message for record in caplog.records if "made anew" in record.message] == [
+        f"the cache {file.parent} is damaged (not as it was written: {file.name}): it is made anew"
+    ]
+    caplog.clear()
+    table_of(path, tokenizer)
+    assert not [record for record in caplog.records if "made anew" in record.message]
+
+
+def test_what_a_cache_holds_is_known_by_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    made: list[str] = []
+
+    def write(file: str) -> None:
+        made.append(file)
+        Path(file).write_text("content")
+
+    kept = made_once("entry", write)
+    assert made_once("entry", write) == kept and len(made) == 1
+    kept.with_name("entry.sums").unlink()
+    assert made_once("entry", write).read_text() == "content" and len(made) == 2
+
+
+def test_a_fingerprint_is_of_contents_and_cheap(tmp_path: Path) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    content = bytearray(range(256)) * 20_000  # 5 blocks, the last of which is not whole
+    first.write_bytes(content)
+    second.write_bytes(content)
+    assert fingerprint([first]) == fingerprint([second])
+    whole, parts = fingerprint([first]), fingerprint([first], 2**21)
+    content[2 * 2**20] ^= 1
+    second.write_bytes(content)
+    assert fingerprint([second]) != whole and fingerprint([second], 2**21) == parts, "all of it was read"
+    content[-1] ^= 1
+    second.write_bytes(content)
+    assert fingerprint([second], 2**21) != parts

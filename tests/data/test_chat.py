@@ -191,8 +191,8 @@ def test_a_template_that_strips_earlier_thinking_is_refused_with_its_lines() -> 
 
 
 def test_a_template_that_asks_otherwise_than_it_answers_is_refused_at_once() -> None:
-    asking = PLAIN.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<think>'")
-    with pytest.raises(UserError, match=r"line 2 writes .* but line 5 writes .*<think>.* where it is asked") as refused:
+    asking = PLAIN.replace("'<|im_start|>assistant\\n'", "'<|im_start|>assistant\\n<plan>'")
+    with pytest.raises(UserError, match=r"line 2 writes .* but line 5 writes .*<plan>.* where it is asked") as refused:
         prepared(asking)
     assert "train_on" not in str(refused.value)
 
@@ -227,7 +227,6 @@ def test_a_token_that_begins_before_the_answer_and_holds_some_of_it_is_trained()
 @pytest.mark.parametrize("template, after", [
     (PLAIN.replace("<|im_end|>", "<|stop|>"), "<|stop|>"),
     (PLAIN.replace("<|im_end|>", ""), ""),
-    (MARKED.replace("<|im_end|>", "\\n<|im_end|>"), "<|im_end|>"),
 ])  # fmt: skip
 def test_a_template_from_which_no_model_learns_to_stop_is_refused(template: str, after: str) -> None:
     with pytest.raises(UserError, match="chat.template: after an answer there is '") as refused:
@@ -334,7 +333,7 @@ def test_the_format_is_told_by_the_columns() -> None:
         assert needed == wanted
         assert conversation_columns(found.values(), ChatConfig(**settings)) == (needed, found), "and others not"
     with pytest.raises(
-        UserError, match="no columns messages .*, prompt and completion, or text, but id, prompt; say by chat"
+        UserError, match="no columns messages .*, prompt and completion, .*, or text, but id, prompt; say by chat"
     ):
         conversation_columns(["id", "prompt"], ChatConfig())
     with pytest.raises(UserError, match="no columns messages=dialog, but text; say by chat.columns"):
@@ -399,5 +398,5 @@ def test_a_template_that_nobody_trains_on_only_leaves_its_end_unknown() -> None:
     assert end_of_turn(tokenizer_with(None)) == [END]
     assert end_of_turn(tokenizer_with("{{ raise_exception('not like this') }}")) == [END]
     several = tokenizer_with(None)
-    several.chat_template = {"rag": PLAIN, "tool_use": PLAIN}
-    assert end_of_turn(several) == [END]
+    several.chat_template = {"rag": PLAIN, "tool_use": HEADERS.replace("<|im_end|>", "<|eot_id|>")}
+    assert end_of_turn(several) == [END, *several.convert_tokens_to_ids(["<|im_end|>", "<|eot_id|>"])]

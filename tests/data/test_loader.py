@@ -191,7 +191,7 @@ def test_an_epoch_of_the_cache_holds_each_document_once_and_each_epoch_is_shuffl
         training=TrainingConfig(seq_len=16, epochs=2),
     )
     loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
-    assert loader.steps_per_epoch == 216 / 8
+    assert loader.rows_left == 2 * 216
     first, second = (sorted_and_not(take_steps([loader], 27)) for _ in range(2))
     laid_out = sorted_and_not([torch.tensor([row]) for text in texts for row in rows_alone(text, tokenizer)])
     assert first[0] == second[0] == laid_out[0]
@@ -221,11 +221,59 @@ def test_an_epoch_of_fitted_rows_holds_each_document_once(tmp_path: Path, tokeni
         training=TrainingConfig(seq_len=64, epochs=2),
     )  # fmt: skip
     loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
-    rows = [row[0] for row in take_steps([loader], loader.steps_per_epoch)]
-    documents = [document for row in rows for document in bytes_between_ends(row.tolist()) if document]
-    assert sorted(documents[: len(texts)]) != documents[: len(texts)]
-    counts = {document: documents.count(document) for document in encoded(texts, tokenizer)}
-    assert min(counts.values()) == 1 and sum(counts.values()) - len(texts) < 8 * 4  # the last step goes on
+    rows = [row[0].tolist() for row in take_steps([loader], -(-loader.rows_left // GLOBAL_BATCH))]
+    in_pass = loader.plan.rows_per_pass
+    for passed in rows[:in_pass], rows[in_pass:]:
+        documents = [document for row in passed for document in bytes_between_ends(row) if document]
+        assert sorted(documents) == sorted(encoded(texts, tokenizer)) != documents
+
+
+SMALL = {"concatenate": 16, "best_fit": 32, "none": 32}
+
+
+@pytest.mark.parametrize("packing", SMALL)
+def test_a_run_by_epochs_trains_each_document_as_often_and_no_more(
+    packing: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = [f"document {n}".ljust(12 + n, "x") for n in range(11)]
+    path = write_lines(tmp_path / "texts.jsonl", texts)
+
+    def loaders(epochs: int, world: int, micro: int) -> list[Loader]:
+        config = Config(
+            data=DataConfig(dataset=(str(path),), num_workers=0), packing=PackingConfig(mode=packing),
+            training=TrainingConfig(seq_len=SMALL[packing], epochs=epochs),
+        )  # fmt: skip
+        return [loader_of(config, tokenizer, rank, world, micro) for rank in range(world)]
+
+    def filled(rows: list[Tensor]) -> list[bytes]:
+        return [text for row in rows if (text := bytes(token for token in row[0].tolist() if token < 256))]
+
+    once, short, long = loaders(1, 1, 8), loaders(3, 1, 8), loaders(3, 2, 2)
+    size = once[0].rows_left
+    first = filled(take_steps(once, -(-size // 8)))
+    assert len(first) == size and once[0].rows_left == 0
+    assert sum(batch.tokens for batch in islice(once[0], 2)) == 0, "something comes after the last row"
+    rows = filled(take_steps(short, -(-3 * size // 8)))
+    assert rows[:size] == first
+    for n in size, 2 * size:  # where documents are cut at the ends of rows, each pass cuts them elsewhere
+        assert sorted(b"".join(rows[n : n + size])) == sorted(b"".join(first)) and rows[n : n + size] != first
+    steps = -(-3 * size // 8)
+    assert sorted(filled(take_steps(long, steps))) == sorted(rows), "other rows on two ranks"
+    for loader in (more := loaders(3, 2, 2)):  # the run that came to its end goes on for two passes
+        loader.load_state_dict(merge_states([once[0].state_dict()]))
+    assert sorted(filled(take_steps(more, -(-2 * size // 8)))) == sorted(rows[size:])
+
+
+def test_what_is_left_for_the_last_step_is_shared_alike(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_lines(tmp_path / "texts.jsonl", [f"document {n}" for n in range(11)])
+    config = Config(
+        data=DataConfig(dataset=(str(path),), num_workers=0), packing=PackingConfig(mode="none"),
+        training=TrainingConfig(seq_len=32, epochs=1),
+    )  # fmt: skip
+    for rank, left in enumerate([2, 1]):
+        loader = build_loader(config, tokenizer, BatchPlan(2, 2, 8), rank)
+        assert [int(batch.real.any(1).sum()) for batch in islice(loader, 2)] == [2, 2] and loader.filled == 1
+        assert [int(batch.real.any(1).sum()) for batch in islice(loader, 2)] == [left, 0]
 
 
 def sorted_and_not(rows: list[Tensor]) -> tuple[list[list[int]], list[list[int]]]:

@@ -56,12 +56,12 @@ def test_each_pass_goes_from_low_to_high(
     leveled: Path, tokenizer: PreTrainedTokenizerFast, packing: str, length: int
 ) -> None:
     loader = loader_of(leveled, tokenizer, packing, length)
-    assert letters(loader, tokenizer, 2 * loader.steps_per_epoch).startswith(IN_ORDER * 2)
+    assert letters(loader, tokenizer, 2 * loader.plan.rows_per_pass).startswith(IN_ORDER * 2)
 
 
 def test_only_neighbours_in_the_order_share_rows(leveled: Path, tokenizer: PreTrainedTokenizerFast) -> None:
     loader = loader_of(leveled, tokenizer, "best_fit")
-    seen = letters(loader, tokenizer, loader.steps_per_epoch)
+    seen = letters(loader, tokenizer, loader.plan.rows_per_pass)
     assert sorted(seen) == sorted(IN_ORDER) and seen != IN_ORDER
     assert max(abs(seen.index(letter) - IN_ORDER.index(letter)) for letter in seen) <= 2
 

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -128,3 +129,40 @@ def test_half_a_file_is_refused(file: str, tmp_path: Path) -> None:
     (tmp_path / "odd.gguf").write_bytes(Path(file).read_bytes()[:-5000])
     with pytest.raises(UserError, match=r"odd.gguf: cannot be read as a GGUF model"):
         hf_folder(str(tmp_path / "odd.gguf"))
+
+
+def claiming(tensors: int = 0, fields: int = 1, value: bytes = b"") -> bytes:
+    """A GGUF file of so many tensors and fields, of which it holds at most one, whose value this is."""
+    name = b"general.architecture"
+    field = struct.pack("<Q", len(name)) + name + value if value else b""
+    return struct.pack("<4sIQQ", b"GGUF", 3, tensors, fields) + field
+
+
+STRING, ARRAY, BYTES, FLOAT = 8, 9, 0, 6
+CLAIMS = {
+    "strings": claiming(value=struct.pack("<IIQ", ARRAY, STRING, 2**50)),
+    "bytes": claiming(value=struct.pack("<IIQ", ARRAY, BYTES, 2**50)),
+    "numbers": claiming(value=struct.pack("<IIQ", ARRAY, FLOAT, 2**63)),
+    "arrays": claiming(value=struct.pack("<IIQ", ARRAY, ARRAY, 2**50)),
+    "arrays of arrays": claiming(value=struct.pack("<IIQIQ", ARRAY, ARRAY, 2**50, BYTES, 2**50)),
+    "a long text": claiming(value=struct.pack("<IQ", STRING, 2**50)),
+    "fields": claiming(fields=2**50, value=struct.pack("<IQ5s", STRING, 5, b"llama")),
+    "tensors": claiming(tensors=2**50, fields=0),
+    "sizes": claiming(1, 0) + struct.pack("<Q1sIQQIQ", 1, b"a", 2, 2**40, 2**20, 0, 0),
+    "deep": claiming(value=struct.pack("<I", ARRAY) + struct.pack("<IQ", ARRAY, 1) * 10_000),
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("claim", CLAIMS)
+def test_what_a_file_claims_is_bounded_by_its_size(tmp_path: Path, claim: str) -> None:
+    (tmp_path / "model.gguf").write_bytes(CLAIMS[claim])
+    with pytest.raises(UserError, match="cannot be read as a GGUF model"):
+        hf_folder(str(tmp_path / "model.gguf"))
+
+
+@pytest.mark.timeout(20)
+def test_a_file_cannot_claim_more_layers_than_tensors(file: str, tmp_path: Path) -> None:
+    many = rewritten(file, tmp_path / "many.gguf", **{"llama.block_count": 2**31 - 1})
+    with pytest.raises(UserError, match="it claims 2147483647 layers, and has"):
+        hf_folder(many)

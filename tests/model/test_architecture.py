@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import PretrainedConfig, Qwen2Config, ViTConfig
+from transformers import Emu3Config, PretrainedConfig, Qwen2Config, ViTConfig
 
+from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import (
@@ -133,3 +134,17 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
         read(tmp_path / "empty")
     with pytest.raises(UserError, match=r"model\.name_or_path: .*no such file or folder here"):
         read(tmp_path / "nowhere", "name_or_path")
+
+
+def test_a_model_of_which_transformers_makes_no_causal_one_is_refused(tmp_path: Path) -> None:
+    """Emu3's language model, which its causal class is made of, is of no class that could be made again."""
+    Emu3Config().save_pretrained(tmp_path)
+    config = Config(model=ModelConfig(config=str(tmp_path)))
+    with pytest.raises(UserError, match=r"model\.config: .* is a 'emu3' model, which is no causal LM"):
+        load_model_config(config, tokenizer_of_words())
+
+
+def test_the_layers_of_what_sees_are_not_those_of_the_language_model() -> None:
+    model = meta_model(small_config(configuration_class("gemma3")), "eager", torch.float32)
+    assert len(model.model.vision_tower.encoder.layers) == len(model.model.language_model.layers)
+    assert decoder_layers(model) is model.model.language_model.layers

@@ -10,11 +10,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.build import build_model, check_layout, embeds_on_cpu, look_up_on_cpu
+from lacuna.model.build import build_model, check_layout, check_ties, embeds_on_cpu, look_up_on_cpu
 from lacuna.model.lora import add_adapters, merged_tensor
 from lacuna.model.quantization import dequantize, quantize
 from lacuna.parallel.fsdp import local
@@ -192,3 +193,13 @@ def test_linear_layers_that_are_trained_whole_are_never_quantised(tmp_path: Path
     name = "model.layers.1.mlp.down_proj.weight"
     learning, still, exported = run_ranks(shards, _learning_or_not, tmp_path, name, shards)[0]
     assert learning.equal(still) and exported.equal(load_file(tmp_path / "model.safetensors")[name])
+
+
+@pytest.mark.parametrize(("kind", "shares"), [("zamba", True), ("llama", False)])
+def test_layers_that_share_weights_are_not_sharded(kind: str, shares: bool) -> None:
+    model = meta_model(small_config(configuration_class(kind), tie_word_embeddings=True), "eager", torch.float32)
+    if shares:
+        with pytest.raises(UserError, match=r"layers\.3\.shared_transf.*are one weight, but layers are sharded one by"):
+            check_ties(model)
+    else:
+        check_ties(model)

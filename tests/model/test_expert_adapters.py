@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.checks import problems_of
 from lacuna.config.machine import ActivationCheckpointConfig
@@ -138,3 +139,25 @@ def test_adapters_of_experts_that_cannot_be_are_refused(settings: dict[str, obje
 def test_settings_that_stacks_cannot_have_are_refused(more: dict[str, object]) -> None:
     config = Config(lora={"rank": 2, "parameters": ("experts.*",)} | more)
     assert any("lora.parameters" in problem for problem in problems_of(config))
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "qwen2_moe"])
+def test_dense_layers_beside_experts_stay_what_they_are_for_peft(kind: str, tmp_path: Path) -> None:
+    """peft takes their names for those of experts that were not yet fused."""
+    model_config = small_config(configuration_class(kind))
+    random_model(model_config, "eager").save_pretrained(tmp_path / "base")
+    ours, settings = random_model(model_config, "eager"), LoraConfig(rank=2, dropout=0.5)
+    add_adapters(ours, settings, torch.float32)
+    with torch.no_grad():
+        for name, weight in ours.named_parameters():
+            if "lora_" in name:
+                weight.normal_(std=0.3)
+    export_adapter(ours, tokenizer_of_words(), settings, str(tmp_path / "base"), str(tmp_path / "ours"))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
+    theirs = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
+    assert torch.allclose(logits(ours.eval()), logits(theirs), rtol=1e-4, atol=1e-4)
+    assert any("gate_proj.lora_A" in name for name in trained_names(ours))
+    again, read = random_model(model_config, "eager"), LoraConfig(adapter=str(tmp_path / "ours"))
+    add_adapters(again, read, torch.float32)
+    load_adapters(again, trained_names(again), read)
+    assert torch.equal(logits(again.eval()), logits(ours.eval()))

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lacuna.model.architecture import meta_model
-from lacuna.model.head import attach_loss, probe_head, specimen
+from lacuna.model.head import attach_loss, probe_head
 from lacuna.model.inputs import Inputs
-from tiny import CPU, VOCABULARY, own_loss, random_model, tiny_config
+from lacuna.model.specimen import specimen
+from tiny import VOCABULARY, own_loss, random_model, tiny_config
 
 IDS = torch.arange(36).view(2, 18) * 5 % VOCABULARY
 POSITIONS = torch.arange(18).expand(2, 18)
@@ -125,5 +125,5 @@ def test_a_scale_that_the_configuration_does_not_tell_falls_back() -> None:
 
 @pytest.mark.parametrize("architecture", ["bloom", "falcon", "mamba", "modernbert"])
 def test_a_model_is_tried_out_whatever_its_layers_return_and_its_configuration_lacks(architecture: str) -> None:
-    tried = specimen(meta_model(tiny_config(architecture), "eager", torch.float32), torch.float32, CPU)
+    tried = specimen(tiny_config(architecture))
     assert probe_head(tried, compiled=False).chunked == (architecture != "modernbert"), "which has more than one matrix"

@@ -2,11 +2,16 @@
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config
-from lacuna.config.sections import TrainingConfig
-from tiny import differing, run_ranks, sharded_model, tiny_config, whole
+from lacuna.config.sections import ModelConfig, TrainingConfig
+from lacuna.model.architecture import meta_model
+from lacuna.model.lora import trained_names
+from lacuna.model.weights import fill_model
+from tiny import CPU, differing, run_ranks, sharded_model, tiny_config, whole
 
 SEED = 7
 ARCHITECTURES = ("llama", "llama_tied", "qwen3", "gemma", "mistral", "gpt2", "neox", "qwen2_moe")
@@ -58,3 +63,48 @@ def draw_twice() -> list[torch.Tensor]:
 def test_another_seed_gives_other_weights() -> None:
     first, second = run_ranks(1, draw_twice)[0]
     assert not torch.equal(first, second)
+
+
+ODD = ("apertus", "data2vec-text", "falcon_h1", "modernbert-decoder", "openai-gpt", "xlm-roberta")
+"""Whose weights or buffers come from constructors, are drawn anew by outer modules, or are tied to what comes later."""
+
+
+def otherwise(own: Tensor, ours: Tensor) -> bool:
+    """Whether a tensor is not what transformers makes, or not drawn from the same distribution."""
+    if own.shape != ours.shape or own.dtype != ours.dtype:
+        return True
+    if torch.equal(own, ours):
+        return False
+    if not own.is_floating_point() or not own.is_contiguous() or own.std() == 0 or not ours.isfinite().all():
+        return True
+    wide = own.double().std()
+    few = own.numel() ** -0.5
+    return bool(
+        abs(ours.double().std() / wide - 1) > 6 * few
+        or abs(ours.double().mean() - own.double().mean()) > 8 * wide * few
+    )
+
+
+def made_otherwise(kind: str) -> list[str]:
+    """The tensors of a kind of model in small that are not drawn as its own constructor draws them."""
+    model_config = small_config(configuration_class(kind))
+    torch.manual_seed(1)
+    own = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
+    model = meta_model(model_config, "eager", torch.float32)
+    fill_model(model, trained_names(model), Config(model=ModelConfig(config="any")), CPU, fill=True)
+    expected = own.state_dict() | dict(own.named_buffers())
+    found = model.state_dict() | dict(model.named_buffers())
+    assert found.keys() == expected.keys()
+    wrong = [name for name in expected if expected[name].numel() > 8 and otherwise(expected[name], found[name])]
+    return wrong
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_odd_models_are_drawn_as_transformers_draws_them(kind: str) -> None:
+    assert made_otherwise(kind) == []
+
+
+@pytest.mark.slow
+def test_every_causal_model_of_transformers_is_drawn_as_transformers_draws_it() -> None:
+    wrong = {kind: found for kind in model_types() if (found := made_otherwise(kind))}
+    assert wrong == {}

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
+from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
 from lacuna.export import huggingface
@@ -210,3 +211,39 @@ def load_as_float32(folder: Path) -> set[torch.dtype]:
 def test_half_precision_files_become_float32_master_weights(tmp_path: Path) -> None:
     random_model(tiny_config("llama")).to(torch.bfloat16).save_pretrained(tmp_path)
     assert run_ranks(1, load_as_float32, tmp_path) == [{torch.float32}]
+
+
+JOINED = ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")
+"""Kinds of models with weights that are several tensors in files, joined along the dimension that shards cut."""
+
+
+def loaded_otherwise(root: str, kinds: list[str]) -> dict[str, list[str]]:
+    """Of models in folders of `root`, the tensors that are others in shards than transformers loads."""
+    wrong = {}
+    for kind in kinds:
+        own = AutoModelForCausalLM.from_pretrained(f"{root}/{kind}", dtype=torch.float32)
+        model = sharded_model(own.config, from_folder(Path(root, kind)), attention=None)
+        parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
+        buffers = dict(model.named_buffers())
+        found = differing(parameters, dict(own.named_parameters())) + differing(buffers, dict(own.named_buffers()))
+        if found:
+            wrong[kind] = found
+    return wrong
+
+
+def save_all(kinds: list[str], root: Path) -> None:
+    for kind in kinds:
+        random_model(small_config(configuration_class(kind)), "eager").save_pretrained(root / kind)
+
+
+def test_what_files_have_in_several_tensors_is_joined_before_it_is_cut(tmp_path: Path) -> None:
+    save_all([*JOINED], tmp_path)
+    assert run_ranks(2, loaded_otherwise, str(tmp_path), [*JOINED]) == [{}, {}]
+
+
+@pytest.mark.slow
+def test_every_causal_model_of_transformers_loads_into_shards(tmp_path: Path) -> None:
+    no_list_of_layers = {"blt", "hrm_text", "longcat_flash"}
+    kinds = [kind for kind in model_types() if kind not in no_list_of_layers]
+    save_all(kinds, tmp_path)
+    assert run_ranks(2, loaded_otherwise, str(tmp_path), kinds) == [{}, {}]

@@ -9,7 +9,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from lacuna.parallel.context import causal_parts, flash_bounds, gather_sequence, ring_attention, shard_sequence, visible
+from lacuna.parallel.context import causal_parts, gather_sequence, ring_attention, shard_sequence
+from lacuna.parallel.partial_attention import flash_bounds, visible
 from tiny import relative_error, run_ranks
 
 LENGTH = 32

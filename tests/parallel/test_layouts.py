@@ -1,5 +1,6 @@
 """A step's loss, gradients and update are the same on any number of ranks, in any layout, cut in any way."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -64,6 +65,37 @@ def test_every_parallelism_makes_the_same_step(cases: list[Case], architecture: 
     alone = outcomes(tmp_path, [Case()])[0]
     for outcome in outcomes(tmp_path, cases):
         check_same(outcome, alone)
+
+
+@pytest.mark.parametrize("loss", [{}, {"disable_loss_parallel": True}])
+def test_norms_over_all_heads_split_too(loss: dict[str, bool], tmp_path: Path) -> None:
+    tiny_config("olmo2").save_pretrained(tmp_path)
+    alone, adapted = outcomes(tmp_path, [Case(), Case(lora=LoraConfig(rank=3))])
+    layouts = [
+        Case(Layout(tp=2), 2, parallelism=loss),
+        Case(Layout(tp=2), 2, parallelism=loss, lora=LoraConfig(rank=3)),
+    ]
+    for outcome, expected in zip(outcomes(tmp_path, layouts), (alone, adapted), strict=True):
+        check_same(outcome, expected)
+    check_same(outcomes(tmp_path, [Case(Layout(dp_shard=2, tp=2), 2, parallelism=loss)])[0], alone)
+
+
+@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+def test_sinks_and_narrow_values_make_the_same_step(architecture: str, tmp_path: Path) -> None:
+    tiny_config(architecture).save_pretrained(tmp_path)
+    ring = {"context_parallel_rotate_method": "alltoall"}
+    [alone] = outcomes(tmp_path, [Case()])
+    layouts = [Case(Layout(dp_shard=2), 2), Case(Layout(cp=2), 2), Case(Layout(cp=2, ring=True), 2, parallelism=ring)]
+    for outcome in (*outcomes(tmp_path, layouts), *outcomes(tmp_path, [pipelined(Layout(pp=2), 4)])):
+        check_same(outcome, alone)
+
+
+@pytest.mark.parametrize("target", ["layers.0.self_attn.q_proj", "layers.1.self_attn.q_proj"])
+def test_a_stage_of_a_pipeline_may_train_nothing(target: str, tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    adapter = LoraConfig(rank=2, targets=(target,))
+    [alone] = outcomes(tmp_path, [Case(lora=adapter)])
+    check_same(outcomes(tmp_path, [replace(pipelined(Layout(pp=2), 4), lora=adapter)])[0], alone)
 
 
 @pytest.mark.parametrize("architecture", ["llama_tied", "gpt2"])

@@ -1,9 +1,12 @@
 """The memory estimate knows every way of spreading a model: each divides what it divides, and nothing else."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from transformers import LlamaConfig
 
+from every_model import configuration_class, small_config
 from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
 from lacuna.model.architecture import meta_model
@@ -12,6 +15,7 @@ from lacuna.model.quantization import quantize_layers, quantized_modules
 from lacuna.parallel.mesh import Layout
 from lacuna.plan.dry_run import estimate_memory
 from lacuna.train.setup import plan_batch
+from runs import make_world, refused
 
 MODEL = LlamaConfig(
     hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
@@ -98,3 +102,11 @@ def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
     model = meta_model(MODEL, "sdpa", torch.float32)
     parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
     assert parts["gathered"] < 2 * model.num_parameters() / 2
+
+
+def test_what_a_trial_of_the_model_would_refuse_is_refused(tmp_path: Path) -> None:
+    world = make_world(tmp_path)
+    small_config(configuration_class("lfm2"), vocab_size=64).save_pretrained(world / "model")
+    shared = ("--cpus", 2, "--parallelism.context_parallel_degree", 2, "--data.document_mask", "false")
+    said = refused("train", world / "run.toml", *shared, "--dry-run")
+    assert "parallelism.context_parallel_degree: shared out like that, Lfm2ForCausalLM" in said

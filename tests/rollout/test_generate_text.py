@@ -1,14 +1,17 @@
 """Sampling text in the middle of training leaves the training as it was, and says what transformers would say."""
 
+import logging
+
 import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lacuna.config import Config
+from gguf_models import tokenizer_like
+from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
 from lacuna.model.attention import PACKED
-from lacuna.rollout.generate import generate_text
+from lacuna.rollout.generate import Printer, generate_text
 from tiny import VOCABULARY, random_model, run_ranks, sharded_model, tiny_config, tokenizer_of_words
 
 PROMPT = "w5 w6 w7"
@@ -73,3 +76,43 @@ def test_ranks_of_a_sharded_model_say_the_same_as_one(tmp_path: object) -> None:
     model.save_pretrained(tmp_path)
     expected = [generate_text(model, TOKENIZER, PROMPT, 12, temperature, seed=4) for temperature in (0, 1)]
     assert run_ranks(2, generate_on_shards, str(tmp_path)) == [expected, expected]
+
+
+def test_drawing_is_from_all_tokens_unless_fewer_are_asked_for() -> None:
+    model = random_model(tiny_config("llama"))
+    model.generation_config.top_k, model.generation_config.top_p = 1, 0.1  # its own are not the user's
+    drawn = generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1)
+    likeliest = greedy(model)
+    assert drawn != likeliest
+    assert generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1, top_k=1) == likeliest
+    assert generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1, top_p=1e-6) == likeliest
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
+def test_the_last_position_ends_a_text_which_is_said(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model(tiny_config(architecture, max_position_embeddings=8), seed=1)
+    with caplog.at_level(logging.WARNING, "lacuna"):
+        assert len(generate_text(model, TOKENIZER, PROMPT, 5, temperature=0, seed=0).split()) <= 5
+        assert not caplog.messages
+        assert len(generate_text(model, TOKENIZER, PROMPT, 6, temperature=0, seed=0).split()) == 5
+    assert caplog.messages == ["the text ends at the last of the model's 8 positions"]
+    with pytest.raises(UserError, match="the prompt has 8 tokens, and the model 8 positions"):
+        generate_text(model, TOKENIZER, " ".join(["w5"] * 8), 1, temperature=0, seed=0)
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "smollm"])
+def test_what_is_printed_as_it_is_made_is_what_the_whole_decodes_to(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = "def read(self):\n    return 'ä 🦊 ' + 1\n\n  中文字 the end"
+    tokenizer = tokenizer_like(kind)
+    printer, printed = Printer(tokenizer), []
+    printer.put(torch.tensor([[3, 4]]))
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    for token in ids:
+        printer.put(torch.tensor([token]))
+        printed.append(capsys.readouterr().out)
+    printer.end()
+    assert "".join(printed) + capsys.readouterr().out == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+    assert sum(map(bool, printed)) > len(ids) / 3, "held back"
+    assert "\N{REPLACEMENT CHARACTER}" not in "".join(printed)

@@ -20,6 +20,8 @@ from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from layouts import pipelined
 from tiny import CPU, differing, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 CASES = {
     "alone": pipelined(Layout(), 4),
     "dp_shard 2": pipelined(Layout(dp_shard=2), 4),

@@ -11,8 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from lacuna.config import Config, UserError
+from lacuna.config.sections import JobConfig
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import find_damage, newest_complete
+from lacuna.train.checkpoint import find_damage, newest_complete, prepare_folder
+from lacuna.train.setup import find_start
 from runs import checkpoint, curve, ended, rows, start, steps, together, train, wait_until, weights
 
 STEPS = 8
@@ -39,13 +42,22 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
+def rewrite(path: Path, manifest: object) -> None:
+    """Gives a checkpoint another manifest."""
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "truncated": (lambda path: os.truncate(path / TENSORS, 1000), f"{TENSORS} has 1000 bytes instead of"),
     "missing": (lambda path: (path / "state.pt").unlink(), "state.pt is missing"),
     "flipped": (lambda path: flip(path / TENSORS, 100_000), f"{TENSORS} is damaged"),
     "no manifest": (lambda path: (path / "manifest.json").unlink(), "manifest.json is missing"),
     "cut manifest": (lambda path: os.truncate(path / "manifest.json", 50), "manifest.json is damaged"),
     "empty manifest": (lambda path: os.truncate(path / "manifest.json", 0), "manifest.json is damaged"),
+    "nothing in the manifest": (lambda path: rewrite(path, {}), "manifest.json is damaged"),
+    "no pairs in it": (lambda path: rewrite(path, {"state.pt": 1, ".metadata": []}), "manifest.json is damaged"),
+    "no tensors in the manifest": (lambda path: rewrite(path, {"state.pt": [1, 2]}), "manifest.json is damaged"),
+    "a file": (lambda path: (shutil.rmtree(path), path.write_text("")), "it is a file"),
     "binary manifest": (lambda path: flip(path / "manifest.json", 5), "manifest.json is damaged"),
 }  # fmt: skip
 
@@ -105,7 +117,7 @@ def said(world: Path, straight: Path, weights_only: Path, tmp_path_factory: pyte
         "second": lambda: start_twice(world, folder / "second"),
         "shared damage": lambda: go_on("shared damage", "--cpus", 2, "--training.batch_size", 2),
         "damaged": lambda: go_on("damaged"),
-        "load_step": lambda: go_on("load_step", "--checkpoint.load_step", 4),
+        "load_step": lambda: "".join(go_on("load_step", "--checkpoint.load_step", 4) for _ in range(2)),
         "missing load_step": lambda: go_on("missing load_step", "--checkpoint.load_step", 5, status=2),
         "damaged load_step": lambda: go_on("damaged load_step", "--checkpoint.load_step", 6, status=2),
         "weights only": lambda: go_on("weights only", "--training.steps", STEPS, status=2),
@@ -120,8 +132,10 @@ def start_twice(world: Path, folder: Path) -> str:
     with ended(first):
         wait_until(lambda: len(rows(folder)) > 0, first)
         first.send_signal(signal.SIGSTOP)
+        (folder / "logs").mkdir()
+        (folder / "logs" / "rank-1.log").write_text("of the first")
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        output = train(world, folder, status=2)
+        output = train(world, folder, "--cpus", 2, status=2)
         assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
         return output
 
@@ -154,8 +168,36 @@ def test_damage_that_one_rank_finds_is_known_to_all(straight: Path, said: dict[s
 def test_load_step_goes_back_to_that_step_even_in_a_finished_run(straight: Path, said: dict[str, str]) -> None:
     folder = Path(said["folder"]) / "load_step"
     assert f"resuming after step 4 from {checkpoint(folder, 4)}" in said["load_step"]
+    assert said["load_step"].count("resuming") == 1, "the second time it is finished"
+    assert "is finished (step 8)" in said["load_step"]
     assert curve(folder) == curve(straight)
     assert weights(folder) == weights(straight)
+
+
+def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_start_over_by_itself(
+    straight: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run" / "checkpoint"
+    shutil.copytree(straight / "checkpoint", folder)
+    for step in steps(tmp_path / "run"):
+        (folder / f"step-{step}" / "state.pt").unlink()
+    config = Config(job=JobConfig(dump_folder=str(tmp_path / "run")))
+    with pytest.raises(UserError, match="none is complete: .* to start over on purpose move that folder away"):
+        find_start(config, str(folder), Process())
+    shutil.copytree(checkpoint(straight, 8), folder / "step-0")  # which is where the run had started
+    with pytest.raises(UserError, match="none is complete"):
+        find_start(config, str(folder), Process())
+    for step in (2, 4, 6, 8):
+        shutil.rmtree(folder / f"step-{step}")
+    assert find_start(config, str(folder), Process())[0] == str(folder / "step-0")
+
+
+def test_a_file_in_a_checkpoints_place_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    (tmp_path / "step-50").write_text("")
+    with pytest.raises(UserError, match="step-50 is a file, where the checkpoint of a step belongs: move it away"):
+        prepare_folder(str(tmp_path))
+    with pytest.raises(UserError, match="checkpoint.folder: cannot write to"):
+        prepare_folder(str(tmp_path / "step-50"))
 
 
 REFUSALS = {

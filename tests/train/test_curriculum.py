@@ -16,6 +16,8 @@ from lacuna.data import BatchPlan, build_loader
 from reference import texts_of
 from runs import curve, rows, together, train, weights
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 STAGES = """
 [[curriculum.stages]]
 from_step = 2

@@ -18,6 +18,8 @@ from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, steps, together, train
 from tiny import differing, random_model, tiny_config, tokenizer_of_words
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 
 @pytest.fixture(scope="module")
 def started(world: Path, straight: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

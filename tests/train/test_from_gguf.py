@@ -12,6 +12,8 @@ from lacuna.rollout.generate import generate_text
 from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, rows, together, train
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 
 @pytest.fixture(scope="module")
 def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:

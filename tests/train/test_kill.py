@@ -12,6 +12,8 @@ import pytest
 
 from runs import curve, ended, processes_naming, rows, start, steps, together, train, wait_until, weights, write_model
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 MODES = ("disabled", "async")
 MOMENTS = ("start-up", "any time", "step", "writing", "deleting", "exporting")
 VICTIMS = (None, 0, 1)  # the process that was started, or a worker of it
@@ -179,3 +181,16 @@ def test_a_killed_worker_stops_the_others_and_is_named(world: Path, tmp_path: Pa
     with ended(start_run(world, folder, "--cpus", 2, *settings(world, tmp_path, 100_000))) as process:
         wait_until(lambda: len(rows(folder)) > 3, process)
         kill(process, folder, 1)
+
+
+def test_a_killed_data_worker_is_one_message(world: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    with ended(start_run(world, folder, *settings(world, tmp_path, 100_000))) as process:
+        wait_until(lambda: len(rows(folder)) > 3, process)
+        for worker in workers(process):
+            os.kill(worker, signal.SIGKILL)
+        status, output = process.wait(timeout=180), log(folder).read_text()
+    assert status == 1, output
+    assert output.count("lacuna: DataLoader worker") == 1
+    assert "Where memory ran out, fewer workers (data.num_workers)" in output
+    assert "Traceback" not in output

@@ -15,10 +15,12 @@ from lacuna.config import UserError
 from lacuna.config.sections import LoraConfig as Settings
 from lacuna.export.huggingface import export_adapter
 from lacuna.model.lora import adapted_modules, add_adapters, load_adapters, trained_names, without_adapters
-from lacuna.parallel.fsdp import compute_in
+from lacuna.parallel.precision import compute_in
 from lacuna.train.forms import open_model
 from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
 from tiny import random_model, tiny_config, tokenizer_of_words
+
+pytestmark = pytest.mark.slow  # whole runs of the command line
 
 KINDS = {
     "plain": ("--lora.targets", "q_proj,*.mlp.*"),

@@ -19,6 +19,8 @@ from layouts import LENGTH, Case, own_batches, pipelined
 from runs import lacuna, together, train, weights, write_model
 from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 ARCHITECTURES = ("llama", "llama_tied")
 NEW, IDS = ("<think>", "w9"), [97, 9]  # one that the tokenizer lacks, and one that it has
 CASES = {

@@ -1,6 +1,7 @@
 """AdamW on shards is torch's AdamW on the whole model; what is skipped leaves no trace; rates as by hand."""
 
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config
 from lacuna.config.sections import LRSchedulerConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.model.architecture import meta_model
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import (
@@ -17,7 +20,9 @@ from lacuna.train.optimizer import (
     clip_gradients,
     learning_rate,
     optimizer_tensors,
+    peak_step,
     update,
+    warmup_steps,
 )
 from tiny import CPU, differing, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words, whole
 
@@ -62,6 +67,50 @@ def test_embeddings_norms_and_biases_do_not_decay(architecture: str) -> None:
     }.get(architecture, {"model.embed_tokens.weight"})
     assert undecayed(architecture) == expected | embeddings
     assert "lm_head.weight" not in undecayed("llama")
+
+
+NO_MATRICES = {
+    "gpt_oss": ("experts.gate_up_proj_bias", "experts.down_proj_bias", "self_attn.sinks", "router.bias"),
+    "recurrent_gemma": ("rg_lru.input_gate_bias", "rg_lru.recurrent_gate_bias", "rg_lru.recurrent_param"),
+    "mamba": ("mixer.A_log", "mixer.D", "mixer.dt_proj.bias"),
+    "zamba": ("mamba.A_log", "mamba.D", "mamba.dt_proj_bias"),
+    "kimi_linear": ("forget_gate.A_log", "forget_gate.dt_bias"),
+    "rwkv": ("attention.time_mix_key", "attention.time_decay", "feed_forward.time_mix_receptance"),
+    "xlnet": ("rel_attn.r_w_bias", "rel_attn.seg_embed"),
+    "deepseek_v4": ("compressor.position_bias",),
+}
+"""Parameters of several dimensions that are no matrices, by what their names end with."""
+
+MATRICES = {
+    "gpt_oss": ("experts.gate_up_proj", "experts.down_proj", "q_proj.weight", "router.weight"),
+    "recurrent_gemma": ("rg_lru.input_gate_weight", "rg_lru.recurrent_gate_weight", "conv_1d.weight"),
+    "mamba": ("mixer.in_proj.weight", "mixer.conv1d.weight", "mixer.x_proj.weight"),
+    "zamba": ("mamba.x_proj_weight", "mamba.dt_proj_weight"),
+    "qwen2_moe": ("shared_expert_gate.weight", "experts.down_proj"),
+    "dbrx": ("mlp.w1", "mlp.v1"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(NO_MATRICES.keys() | MATRICES.keys()))
+def test_what_decays_is_a_matrix_however_many_dimensions_others_have(kind: str) -> None:
+    model = meta_model(small_config(configuration_class(kind)), "eager", torch.float32)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    decayed, free = ([names[one] for one in group["params"]] for group in build_optimizer(model, Config()).param_groups)
+    for wanted, others, ends in ((free, decayed, NO_MATRICES.get(kind, ())), (decayed, free, MATRICES.get(kind, ()))):
+        for end in ends:
+            assert any(name.endswith(end) for name in wanted), end
+            assert not any(name.endswith(end) for name in others), end
+
+
+@pytest.mark.slow
+def test_of_every_causal_model_no_bias_norm_or_state_decays() -> None:
+    for kind in model_types():
+        model = meta_model(small_config(configuration_class(kind)), "eager", torch.float32)
+        names = {parameter: name for name, parameter in model.named_parameters()}
+        decayed = [names[one] for one in build_optimizer(model, Config()).param_groups[0]["params"]]
+        states = re.compile(r"bias$|norm\.?(weight)?$|A_log$|\.D$|\.embed_tokens\.weight$")
+        wrong = [name for name in decayed if states.search(name)]
+        assert wrong == [], kind
 
 
 def test_frozen_parameters_are_left_alone() -> None:
@@ -267,3 +316,18 @@ def test_the_learning_rate_of_every_step(settings: dict, expected: list[float]) 
     config = Config(lr_scheduler=LRSchedulerConfig(**settings), optimizer=OptimizerConfig(lr=0.02))
     rates = [learning_rate(config, step, total=10) for step in range(10)]
     assert rates == pytest.approx([0.02 * factor for factor in expected], rel=1e-12)
+
+
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (9, 0), (60, 6), (1_999, 199), (2_000, 200), (10**6, 200)])
+def test_a_warmup_that_nobody_gave_is_a_tenth_of_the_run_and_at_most_200_steps(total: int, warmup: int) -> None:
+    config = Config(optimizer=OptimizerConfig(lr=0.02), lr_scheduler=LRSchedulerConfig(decay_type="constant"))
+    assert warmup_steps(config, total) == warmup
+    assert peak_step(config, total) == min(warmup, total - 1)
+    assert learning_rate(config, peak_step(config, total), total) == 0.02
+    assert warmup_steps(Config(lr_scheduler=LRSchedulerConfig(warmup_steps=7)), total) == 7
+
+
+@pytest.mark.parametrize("name", RATES)
+def test_the_peak_is_the_highest_rate_of_the_run(name: str) -> None:
+    settings, factors = RATES[name]
+    assert factors[peak_step(Config(lr_scheduler=LRSchedulerConfig(**settings)), 10)] == max(factors)

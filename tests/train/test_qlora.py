@@ -15,6 +15,8 @@ from lacuna.model.quantization import dequantize, packed_sizes, quantize
 from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
 from tiny import differing, random_model
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 FORMS = ("nf4", "int8")
 
 

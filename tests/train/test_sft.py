@@ -121,7 +121,10 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(world: Path, chats: tu
     [
         ({"messages": [{"role": "user", "content": "the"}]}, "row 1, column messages: no message is the assistant's"),
         ({"messages": []}, "row 1, column messages: the conversation is empty"),
-        ({"dialog": []}, "no columns messages (or conversations), prompt and completion, or text, but dialog"),
+        (
+            {"dialog": []},
+            "prompt and completion, instruction and output, or text, but dialog",
+        ),
     ],
 )
 def test_a_row_that_does_not_fit_is_refused_by_name(

@@ -13,6 +13,8 @@ from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 from reference import texts_of
 from runs import curve, rows, steps, together, train, weights
 
+pytestmark = pytest.mark.slow  # whole runs of the command line
+
 POISON = "~"
 STEPS = 30
 KEYS = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")

@@ -99,7 +99,7 @@ def test_a_run_is_what_a_plain_loop_of_torch_and_transformers_does(layouts: Path
     batches = [packed[step * BATCH : (step + 1) * BATCH] for step in range(STEPS)]
     trained = [sum(len(targets) for _, targets in row) for row in packed]
     assert min(trained) == LENGTH / 2 and max(trained) == LENGTH, "not as uneven as it should be"
-    rates = [1e-3, 2e-3, *(3e-3 * (1 - step / 7) for step in range(1, 7))]
+    rates = [1.5e-3, *(3e-3 * (1 - step / 8) for step in range(1, 8))]
     for done, (step, loss, norm, rate) in zip(
         train_plainly(model, batches, rates), curve(layouts / "batch 4", "loss", "grad_norm", "lr"), strict=True
     ):
@@ -107,7 +107,7 @@ def test_a_run_is_what_a_plain_loop_of_torch_and_transformers_does(layouts: Path
         assert (loss, norm) == pytest.approx(done, rel=1e-4)
     final = load_file(layouts / "batch 4" / "hf" / "model.safetensors")
     for name, weight in model.state_dict().items():
-        torch.testing.assert_close(final[name], weight, rtol=1e-3, atol=1e-5)
+        torch.testing.assert_close(final[name], weight, rtol=1e-3, atol=5e-5)
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +199,6 @@ def test_a_finished_run_says_so_and_stays_as_it_is_until_it_is_made_longer(
 
 def test_epochs_are_passes_over_all_tokens(plain: Path, world: Path) -> None:
     tokens = sum(len(text) + 1 for text in texts_of(world / "validation.jsonl"))
-    last = 2 * math.ceil(tokens / (BATCH * LENGTH))
-    assert curve(plain / "two epochs", "tokens")[-1] == (last, last * BATCH * LENGTH)
+    last = math.ceil(2 * math.ceil(tokens / LENGTH) / BATCH)
+    assert curve(plain / "two epochs", "tokens")[-1] == (last, 2 * tokens)
     assert checkpoint(plain / "two epochs", last).exists()

@@ -1,37 +1,61 @@
-"""`lacuna bloat`: counts the package's lines of code (no blanks, comments, docstrings), by folder."""
+"""`lacuna bloat`: counts the package's statements, core and extensions apart, and its lines."""
 
 import ast
-import io
-import tokenize
-from collections import Counter
 from pathlib import Path
 
 from lacuna.commands.arguments import CommandParser
 
-LIMIT = 5760  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+PACKAGE = Path(__file__).parent.parent
+
+# The core is what a reader must understand to follow the training of a dense model in any layout.
+CORE_LIMIT = 6500  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+EXTENSION_LIMIT = 400
+
+# All else is in modules of their own: what they add -> these modules, in the package.
+EXTENSIONS = {
+    "quantisation": ("model/quantization.py",),
+    "GGUF": ("data/gguf.py", "export/gguf.py"),
+    "drawings": ("plan/draw.py",),
+    "uploads": ("train/hub.py",),
+    "experts": ("model/router.py",),
+}
+
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
-def code_lines(source: str) -> int:
-    """Lines that hold code: not blank, not comment, not the docstring of a module, class or function."""
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    shown = (token for token in tokens if token.string.strip() and token.type != tokenize.COMMENT)
-    code = {line for token in shown for line in range(token.start[0], token.end[0] + 1)}
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, _DOCUMENTED) and ast.get_docstring(node) is not None:
-            code -= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-    return len(code)
+def statements(source: str) -> int:
+    """How many statements there are, however they are laid out; a docstring is none."""
+    nodes = list(ast.walk(ast.parse(source)))
+    documented = [node for node in nodes if isinstance(node, _DOCUMENTED)]
+    docstrings = sum(ast.get_docstring(node) is not None for node in documented)
+    return sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
+
+
+def counts(package: Path) -> tuple[dict[str, int], dict[str, int]]:
+    """The statements of each room of the core, and of each extension."""
+    core: dict[str, int] = {}
+    extensions = dict.fromkeys(EXTENSIONS, 0)
+    extension_of = {file: name for name, files in EXTENSIONS.items() for file in files}
+    for path in sorted(package.rglob("*.py")):
+        place = path.relative_to(package)
+        count = statements(path.read_text())
+        if place.as_posix() in extension_of:
+            extensions[extension_of[place.as_posix()]] += count
+        else:
+            core[str(place.parent)] = core.get(str(place.parent), 0) + count
+    return core, extensions
 
 
 def run(words: list[str]) -> int:
-    """Prints lines of code by folder and their sum; status 1 when the limit is passed."""
+    """Prints statements by room and extension, and lines; status 1 where a limit is passed."""
     CommandParser(prog="lacuna bloat", description=__doc__).parse_args(words)
-    package = Path(__file__).parent.parent
-    counts: Counter[str] = Counter()
-    for path in package.rglob("*.py"):
-        counts[str(path.parent.relative_to(package))] += code_lines(path.read_text())
-    for folder, count in sorted(counts.items()):
-        print(f"{folder:<12} {count:>6,}")
-    total = sum(counts.values())
-    print(f"{'total':<12} {total:>6,} of {LIMIT:,}")
-    return 0 if total < LIMIT else 1
+    core, extensions = counts(PACKAGE)
+    for room, count in core.items():
+        print(f"{room:<14} {count:>6,}")
+    print(f"{'core':<14} {sum(core.values()):>6,} of {CORE_LIMIT:,} statements")
+    for extension, count in extensions.items():
+        print(f"{extension:<14} {count:>6,} of {EXTENSION_LIMIT:,}")
+    lines = sum(len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py"))
+    print(f"{'all files':<14} {lines:>6,} lines")
+    too_many = sum(core.values()) >= CORE_LIMIT
+    return int(too_many or max(extensions.values()) > EXTENSION_LIMIT)

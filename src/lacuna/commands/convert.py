@@ -10,7 +10,7 @@ A run whose checkpoint folder holds a step-0 starts from its weights.
 import os
 from argparse import RawDescriptionHelpFormatter
 
-from lacuna.commands.arguments import CommandParser
+from lacuna.commands.arguments import TRUST, CommandParser
 from lacuna.config import refuse
 
 GGUF_TYPES = "of the weights in GGUF: F16 (default), BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, or one of llama-quantize's"
@@ -26,6 +26,7 @@ def run(words: list[str]) -> None:
     parser.add_argument("--adapter-only", "--adapter_only", action="store_true", help="write adapters, not merged")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as is")
     parser.add_argument("--type", metavar="TYPE", help=GGUF_TYPES)
+    parser.add_argument("--trust-remote-code", "--trust_remote_code", action="store_true", help=TRUST)
     given = parser.parse_args(words)
     is_gguf, there = given.to == "gguf", os.path.exists(given.target)
     refuse({
@@ -41,5 +42,6 @@ def run(words: list[str]) -> None:
     if is_gguf:
         require(given.type or "F16")
     kind = (given.type or "F16") if is_gguf else given.dtype
-    said = convert(given.source, given.target, given.to, kind, given.base, given.adapter_only)
+    settings = (kind, given.base, given.adapter_only, given.trust_remote_code)
+    said = convert(given.source, given.target, given.to, *settings)
     print(f"{said}Wrote {given.target}.")

@@ -19,7 +19,7 @@ from lacuna.launch import launch, runs_here
 
 
 def run(words: list[str]) -> int | None:
-    """Runs the command; returns the exit status of the processes that it starts, if it starts any."""
+    """Runs the command; returns the exit status of the run, if there is one."""
     options, config = parse_run("train", str(__doc__), words, "--dry-run", "--dry_run")
     processes = runs_here(options.gpus, options.cpus)
     if options.dry_run or config.memory_estimation.enabled:  # torch takes seconds to import: not before it is needed
@@ -31,4 +31,4 @@ def run(words: list[str]) -> int | None:
     else:
         from lacuna.train.session import train_here
 
-        train_here(config)
+        return train_here(config)

@@ -2,6 +2,7 @@
 
 import fnmatch
 import os
+import sys
 from collections.abc import Iterator
 from glob import has_magic
 from itertools import product
@@ -10,7 +11,8 @@ from typing import Any
 
 from lacuna.config.documents import Source, Stage
 from lacuna.config.errors import UserError, nearby
-from lacuna.config.sections import Config
+from lacuna.config.fields import shown
+from lacuna.config.sections import Config, JobConfig
 
 # Datasets that are readers of local files; the files are data_files.
 READERS = ("json", "text", "parquet", "csv", "arrow")
@@ -57,6 +59,8 @@ CONTRADICTIONS: dict[str, str] = {
     "parallelism.enable_compiled_autograd": "torch's compiled autograd gives wrong gradients under FSDP2; leave it out",
     "no parallelism.data_parallel_shard_degree": "must be a number of ranks, or -1 for all that remain",
     "checkpoint.keep_latest_k = 1": "the only complete checkpoint would be deleted during a save; use 2 or more",
+    "checkpoint.hf_upload_enabled & no checkpoint.hf_repo_base_name": "the second says where to, as organisation/name",
+    "checkpoint.hf_repo_base_name & no checkpoint.hf_upload_enabled": "nothing would be sent there; set the second",
     "no validation.steps": "must be a number of batches, or -1 for all",
     "memory_estimation.disable_fake_mode": "the estimate is computed from shapes, nothing is faked; leave it out",
     "float8.scaling_type_* = delayed": "torchao removed delayed scaling; use dynamic",
@@ -67,7 +71,8 @@ CONTRADICTIONS: dict[str, str] = {
 def problems_of(config: Config) -> list[str]:
     """Everything about the configuration that is known to be wrong before the machine is looked at."""
     sources: tuple[Source, ...] = ()
-    problems = [*_contradictions(config), *_batch(config), *_stages(config)]
+    problems = [*_name(config.job), *_contradictions(config), *_batch(config), *_stages(config)]
+    problems += long_warmup(config, config.training.steps or sys.maxsize)  # of epochs it is known with the data
     try:
         sources = config.data.resolved_sources()
     except UserError as error:
@@ -102,6 +107,22 @@ def _batch(config: Config) -> Iterator[str]:
     if together and together % (size * accumulation):
         names = "training.global_batch_size, training.batch_size, training.gradient_accumulation_steps"
         yield f"{names}: {together} is no multiple of {size} x {accumulation}; change one of them"
+
+
+def _name(job: JobConfig) -> Iterator[str]:
+    """What is wrong with a name that makes the run's folder."""
+    folder = f"outputs/{job.name}"
+    inside = os.path.normpath(folder).startswith("outputs/") and "\0" not in folder
+    if job.dump_folder == folder and not inside:
+        yield f"job.name: {shown(job.name)} is no folder in outputs; choose another, or give job.dump_folder"
+
+
+def long_warmup(config: Config, steps: int) -> Iterator[str]:
+    """What is wrong with a warmup that was given and is longer than the run."""
+    warmup = config.lr_scheduler.warmup_steps or 0
+    if warmup > steps:
+        wrong = f"lr_scheduler.warmup_steps: {warmup} is more than the {steps} steps of the run"
+        yield f"{wrong}, which would never reach its learning rate; give fewer, or leave it out"
 
 
 def _data(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:

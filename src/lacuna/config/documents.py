@@ -86,7 +86,8 @@ class DataConfig(Section):
     def _sources_of_lists(self) -> tuple[Source, ...]:
         count, shares = len(self.dataset), self.data_probs
         wrong = f"data.data_probs, data.dataset: each of the {count} datasets needs a share, not all 0 (got {shares})"
-        refuse({wrong: shares != () and (len(shares) != count or not any(shares))})
+        nameless = f"data.dataset: one of the {count} names is empty; leave out the comma, or give a name"
+        refuse({nameless: "" in self.dataset, wrong: shares != () and (len(shares) != count or not any(shares))})
         columns: dict[str, tuple[Any, ...]] = {"dataset": self.dataset, "weight": shares or ("",) * count}
         for field, setting in _LISTS.items():
             values = getattr(self, setting)
@@ -99,7 +100,7 @@ class DataConfig(Section):
 
 
 # Our names of the columns of conversations.
-COLUMNS = ("messages", "prompt", "completion", "text", "tools")
+COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "text", "tools")
 
 
 def _known_once(pairs: tuple[str, ...]) -> tuple[str, ...]:
@@ -109,18 +110,26 @@ def _known_once(pairs: tuple[str, ...]) -> tuple[str, ...]:
     return pairs
 
 
+def _roles(pairs: tuple[str, ...]) -> tuple[str, ...]:
+    if wrong := [pair for pair in pairs if not all(pair.partition("=")[::2])]:
+        raise ValueError(f"should be such as user=human,assistant=bot (got {', '.join(wrong)})")
+    return pairs
+
+
 class ChatConfig(Section):
     """How conversations become tokens, and which of them are trained.
 
     template: Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own.
     train_on: Train all answers of the assistant, or only the last of each conversation.
     columns: Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are messages,
-        prompt, completion, text and tools. Unset: these, or ShareGPT's conversations.
+        prompt, completion, instruction, input, output, text and tools. Unset: these, or ShareGPT's conversations.
+    roles: Roles that the data calls otherwise, such as user=human,assistant=bot.
     """
 
     template: Path | None = None
     train_on: Literal["all", "last"] = "all"
     columns: Annotated[Names, AfterValidator(_known_once)] = ()
+    roles: Annotated[Names, AfterValidator(_roles)] = ()
 
 
 class PackingConfig(Section):

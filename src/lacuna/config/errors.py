@@ -2,11 +2,14 @@
 
 import difflib
 import logging
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
 logger = logging.getLogger("lacuna")
+
+LAUNCHED = "LACUNA_LAUNCHED"  # in the environment of processes that lacuna itself started: which one did
 
 
 class UserError(Exception):
@@ -29,8 +32,30 @@ def explained(what: str, *kinds: type[Exception], mend: str) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        reason = getattr(error, "strerror", None) or str(error).strip().partition("\n")[0].rstrip(".")
+        first, _, more = str(error).strip().partition("\n")
+        reason = first + more.partition("\n")[0] if first.endswith(":") else first
+        reason = getattr(error, "strerror", None) or reason.rstrip(".")
         raise UserError(f"{what}: {' '.join(reason.split())}; {mend}") from error
+
+
+def require_writable(folder: str) -> None:
+    """Raises `UserError` where an output folder cannot be made or written to; makes nothing."""
+    wrong = f"job.dump_folder: cannot write to {folder!r}"
+    with explained(wrong, OSError, mend="choose another folder"):
+        path = Path(folder).absolute()
+        there = next(one for one in (path, *path.parents) if one.exists())
+        is_folder, is_open = there.is_dir(), os.access(there, os.W_OK | os.X_OK)
+    refuse({
+        f"{wrong}: {there} is a file; choose another folder": not is_folder,
+        f"{wrong}: {there} may not be written to; choose another folder": not is_open,
+    })  # fmt: skip
+
+
+def make_folder(folder: str) -> None:
+    """Makes an output folder, unless it is there. Raises `UserError` as `require_writable` does."""
+    require_writable(folder)
+    with explained(f"job.dump_folder: cannot write to {folder!r}", OSError, mend="choose another folder"):
+        os.makedirs(folder, exist_ok=True)
 
 
 def of_stage(number: int) -> AbstractContextManager[None]:
@@ -44,6 +69,10 @@ class RunError(Exception):
 
     The command line prints the message without a traceback and exits with status 1.
     """
+
+
+class UnansweredError(RunError):
+    """A wait for other ranks came to nothing: who says so is not who is to blame."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 
 # The recipes and model configurations that ship with the package.
 RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
+FLAME_FILE = os.path.join("flame", "models", "fla.toml")  # as flame's commands name it
 
 
 class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
@@ -37,12 +38,25 @@ def also(**spellings: str) -> BeforeValidator:
 
 def packaged(name: str) -> str:
     """The path of the file `name` of the recipes, where there is no such file here; else `name` itself."""
-    return name if os.path.exists(name) or name not in os.listdir(RECIPES) else str(RECIPES / name)
+    if os.path.exists(name):
+        return name
+    recipe = os.path.basename(name) if os.path.normpath(name) == FLAME_FILE else name
+    return str(RECIPES / recipe) if recipe in os.listdir(RECIPES) else name
 
 
-Path = Annotated[str, AfterValidator(os.path.expanduser)]
+def _path(text: str) -> str:
+    if not text or "\0" in text:
+        raise ValueError("should be a path")
+    return os.path.expanduser(text)
+
+
+Path = Annotated[str, AfterValidator(_path)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_listed)]
-Paths = Annotated[tuple[Path, ...], Strict(False), BeforeValidator(_listed)]
+Paths = Annotated[
+    tuple[Annotated[str, AfterValidator(lambda text: text and _path(text))], ...],
+    Strict(False),
+    BeforeValidator(_listed),
+]
 Shares = Annotated[tuple[Annotated[NonNegativeFloat, Strict(False)], ...], Strict(False), BeforeValidator(_listed)]
 Texts = Annotated[tuple[str, ...], Strict(False), BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)]
 

@@ -119,6 +119,13 @@ class CheckpointConfig(Section):
     keep_best: Also keep the checkpoint with the lowest validation loss.
     load_step: Step of the checkpoint to resume from; -1 means the newest.
     initial_load_path: Folder of a checkpoint whose weights a new run starts from.
+    hf_upload_enabled: Send models to the Hugging Face Hub, with the token that HF_TOKEN holds or hf auth login keeps.
+        What fails is said, and the run goes on.
+    hf_repo_base_name: Repository that they are sent to, as organisation/name. It is made unless it is there, for all
+        to see; make it yourself for a private one.
+    hf_upload_when: After each checkpoint and in the end, or in the end only.
+    hf_upload_format: After a checkpoint send the model, exported as the final one is, or the checkpoint itself.
+    hf_upload_background: Train on while a checkpoint is sent; another one that is due meanwhile is left out.
     """
 
     enable_checkpoint: bool = True
@@ -133,6 +140,11 @@ class CheckpointConfig(Section):
     keep_best: bool = False
     load_step: int = Field(-1, ge=-1)
     initial_load_path: Path | None = None
+    hf_upload_enabled: bool = False
+    hf_repo_base_name: Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$")] | None = None
+    hf_upload_when: Literal["checkpoint", "end"] = "checkpoint"
+    hf_upload_format: Literal["hf", "dcp"] = "hf"
+    hf_upload_background: bool = True
 
 
 class MetricsConfig(Section):
@@ -176,11 +188,13 @@ class CommConfig(Section):
 
     init_timeout_seconds: Longest wait until the first step is done, in seconds.
     train_timeout_seconds: Longest wait after the first step, in seconds.
+    save_timeout_seconds: Longest wait while checkpoints are written or read, and for news between steps, in seconds.
     trace_buf_size: Collective operations that torch's flight recorder remembers; 0 turns it off.
     """
 
     init_timeout_seconds: PositiveInt = 300
     train_timeout_seconds: PositiveInt = 100
+    save_timeout_seconds: PositiveInt = 7200
     trace_buf_size: NonNegativeInt = 20000
 
 

@@ -1,15 +1,17 @@
 """TOML and flags to one checked, frozen `Config`, and back to TOML."""
 
+import os
 import tomllib
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 from pydantic import ValidationError
 
-from lacuna.config.aliases import OPPOSITE, REFUSED, RENAMED
+from lacuna.config.aliases import MEANT, OPPOSITE, REFUSED, RENAMED
 from lacuna.config.checks import problems_of
 from lacuna.config.documents import Source, Stage
 from lacuna.config.errors import UserError, did_you_mean, explained, nearby
@@ -27,22 +29,35 @@ FIELDS = {
 SPELLINGS = RENAMED | {setting: setting for setting in FIELDS}
 
 
-def load_config(path: str | None, flags: Sequence[str]) -> Config:
-    """The configuration of a run from a TOML file (None: the embedded quickstart), then flags.
+# Who names one of these on the command line, and no file, wants nothing of the quickstart.
+_OWN = {"model.name_or_path", "model.config", "data.dataset", "data.sources", "data.data_files"}
 
-    A flag is `--section.setting value`, where the word `none` means the default. Raises one UserError that
-    tells everything that is wrong, a line each.
+
+def load_config(path: str | None, flags: Sequence[str]) -> Config:
+    """The configuration of a run from a TOML file, then flags.
+
+    Without a file it is the embedded quickstart, unless the flags name a model or data: then there are defaults alone.
+    A flag is `--section.setting value`, where the word `none` means the default. Raises one UserError that tells
+    everything that is wrong, a line each.
     """
     problems: list[str] = []
-    file = RECIPES / "quickstart.toml" if path is None else Path(packaged(path)).expanduser()
-    given = _resolve(_flatten(_read(file)), f"in {path or 'the quickstart recipe'}", problems)
-    given |= _resolve(_words_by_flag(flags, problems), "on the command line", problems)
-    tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {"job": {"name": file.stem}}
+    late: list[str] = []
+    flagged = _resolve(_words_by_flag(flags, late), "on the command line", late)
+    given: dict[str, tuple[Any, str]] = {}
+    job: dict[str, Any] = {}
+    if path or not _OWN & {setting for setting, (value, _) in flagged.items() if value}:
+        file = Path(packaged(path)).expanduser() if path else RECIPES / "quickstart.toml"
+        given, job["name"] = _read(file, f"in {path or 'the quickstart recipe'}", problems), file.stem
+    given |= flagged
+    if folder := given.get("job.dump_folder", ("",))[0]:
+        job["name"] = os.path.basename(os.path.abspath(folder))
+    tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {"job": job}
     for setting, (value, _) in given.items():
         section, name = setting.split(".")
         if value is not None:
             tables[section][name] = value
     config = Config.model_validate(tables)
+    problems += late
     wrong = [setting for setting in FIELDS if any(setting in problem for problem in problems)]
     problems += [rule for rule in problems_of(config) if not any(name in rule.partition(": ")[0] for name in wrong)]
     if problems:
@@ -51,7 +66,7 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
 
 
 def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str, Words]]:
-    """Each flag's name, with underscores, and the words up to the next flag."""
+    """Each flag's name, with underscores, and the words up to the next flag; of one given twice, the last."""
     found: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--"):
@@ -61,15 +76,16 @@ def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str,
             found[-1][1].append(word)
         else:
             problems.append(f"{word}: a word without a flag; write --section.setting {word}")
-    return [(name, Words(words)) for name, words in found]
+    return [(name, Words(words)) for name, words in dict(found).items()]
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """The tables of the TOML file."""
+def _read(file: Path, where: str, problems: list[str]) -> dict[str, tuple[Any, str]]:
+    """What the TOML file gives, as `_resolve` has it."""
     mend = "give a TOML file" if file.exists() else nearby(file)
     absent = explained(f"{file}: cannot be read", OSError, mend=mend)
-    with absent, explained(f"{file}: is not valid TOML", ValueError, mend="mend it there"):
-        return tomllib.loads(file.read_text(encoding="utf-8"))
+    nested = explained(f"{file}: tables within tables, deeper than any setting", RecursionError, mend="mend it there")
+    with absent, nested, explained(f"{file}: is not valid TOML", ValueError, mend="mend it there"):
+        return _resolve(_flatten(tomllib.loads(file.read_text(encoding="utf-8"))), where, problems)
 
 
 def _flatten(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -115,7 +131,8 @@ def _canonical(name: str, where: str) -> str:
         pairs = ((name, known), (name.rpartition(".")[2], known.rpartition(".")[2]))
         return sum(SequenceMatcher(None, *pair).ratio() for pair in pairs)
 
-    raise ValueError(f"there is no such setting ({where}); the nearest is {SPELLINGS[max(SPELLINGS, key=likeness)]}")
+    nearest = MEANT.get(name.rpartition(".")[2]) or SPELLINGS[max(SPELLINGS, key=likeness)]
+    raise ValueError(f"there is no such setting ({where}); the nearest is {nearest}")
 
 
 def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
@@ -130,7 +147,7 @@ def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
     elif kind == "extra_forbidden":
         hint = did_you_mean(str(detail["loc"][-1]), {*Source.model_fields, *Stage.model_fields})
     name = f", as {spelling}" if spelling != setting else ""
-    return f"{setting}{part}: {wanted} (got {shown(value)} {where}{name}){hint}"
+    return f"{setting}{part}: {wanted} (got {shorten(shown(value), 100)} {where}{name}){hint}"
 
 
 def to_toml(config: Config) -> str:

@@ -19,14 +19,14 @@ class JobConfig(Section):
     """What kind of run this is and where it writes.
 
     task: What is trained for: pretrain on texts, or sft on conversations; the others are not available yet.
-    name: Name of the run. Unset: the TOML file's name without .toml.
+    name: Name of the run. Unset: that of job.dump_folder, else of the TOML file without .toml.
     dump_folder: Folder that everything is written to. Unset: outputs/<name>.
     description: A note for the reader of config.toml; it changes nothing.
     print_args: Print every resolved setting at the start.
     """
 
     task: Literal["pretrain", "sft", "distill", "preference", "grpo", "ppo"] = "pretrain"
-    name: str = "quickstart"
+    name: str = "run"
     dump_folder: Path = Field(default_factory=lambda given: f"outputs/{given['name']}")
     description: str = ""
     print_args: bool = False
@@ -44,6 +44,11 @@ class ModelConfig(Section):
     vocabulary_multiple: The rows of embedding and head are padded to a multiple of this.
     train_new_tokens_only: Of the embedding and the head, train only the rows of model.new_tokens, and without weight
         decay (peft's trainable_token_indices); the rest of the model is trained as ever.
+    output_router_logits: Train the load-balancing loss of a mixture of experts as well. Unset: as the model's
+        configuration says.
+    router_aux_loss_coef: How much that loss counts. Unset: as the model's configuration says.
+    trust_remote_code: Run the Python code that a model or tokenizer comes with; otherwise those that have some are
+        refused.
     attention: How attention is computed; auto takes the fastest that is exact on this machine, varlen is FlashAttention
         of the newest kind that is installed.
     """
@@ -54,6 +59,9 @@ class ModelConfig(Section):
     new_tokens: Names = ()
     vocabulary_multiple: PositiveInt = 1
     train_new_tokens_only: bool = False
+    output_router_logits: bool | None = None
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    trust_remote_code: bool = False
     attention: Literal[
         "auto", "sdpa", "eager", "varlen", "flex_attention", "flash_attention_2", "flash_attention_3"
     ] = "auto"
@@ -125,6 +133,11 @@ def described_adapter(folder: str) -> dict[str, Any]:
     with explained(f"lora.adapter: cannot read {file}", OSError, ValueError, SafetensorError, mend=mend):
         stated = {name: one for name, one in dict(json.loads(file.read_text())).items() if one is not None}
         chosen = stated.get("target_modules", ())
+        named = stated.get("target_parameters", ())
+        layers = [name.removesuffix(".weight") for name in named if name.endswith(".weight")]
+        if layers and not isinstance(chosen, str):  # peft's way out where it mistakes their names
+            chosen = stated["target_modules"] = [*chosen, *layers]
+            stated["target_parameters"] = [name for name in named if not name.endswith(".weight")]
         if stated.keys() & _CHOICES or isinstance(chosen, str):
             keys = safe_open(file.with_name(ADAPTER_WEIGHTS), framework="pt").keys()
             stated["target_modules"] = re.findall(r"base_model\.model\.(\S+)\.lora_A\.weight", " ".join(keys))
@@ -220,14 +233,14 @@ class OptimizerConfig(Section):
 class LRSchedulerConfig(Section):
     """How the learning rate rises and falls.
 
-    warmup_steps: Steps over which the learning rate rises from near 0.
+    warmup_steps: Steps over which the learning rate rises from near 0. Unset: a tenth of the run, at most 200.
     decay_type: Shape of the fall; constant means none, wsd is linear over the last tenth unless decay_ratio is given.
     decay_ratio: Share of all steps over which it falls at the end. Unset: all steps after the warmup, a tenth with
         wsd.
     lr_min: Where the fall ends, as a ratio of optimizer.lr.
     """
 
-    warmup_steps: NonNegativeInt = 200
+    warmup_steps: NonNegativeInt | None = None
     decay_type: Literal["linear", "sqrt", "cosine", "constant", "wsd"] = "linear"
     decay_ratio: float | None = Field(default_factory=lambda given: {"wsd": 0.1}.get(given["decay_type"]), ge=0, le=1)
     lr_min: float = Field(0.0, ge=0, le=1)

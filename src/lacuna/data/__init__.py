@@ -16,8 +16,19 @@ is the one that needs no download); `mixture` decides the order of documents fro
 Row R belongs to step R // global_batch. No way knows how many ranks or workers there are.
 """
 
-from lacuna.data.loader import BatchPlan, Loader, build_loader, build_validation, merge_states
+from lacuna.data.loader import (
+    BatchPlan,
+    Loader,
+    build_loader,
+    build_validation,
+    merge_states,
+    of_a_worker,
+    workers_told,
+)
 from lacuna.data.packing import Batch
 from lacuna.data.plan import run_tokenizer
 
-__all__ = ["Batch", "BatchPlan", "Loader", "build_loader", "build_validation", "merge_states", "run_tokenizer"]
+__all__ = [
+    "Batch", "BatchPlan", "Loader", "build_loader", "build_validation", "merge_states", "of_a_worker", "run_tokenizer",
+    "workers_told",
+]  # fmt: skip

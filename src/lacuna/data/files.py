@@ -1,17 +1,18 @@
 """Records out of local or remote files of JSON or whole texts, compressed or not; a bad line never ends a run."""
 
+import codecs
 import io
 import json
 import lzma
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import IO, Any
 
 import fsspec
 import pyarrow as pa
 from fsspec.utils import infer_compression
 
-from lacuna.config import UserError
+from lacuna.config import UserError, refuse
 
 # Column in which the reader gives whole records, as JSON.
 RECORD = "record"
@@ -27,31 +28,71 @@ def read_records(files: list[str], kind: str, column: str, numbers: tuple[str, .
     """
     for record, place in records_of(files, kind):
         values = record if isinstance(record, dict) else {}
-        value = json.dumps(record) if values and column == RECORD else values.get(column)
-        readable = isinstance(value, list if column == "input_ids" else str)
-        found = {column: value, BROKEN: None} if readable else {column: None, BROKEN: f"{place}: no {column}"}
+        value = values.get(column)
+        if values and column == RECORD:
+            value, place = _parsed(values, place, json.dumps)
+        readable = is_tokens(value) if column == "input_ids" else isinstance(value, str)
+        wrong = f"{place}: {'no ' if value is None else 'unfit '}{column}"
+        found = {column: value, BROKEN: None} if readable else {column: None, BROKEN: wrong}
         yield found | {name: values.get(name) for name in numbers}
 
 
+def is_tokens(value: Any) -> bool:
+    """Whether a value is a list of whole numbers, each of which an int64 holds."""
+    return isinstance(value, list) and {*map(type, value)} <= {int} and max(map(abs, value), default=0) < 2**63
+
+
 def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
-    """Each record, None where it cannot be parsed, with its place. Raises UserError when a file is damaged."""
+    """Each record with its place, or None and its place with what is wrong there.
+
+    Raises UserError when a file is damaged, or in another encoding than UTF-8.
+    """
     for path in files:
         with _opened(path) as stream:
             if kind == "text":
-                yield _parsed(stream.read(), lambda content: {"text": content.decode()}), path
+                content = stream.read()
+                _refuse_encoding(path, content)
+                yield _parsed(content, path, lambda content: {"text": content.decode("utf-8-sig")})
                 continue
+            begun = False
             for number, line in enumerate(stream, start=1):
-                if number == 1 and line.lstrip().startswith(b"[") and ".jsonl" not in path:
-                    records = _parsed(line + stream.read(), json.loads)
-                    for element, record in enumerate(records if isinstance(records, list) else [None], start=1):
-                        yield record, f"{path}, element {element}"
+                if number == 1:
+                    _refuse_encoding(path, line)
+                    line = line.removeprefix(codecs.BOM_UTF8)
+                if not begun and line.lstrip().startswith(b"[") and ".jsonl" not in path:
+                    yield from _elements(line + stream.read(), path)
                 elif line.strip():
-                    yield _parsed(line, json.loads), f"{path}:{number}"
+                    yield _parsed(line, f"{path}:{number}", of_json)
+                begun = begun or line.strip() != b""
 
 
-def _parsed(content: bytes, parse: Any) -> Any:
-    with suppress(ValueError):
-        return parse(content)
+def _refuse_encoding(path: str, beginning: bytes) -> None:
+    encoding = json.detect_encoding(beginning[:4])
+    refuse({f"{path}: is in {encoding.upper()}; write it in UTF-8": not encoding.startswith("utf-8")})
+
+
+def _elements(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
+    records, place = _parsed(content, path, of_json)
+    if not isinstance(records, list):
+        yield None, place
+    for number, record in enumerate(records or (), start=1):
+        yield record, f"{path}, element {number}"
+
+
+def of_json(content: bytes) -> Any:
+    """What JSON says. Raises ValueError also for text that is none: half of a surrogate pair."""
+    value = json.loads(content)
+    if b"\\u" in content:
+        json.dumps(value, ensure_ascii=False).encode()
+    return value
+
+
+def _parsed(content: Any, place: str, parse: Callable[[Any], Any]) -> tuple[Any, str]:
+    """What `parse` makes of a content, and its place; or None, and its place with what is wrong."""
+    try:
+        return parse(content), place
+    except (ValueError, RecursionError) as error:
+        return None, f"{place}: {error}"
 
 
 @contextmanager

@@ -133,7 +133,7 @@ def rope_factors(config: PretrainedConfig) -> Tensor:
 def _write_folder(file: str, folder: str) -> None:
     """Writes the model in `file` to `folder`, a tensor at a time: bfloat16 where the file is, else float32."""
     gguf = gguf_package()
-    reader = gguf.GGUFReader(file)
+    reader = _bounded_reader(gguf)(file)
     logger.info("unpacking %s, once, into %s", file, os.path.dirname(folder))
     fields = {key: field.contents() for key, field in reader.fields.items()}
     refuse({"its numbers are big-endian": reader.byte_order == "S"})
@@ -163,6 +163,18 @@ def _write_folder(file: str, folder: str) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def _bounded_reader(gguf: ModuleType) -> type:
+    """A reader for which a file holds no more than it has bytes, whatever it claims: gguf's own would read on."""
+
+    class Reader(gguf.GGUFReader):
+        def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+            end = int(offset) + int(count) * np.dtype(dtype).itemsize
+            refuse({f"it claims {end} bytes or more, and has {len(self.data)}": end > len(self.data)})
+            return super()._get(int(offset), dtype, count, override_order)
+
+    return Reader
+
+
 def settings_of(architecture: str) -> dict[str, str]:
     """What follows the architecture in its keys -> transformers' setting."""
     return SETTINGS | ({"feed_forward_length": "n_inner"} if architecture == "gpt2" else {})
@@ -178,6 +190,8 @@ def read_config(fields: dict[str, Any], names: Collection[str | None], factors: 
     refuse({f"it is a {architecture} model; known are {', '.join(types)}": architecture not in types})
     about = {key.removeprefix(f"{architecture}."): value for key, value in fields.items()}
     settings = {ours: about[key] for key, ours in settings_of(architecture).items() if key in about}
+    layers = settings.get("num_hidden_layers", 0)
+    refuse({f"it claims {layers} layers, and has {len(names)} tensors": layers > len(names)})
     settings["vocab_size"] = len(fields["tokenizer.ggml.tokens"])
     settings["tie_word_embeddings"] = "output.weight" not in names
     settings |= {f"{name}_id": fields.get(f"tokenizer.ggml.{theirs}_id") for name, theirs in SPECIAL_TOKENS.items()}

@@ -2,10 +2,12 @@
 
 import atexit
 import itertools
+import math
 import os
 import signal
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +17,12 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError, refuse
-from lacuna.data.packing import Batch
+from lacuna.config import Config, RunError, UserError, refuse
+from lacuna.config.cores import usable_cores
+from lacuna.data.packing import Batch, Span
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import LaneState, documents_begun, open_rows, rows_from_the_start
-from lacuna.data.tokenize import add_broken, usable_cores
+from lacuna.data.tokenize import add_broken
 
 _STEPS_BEFORE_A_LANE_RETURNS = 8
 _MOST_WORKERS = 8
@@ -40,22 +43,38 @@ class _MicroBatches(IterableDataset):
     """A rank's micro-batches from its position on, of which each worker makes every n-th.
 
     Step t trains on the rows [t * global_batch, (t + 1) * global_batch) of its `batch`; each rank takes a contiguous
-    part of them, and each of its micro-batches a contiguous part of that. The position is the number of micro-batches
-    that are `done`, and the states of the rank's `lanes` after them.
+    part of them, and each of its micro-batches a contiguous part of that. A run by epochs has its `last` row, with
+    which its last step ends: the rows that are left are shared alike, and padded, maybe to micro-batches without any.
+    The position is the `first` row that this loader began with, the number of micro-batches that are `done` since, and
+    the states of the rank's `lanes` after them; `before` it other loaders of the run gave that many rows.
     """
 
     plan: Plan
     batch: BatchPlan
     dp_rank: int
+    last: int | None = None
+    before: int = 0
+    first: int = 0
     done: int = 0
     lanes: dict[int, LaneState | None] = field(default_factory=dict)
+
+    def rows_of_step(self, step: int) -> range:
+        """The rows of all ranks in a step, counted as `done` is: fewer in the last one, then none."""
+        size, end = self.batch.global_batch, math.inf if self.last is None else self.last - self.before
+        first = min(self.first + step * size, end)
+        return range(first, min(first + size, end))
+
+    def filled(self, step: int) -> int:
+        """How many micro-batches of a step have rows, on the rank that has most."""
+        at_once = self.batch.global_batch // self.batch.accumulation
+        return -(-len(self.rows_of_step(step)) // at_once)
 
     def rows(self, number: int) -> range:
         """The rows of a micro-batch, counted from the beginning of training."""
         step, within = divmod(number, self.batch.accumulation)
-        place = self.dp_rank * self.batch.accumulation + within
-        first = step * self.batch.global_batch + place * self.batch.micro_batch
-        return range(first, first + self.batch.micro_batch)
+        all_rows, filled = self.rows_of_step(step), self.filled(step)
+        first = (self.dp_rank * filled + within) * self.batch.micro_batch
+        return all_rows[first : first + self.batch.micro_batch] if within < filled else range(0)
 
     def own_lanes(self, first: int = 0, every: int = 1) -> set[int]:
         """The lanes that every n-th micro-batch comes from, beginning with the first."""
@@ -72,7 +91,8 @@ class _MicroBatches(IterableDataset):
             row = open_rows(self.plan, states, broken)
             for micro_batch in itertools.count(first, workers):
                 numbers = self.rows(micro_batch)
-                batch = self.plan.batch([row(number) for number in numbers])
+                missing: list[list[Span]] = [[]] * (self.batch.micro_batch - len(numbers))
+                batch = self.plan.batch([row(number) for number in numbers] + missing)
                 moved = {lane: states[lane] for lane in (number % self.plan.mixture.lanes for number in numbers)}
                 yield batch, moved, broken.copy()
                 broken.clear()
@@ -89,15 +109,28 @@ class Loader:
         self._batches: Iterator[tuple] | None = None
 
     @property
-    def steps_per_epoch(self) -> int | None:
-        """Steps until every document was trained on; None when that is not known."""
-        rows = self.plan.rows_per_pass
-        return rows and -(-rows // self._source.batch.global_batch)
+    def rows_done(self) -> int:
+        """The rows of all ranks in the steps so far."""
+        return self._source.rows_of_step(self._source.done // self._source.batch.accumulation).start
+
+    @property
+    def rows_left(self) -> int | None:
+        """Rows of all ranks until the end of a run by epochs; None in one by steps."""
+        last = self._source.last
+        return None if last is None else max(last - self._source.before - self.rows_done, 0)
+
+    @property
+    def filled(self) -> int:
+        """Of the micro-batches of the next step, as many have rows on any rank; what follows is padding on all."""
+        return self._source.filled(self._source.done // self._source.batch.accumulation)
 
     def documents_begun(self) -> np.ndarray:
         """How often each document of the table was begun by now, on all ranks, int64 [documents]."""
-        batch = self._source.batch
-        return documents_begun(self.plan, self._source.done // batch.accumulation * batch.global_batch)
+        return documents_begun(self.plan, self.rows_done)
+
+    def follow(self, earlier: "Loader") -> None:
+        """Take the place of an earlier loader: the run ends where it would have."""
+        self._source.last, self._source.before = earlier._source.last, earlier._source.before + earlier.rows_done
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -112,7 +145,12 @@ class Loader:
                 worker_init_fn=_start_worker, generator=torch.Generator(),
             ))  # fmt: skip
             self._stop = weakref.finalize(self, _stop_workers, self._batches)
-        batch, moved, broken = next(self._batches)
+        try:
+            batch, moved, broken = next(self._batches)
+        except (ConnectionError, EOFError) as error:  # from the pipe to a worker, where its end is not yet known
+            if not self._workers or "Caught" in str(error):  # what a worker met itself, torch tells so
+                raise
+            raise RuntimeError("DataLoader worker is killed") from error
         if isinstance(batch, UserError):
             raise batch
         self._source.lanes |= moved
@@ -122,11 +160,12 @@ class Loader:
 
     def state_dict(self) -> dict[str, Any]:
         """A small state of this rank, of plain numbers, after the batches handed out so far, at the end of a step."""
-        steps, within = divmod(self._source.done, self._source.batch.accumulation)
-        assert within == 0, "a position is saved between steps, not between the micro-batches of one"
+        between = self._source.done % self._source.batch.accumulation == 0
+        assert between, "a position is saved between steps, not between the micro-batches of one"
         return {
             "signature": self.plan.signature(self._source.batch.global_batch),
-            "steps": steps,
+            "rows": self.rows_done,
+            "rows_before": self._source.before,
             "lanes": dict(self._source.lanes),
             "broken_records": list(self._broken),
         }
@@ -138,12 +177,13 @@ class Loader:
         """
         source = self._source
         own, saved = self.plan.signature(source.batch.global_batch), state["signature"]
-        changed = [f"{name} (was {saved.get(name)}, is {own[name]})" for name in own if saved.get(name) != own[name]]
+        differing = [name for name in saved | own if saved.get(name) != own.get(name)]
+        changed = [f"{name} (was {saved.get(name)}, is {own.get(name)})" for name in differing]
         wrong = f"the checkpoint's position in the data does not fit this run: {', '.join(changed)} changed"
         mend = "undo the change, or start a new run with checkpoint.initial_load_path"
         refuse({f"{wrong}; {mend}": bool(changed)})
         self.close()
-        source.done = state["steps"] * source.batch.accumulation
+        source.first, source.done, source.before = state["rows"], 0, state["rows_before"]
         source.lanes = {lane: state["lanes"].get(lane) for lane in source.own_lanes()}
         self._broken = dict.fromkeys(state["broken_records"])
 
@@ -154,9 +194,29 @@ class Loader:
         self._batches = None
 
 
+def of_a_worker(error: BaseException) -> bool:
+    """Whether an error tells that a data worker has ended: torch raises it wherever the process happens to be."""
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+
+
+@contextmanager
+def workers_told() -> Iterator[None]:
+    """Within it, the end of a data worker is one message: torch raises an error of its own, out of a signal handler."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not of_a_worker(error):
+            raise
+        said = str(error).partition("\n")[0].rstrip(". ")
+        raise RunError(
+            f"{said}. Where memory ran out, fewer workers (data.num_workers) or less in advance (data.prefetch_factor) "
+            f"take less; the same command goes on from the last checkpoint."
+        ) from error
+
+
 def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state out of those of all ranks, from which any number of ranks can go on with the same global batch."""
-    assert len({state["steps"] for state in states}) == 1, "ranks saved at different steps"
+    assert len({state["rows"] for state in states}) == 1, "ranks saved at different steps"
     lanes = {lane: saved for state in states for lane, saved in state["lanes"].items()}
     return states[0] | {"lanes": lanes, "broken_records": [p for state in states for p in state["broken_records"]]}
 
@@ -171,7 +231,8 @@ def build_loader(
     lanes = batch.global_batch * _STEPS_BEFORE_A_LANE_RETURNS
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
     workers = _number_of_workers(config.data.num_workers, plan, batch.accumulation)
-    return Loader(_MicroBatches(plan, batch, dp_rank), workers)
+    last = config.training.epochs and config.training.epochs * plan.rows_per_pass
+    return Loader(_MicroBatches(plan, batch, dp_rank, last), workers)
 
 
 def build_validation(

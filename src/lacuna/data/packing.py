@@ -49,6 +49,7 @@ class Batch:
         input_ids: int64 [B, T].
         labels: int64 [B, T], already shifted: the target of position t; -100 where nothing is trained.
         position_ids: int64 [B, T], from 0 in each piece (from 0 in each row when documents are not masked).
+        real: bool [B, T], whether a token is one of a document, and not padding.
         cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end is one.
         max_seqlen: tokens in the longest piece.
         tokens: input tokens that are not padding.
@@ -60,6 +61,7 @@ class Batch:
     input_ids: Tensor
     labels: Tensor
     position_ids: Tensor
+    real: Tensor
     cu_seqlens: Tensor
     max_seqlen: int
     tokens: int
@@ -141,6 +143,7 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
     length = _row_length(rows, config)
     input_ids = np.full(len(rows) * length, padding, dtype=np.int64)
     labels = np.full_like(input_ids, IGNORED)
+    real = np.zeros_like(input_ids, dtype=bool)
     source_tokens, text_bytes = [0] * sources, 0.0
     starts = list(range(0, len(input_ids), length))
     for row, spans in enumerate(rows):
@@ -149,6 +152,7 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
             tokens, targets = span.tokens, span.document.tokens[span.start + 1 : span.stop + 1]
             start, end = end, end + len(tokens)
             input_ids[start:end] = tokens
+            real[start:end] = True
             labels[start : start + len(targets)] = targets
             if data.predict_across_documents and start > first:
                 labels[start - 1] = tokens[0]
@@ -166,6 +170,7 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
         input_ids=torch.from_numpy(input_ids).view(-1, length),
         labels=torch.from_numpy(labels).view(-1, length),
         position_ids=torch.from_numpy(positions).view(-1, length),
+        real=torch.from_numpy(real).view(-1, length),
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(np.diff(bounds).max()),
         tokens=sum(source_tokens),

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained, logger
 from lacuna.config.documents import Source
-from lacuna.data.cache import made_once
+from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
 from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode
@@ -87,7 +87,7 @@ class Plan:
             rows = self.bins_of(np.arange(len(lengths)))
             np.savez(file, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
 
-        made_of = [_PACKING_VERSION, self.table.dataset._fingerprint, packing_mode(self.config), way, most]
+        made_of = [_PACKING_VERSION, self.table.key, packing_mode(self.config), way, most]
         with np.load(made_once(f"{Hasher.hash(made_of)}.npz", write)) as stored:
             return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
 
@@ -97,6 +97,11 @@ class Plan:
         bins = fill_rows(table.lengths[documents], lambda n: table.document(documents[n])[0], self.config, ordered)
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
+    @property
+    def whole_passes(self) -> bool:
+        """Whether a pass ends with its last document, whose row may be cut short: else the next one goes on in it."""
+        return not self.endless or self.config.training.epochs is not None
+
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
         """Lay out rows as the configuration wants them."""
         return pack(rows, self.config, len(self.sources), self.tokenizer.eos_token_id or 0)
@@ -105,12 +110,14 @@ class Plan:
         """What must be the same for a saved position to mean the same samples, by the settings that decide it."""
         tables = self.config.model_dump(include=_DECIDING, exclude=_NOT_DECIDING)
         given = {f"{section}.{name}": repr(value) for section, table in tables.items() for name, value in table.items()}
-        return given | {
+        passes = {"training.epochs": "whole passes"} if self.whole_passes and not self.fits else {}
+        own = {
             "data.tokenization": "cache" if self.table else "online",
             "documents in data.dataset": [pool.size for pool in self.mixture.pools],
             "packing.mode": packing_mode(self.config),
             "training.global_batch_size": global_batch,
         }
+        return given | passes | own
 
 
 def make_plan(
@@ -122,6 +129,8 @@ def make_plan(
     What is not endless comes in the sources' own order; with an `order`, int64 [documents], documents come in that.
     """
     data, seed, table = config.data, config.training.seed, None
+    if not data.streaming:
+        require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
     sources = tuple(open_source(setting, config, [difficulty] if difficulty else []) for setting in settings)
     if difficulty:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
@@ -11,13 +12,15 @@ from lacuna.config import UserError
 from lacuna.data.mixture import shuffled
 from lacuna.data.packing import Document, Span, fill_rows
 from lacuna.data.plan import Plan
+from lacuna.data.sources import readable
 from lacuna.data.stream import BEGINNING, Snapshot, Stream
 from lacuna.data.tokenize import add_broken, document_of
 
 _WINDOW = 8192
 _DRAWN_AT_ONCE = 16384
 _DRAWN_AHEAD = 64
-_MOST_EMPTY = 100_000
+_MOST_EMPTY = 100_000  # records in a row without a text
+_MOST_AGAIN = 1000  # of them, such as were met and broken before: of the whole source nothing else comes
 _FILL = 0.98  # of the buffer: examples that filled it whole would take a row more, nearly empty
 
 # Of each source how many documents have been passed, and where to read it from if it is a stream.
@@ -79,17 +82,17 @@ def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
     """The pieces of rows that are cut out of all drawn documents, laid end to end.
 
     The rows are shuffled within windows: side by side in one step, the parts of a long document teach hardly more than
-    one of them. A pass over the documents is cut into even windows.
+    one of them. A pass over the documents is cut into even windows. Rows of whole passes hold tokens of one each.
     """
     length, lengths = plan.config.training.seq_len, plan.table.lengths
     in_pass = plan.rows_per_pass or _WINDOW
     in_window = math.ceil(in_pass / math.ceil(in_pass / _WINDOW))
     drawn, draws = np.zeros((2, 1), dtype=np.int64), _draws(plan)  # documents, and where each ends
-    last = np.iinfo(np.int64).max if plan.endless else lengths.sum()
+    pass_tokens = lengths.sum() if plan.whole_passes else in_pass * length
     for epoch in itertools.count() if plan.endless else [0]:
         for window, within in enumerate(range(0, in_pass, in_window)):
             size = min(in_window, in_pass - within)
-            cuts = np.minimum((epoch * in_pass + within + np.arange(size + 1)) * length, last)
+            cuts = epoch * pass_tokens + np.minimum((within + np.arange(size + 1)) * length, pass_tokens)
             kept = [drawn[:, drawn[1] >= cuts[0]]]
             while kept[-1][1, -1] < cuts[-1]:
                 more = next(draws)
@@ -186,21 +189,23 @@ class _LaneRows:
 
     def _documents(self, lane: int, place: Place) -> Iterator[tuple[int, Document, Place]]:
         """The documents that a lane draws, each with its source and the place after it."""
-        in_vain = 0
+        in_vain, met, most = 0, Counter(), self._plan.config.data.max_broken_records
         with suppress(StopIteration):  # where a stream ends
-            while in_vain < _MOST_EMPTY:
+            while in_vain < _MOST_EMPTY and len(met) <= most and met.total() < len(met) + _MOST_AGAIN:
                 drawn = self._plan.mixture.draw(lane, [passed for passed, _ in place], _DRAWN_AHEAD)
                 for source, index in np.transpose(drawn).tolist():
                     documents, (passed, snapshot) = self._plan.sources[source], place[source]
-                    if self._readers:  # a lane takes its turn in a stream, whichever document was drawn
-                        record, number, snapshot = self._readers[source](lane)
-                    else:
-                        record, number = documents.dataset[index], index
+                    with readable(documents.name):
+                        if self._readers:  # a lane takes its turn in a stream, whichever document was drawn
+                            record, number, snapshot = self._readers[source](lane)
+                        else:
+                            record, number = documents.dataset[index], index
                     document = document_of(record, number, documents, self._plan.tokenizer)
+                    in_vain, met = (0, Counter()) if len(document.tokens) else (in_vain + 1, met)
                     if document.broken:
                         self._broken.append(document.broken)
-                    in_vain = 0 if len(document.tokens) else in_vain + 1
+                        met[document.broken] += 1
                     place = [*place[:source], (passed + 1, snapshot), *place[source + 1 :]]
                     yield source, document, place
-            add_broken({}, self._broken, self._plan.config.data.max_broken_records)
+            add_broken({}, self._broken, most)
             raise UserError(f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column")

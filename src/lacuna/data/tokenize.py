@@ -14,17 +14,19 @@ import numpy as np
 import pyarrow.compute as pc
 from datasets import Dataset, Features, LargeList, Value
 from datasets.fingerprint import Hasher
-from filelock import FileLock
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import UserError, logger, refuse
+from lacuna.config import UserError, explained, logger, refuse
+from lacuna.config.cores import usable_cores
+from lacuna.data.cache import made_once
 from lacuna.data.chat import encode
-from lacuna.data.files import BROKEN, RECORD
+from lacuna.data.files import BROKEN, RECORD, is_tokens
+from lacuna.data.messages import unfilled
 from lacuna.data.packing import Document
-from lacuna.data.sources import Documents
+from lacuna.data.sources import Documents, readable
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
-_CACHE_VERSION = 3
+_CACHE_VERSION = 4
 _BYTES_PER_PROCESS = 8 * 2**20
 
 
@@ -51,11 +53,12 @@ def document_of(
     """
     place = record.get(BROKEN) or f"{source.name}, {number if isinstance(number, str) else f'row {number + 1}'}"
     if source.chat is not None and not record.get(BROKEN):
-        row = json.loads(record[RECORD]) if source.column == RECORD else record
-        return Document(encode(row, place, tokenizer, source.chat), float("nan"))
+        with explained(f"{place}: cannot be read", RecursionError, UnicodeEncodeError, mend="leave the row out"):
+            row = json.loads(record[RECORD]) if source.column == RECORD else _row(record, source)
+            return Document(encode(row, place, tokenizer, source.chat), float("nan"))
     value = record[source.column]
     pretokenised = source.column == "input_ids"
-    broken = None if isinstance(value, list if pretokenised else str) else place
+    broken = None if (is_tokens(value) if pretokenised else isinstance(value, str)) else place
     if broken or not value:
         return Document(np.zeros(0, dtype=np.int32), 0.0, broken)
     if not pretokenised:
@@ -66,15 +69,22 @@ def document_of(
     return Document(np.array(value, dtype=np.int32), float("nan"))
 
 
+def _row(record: dict[str, Any], source: Documents) -> dict[str, Any]:
+    features = source.dataset.features or {}
+    return {name: unfilled(value, features.get(name), source.name) for name, value in record.items()}
+
+
 @dataclass(frozen=True)
 class TokenTable:
     """The documents of all sources one after the other, read from disk as they are needed.
 
-    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it.
+    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it. `key` tells tables
+    of other documents or tokens apart.
     """
 
     dataset: Dataset
     ends: list[int]
+    key: str = ""
 
     @cached_property
     def lengths(self) -> np.ndarray:
@@ -93,31 +103,40 @@ def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase
     Raises UserError when one holds no text, or more than `most_broken` unreadable records, or tokens that the
     tokenizer does not know.
     """
-    parts = [_tokenised(source, tokenizer) for source in sources]
+    keys = [_key(source, tokenizer) for source in sources]
+    parts = [_tokenised(source, tokenizer, key) for source, key in zip(sources, keys, strict=True)]
     dataset = datasets.concatenate_datasets(parts)
-    add_broken({}, pc.drop_null(dataset.data.column(BROKEN)).to_pylist(), most_broken)
-    table = TokenTable(dataset, list(accumulate(map(len, parts))))
+    broken = pc.drop_null(dataset.data.column(BROKEN)).to_pylist()
+    add_broken({}, broken, most_broken)
+    table = TokenTable(dataset, list(accumulate(map(len, parts))), Hasher.hash(keys))
     for source, tokens in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
-        refuse({f"{source.name}: no record holds any text; check data.text_column": not tokens.any()})
+        said = f" (the first that is unreadable: {broken[0]})" if broken else ""
+        refuse({f"{source.name}: no record holds any text{said}; check data.text_column": not tokens.any()})
     return table
 
 
-def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """The documents of a source, cached beside it. Of many ranks that ask at once, one makes it and the others wait."""
-    chat = source.chat and [source.chat.train_on, source.chat.columns, tokenizer.chat_template]
+def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
+    """What tells the tokens of a source from those of another, or of another tokenizer."""
+    settings = source.chat
+    chat = settings and [settings.train_on, settings.columns, settings.roles, tokenizer.chat_template]
     made_of = [_CACHE_VERSION, source.dataset._fingerprint, source.column, tokenizer_fingerprint(tokenizer), chat]
-    key = Hasher.hash(made_of)
+    return Hasher.hash(made_of)
+
+
+def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, key: str) -> Dataset:
+    """The documents of a source, from the cache. Of many ranks that ask at once, one makes it and the others wait."""
     tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 and source.chat is None else "int32"))
     processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
-    with FileLock(f"{source.dataset.cache_files[0]['filename']}.{key}.lock"):
-        return source.dataset.map(
+
+    def write(folder: str) -> None:
+        os.mkdir(folder)
+        source.dataset.map(
             lambda record, number: vars(document_of(record, number, source, tokenizer)), with_indices=True,
             remove_columns=source.dataset.column_names, new_fingerprint=key, desc="tokenising",
             features=Features({"tokens": tokens, "text_bytes": Value("float64"), BROKEN: Value("string")}),
-            num_proc=processes if processes > 1 else None,
+            num_proc=processes if processes > 1 else None, cache_file_name=os.path.join(folder, "tokens.arrow"),
         )  # fmt: skip
 
-
-def usable_cores() -> int:
-    """Processor cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with readable(source.name):
+        files = sorted(made_once(f"tokens-{key}", write).glob("*.arrow"))
+    return datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in files])

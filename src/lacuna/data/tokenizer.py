@@ -4,6 +4,7 @@ import os
 
 import numpy as np
 from datasets.fingerprint import Hasher
+from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -11,6 +12,7 @@ from lacuna.config import explained, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data import corpus
 from lacuna.data.gguf import hf_folder
+from lacuna.data.remote_code import open_with
 
 
 def tokenizer_source(model: ModelConfig) -> str:
@@ -19,7 +21,7 @@ def tokenizer_source(model: ModelConfig) -> str:
     return os.path.dirname(source) or "." if source.endswith(".json") else source
 
 
-def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
     """The tokenizer of a Hub id or folder, or the built-in one named python-stdlib.
 
     Raises UserError when there is none of that name.
@@ -27,8 +29,10 @@ def load_tokenizer(name_or_path: str) -> PreTrainedTokenizerBase:
     if name_or_path == corpus.NAME:
         return corpus.stdlib_tokenizer()
     mend = f"set model.tokenizer_path to a Hub id, to a folder that holds a tokenizer, or to {corpus.NAME}"
-    with explained(f"no tokenizer can be loaded from {name_or_path}", OSError, ValueError, ImportError, mend=mend):
-        return AutoTokenizer.from_pretrained(hf_folder(name_or_path))
+    absent = explained(f"no tokenizer can be loaded from {name_or_path}", OSError, ValueError, ImportError, mend=mend)
+    refused = f"transformers refuses the configuration in {name_or_path}"
+    with absent, explained(refused, StrictDataclassError, ArithmeticError, AttributeError, TypeError, mend="mend it"):
+        return open_with(AutoTokenizer, hf_folder(name_or_path), trust_remote_code)
 
 
 def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -36,7 +40,7 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
     Raises UserError when there is none, or a new token is not one token.
     """
-    tokenizer = load_tokenizer(tokenizer_source(model))
+    tokenizer = load_tokenizer(tokenizer_source(model), model.trust_remote_code)
     known = tokenizer.get_vocab()
     tokenizer.add_tokens([token for token in model.new_tokens if token not in known], special_tokens=True)
     for token in model.new_tokens:
@@ -49,7 +53,7 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
     """How many ids a model's tokenizer has without `model.new_tokens`, and the ids of those that it lacked."""
-    before = set(load_tokenizer(tokenizer_source(model)).get_vocab().values())
+    before = set(load_tokenizer(tokenizer_source(model), model.trust_remote_code).get_vocab().values())
     return max(before) + 1, {*grown_tokenizer(model).get_vocab().values()} - before
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shutil
 from collections import deque
 from collections.abc import Iterable, Iterator
 from copy import deepcopy
@@ -16,19 +15,29 @@ import torch.distributed as dist
 from huggingface_hub import StateDictSplit, split_torch_state_dict_into_shards
 from safetensors.torch import _TYPES, save_file
 from torch import Tensor
-from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, rename_source_key, revert_weight_conversion
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.pytorch_utils import Conv1D
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
-from lacuna.config import RunError
+from lacuna.config import RunError, logger
 from lacuna.config.sections import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.data.gguf import hf_folder
+from lacuna.export.disk import whole_folder
 from lacuna.model.architecture import meta_model, stored_tensors
 from lacuna.model.lora import adapted_modules, add_adapters, file_name, merged_tensor
 
 FILE_BYTES = 5 * 10**9
+_EXPERTS_OF_OLD = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
 
 def _writes() -> bool:
@@ -97,6 +106,11 @@ def save_model_description(
     `source` is the HF folder or id that the model came from, if any, whose generation settings are kept. Generation
     also stops where the chat template ends an answer.
     """
+    code = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    if getattr(code, "_auto_class", None):  # it came with the model, and goes with it
+        model_config.auto_map["AutoModelForCausalLM"] = f"{code.__module__.rpartition('.')[2]}.{code.__name__}"
+        os.makedirs(folder, exist_ok=True)
+        custom_object_save(code, folder)
     model_config.save_pretrained(folder)
     try:
         generation = GenerationConfig.from_pretrained(hf_folder(source or folder))
@@ -127,18 +141,34 @@ def export_model(
         deque(tensors, maxlen=0)
         return
     shapes = {name: torch.empty_like(tensor) for name, tensor in hub_tensors(stored.items(), shadow)}
-    unfinished = f"{folder.rstrip(os.sep)}.unfinished"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    os.makedirs(unfinished)
-    try:
-        files = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
-        _write_files(unfinished, tensors, shapes, files)
-    except OSError as error:
-        raise RunError(f"cannot write the model to {folder}: {error}. Checkpoints are intact.") from error
-    shadow.config.update({"use_cache": True, "dtype": dtype, "architectures": [type(shadow).__name__]})
-    save_model_description(shadow.config, tokenizer, source, unfinished)
-    shutil.rmtree(folder, ignore_errors=True)
-    os.replace(unfinished, folder)
+    with whole_folder(folder) as unfinished:
+        try:
+            files = split_torch_state_dict_into_shards(shapes, max_shard_size=FILE_BYTES)
+            _write_files(unfinished, tensors, shapes, files)
+        except OSError as error:
+            raise RunError(f"cannot write the model to {folder}: {error}. Checkpoints are intact.") from error
+        shadow.config.update({"use_cache": True, "dtype": dtype, "architectures": [type(shadow).__name__]})
+        save_model_description(shadow.config, tokenizer, source, unfinished)
+
+
+def _mistaken_by_peft(targets: Iterable[str], model: PreTrainedModel) -> list[str]:
+    """The linear layers that peft would take for experts, by how their names end.
+
+    It reads such names as those of experts before transformers fused them, also where they are of
+    dense or shared layers beside these. Named as parameters, they stay what they are.
+    """
+    has_stacks = any(weight.ndim == 3 for weight in model.parameters())
+    return [name for name in targets if has_stacks and name.rpartition(".")[2] in _EXPERTS_OF_OLD]
+
+
+def misread_by_peft(names: Iterable[str], model: PreTrainedModel) -> list[str]:
+    """The tensors of an adapter that peft would not find: it renames them as transformers does files.
+
+    A pattern that is meant for the names of files may fit those of modules as well.
+    """
+    mapping = get_model_conversion_mapping(model) or ()
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    return [name for name in names if rename_source_key(name, renamings, [])[0] != name]
 
 
 def export_adapter(
@@ -159,11 +189,23 @@ def export_adapter(
     if not _writes():
         return
     about = {theirs: getattr(settings, ours) for ours, theirs in ADAPTER_FIELDS.items()}
+    # For peft to find from any folder: a local one by its whole path, of a GGUF file what it was unpacked into.
+    base = os.path.abspath(hf_folder(base)) if base is not None and os.path.exists(base) else base
     about |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "bias": "none"}
     transposed = any(isinstance(module, Conv1D) for module in adapted_modules(shadow).values())
+    mistaken = _mistaken_by_peft(targets, shadow)
+    if mistaken and settings.dora:
+        logger.warning("%s: peft takes %s for experts; open hf instead", folder, mistaken[0])
+    elif mistaken:
+        targets = [name for name in targets if name not in mistaken]
+        parameters = [*parameters, *(f"{name}.weight" for name in mistaken)]
+        about["lora_dropout"] = 0.0  # of which peft has none for parameters
+    misread = misread_by_peft(trained, shadow)
+    if misread:
+        logger.warning("%s: peft does not find %s under its name; open hf instead", folder, misread[0])
     about |= {"target_modules": targets, "target_parameters": parameters, "modules_to_save": whole}
-    os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ADAPTER_FILE), "w") as file:
-        json.dump(about | {"fan_in_fan_out": transposed, "inference_mode": True}, file, indent=2)
-    save_file(tensors, os.path.join(folder, ADAPTER_WEIGHTS), metadata={"format": "pt"})
-    tokenizer.save_pretrained(folder)
+    with whole_folder(folder) as unfinished:
+        with open(os.path.join(unfinished, ADAPTER_FILE), "w") as file:
+            json.dump(about | {"fan_in_fan_out": transposed, "inference_mode": True}, file, indent=2)
+        save_file(tensors, os.path.join(unfinished, ADAPTER_WEIGHTS), metadata={"format": "pt"})
+        tokenizer.save_pretrained(unfinished)

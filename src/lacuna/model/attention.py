@@ -15,10 +15,12 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as soft_capped_attention
 
-from lacuna.config import Config, refuse
-from lacuna.model.architecture import head_dim
-from lacuna.parallel.context import Part, flash_bounds, gather_sequence, ring_attention, visible
+from lacuna.config import Config, UserError
+from lacuna.model.architecture import head_dim, is_soft_capped, layer_settings
+from lacuna.model.sinks import sink_attention
+from lacuna.parallel.context import gather_sequence, ring_attention
 from lacuna.parallel.mesh import Layout
+from lacuna.parallel.partial_attention import Part, flash_bounds, visible
 
 PACKED = "lacuna_packed"
 HALF = (torch.bfloat16, torch.float16)
@@ -29,41 +31,91 @@ _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def packed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
-    scaling: float | None = None, dropout: float = 0.0, sliding_window: int | None = None,
-    softcap: float | None = None, parts: tuple[Part, ...] = (), group: ProcessGroup | None = None,
-    ring: tuple[Tensor, int] | None = None, **_: Any,
-) -> tuple[Tensor, None]:  # fmt: skip
-    """Causal attention within documents, for transformers' interface, also of a rank's share of a sequence.
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    parts: tuple[Part, ...] = (),
+    group: ProcessGroup | None = None,
+    ring: tuple[Tensor, int] | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention within documents, for transformers' interface, also of a share of a sequence.
 
-    `query` [B, heads, T, D], `key` and `value` [B, key_value_heads, T, D]; `parts` say which queries see which keys.
-    With context parallelism T is this rank's share; the keys of the others come over `group`: by a ring if `ring` has
-    the bounds of documents and the longest of them, gathered where a ring cannot be. Returns [B, T, heads, D].
+    `query` [B, heads, T, D], `key` [B, key_value_heads, T, D], `value` [B, key_value_heads, T, any];
+    `s_aux` [heads] are sinks; `parts` say which queries see which keys. With context parallelism T
+    is this rank's share; the keys of the others come over `group`: by a ring if `ring` has the
+    bounds of documents and the longest of them, gathered where a ring cannot be. Returns [B, T,
+    heads, width of values].
     """
     assert parts, f"{type(module).__name__} dropped what it was told of the documents"
-    if ring is not None and sliding_window is None and softcap is None and not dropout:
-        return ring_attention(query, key, value, *ring, group, scaling).transpose(1, 2), None
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    bare = sliding_window is None and softcap is None and s_aux is None and not dropout
+    if ring is not None and bare:
+        width = value.shape[-1]
+        output = ring_attention(*_of_one_width(query, key, value), *ring, group, scaling)
+        return output[..., :width].transpose(1, 2), None
     if group is not None:
         key, value = gather_sequence(key, 2, group), gather_sequence(value, 2, group)
     flash = query.is_cuda and query.dtype in HALF and not dropout and softcap is None
     outputs = []
     for part, queries in zip(parts, query.chunk(len(parts), 2), strict=True):
-        seen = (queries, key[:, :, : part.stop], value[:, :, : part.stop], part, scaling, sliding_window)
-        unmasked = part.whole and sliding_window is None
-        outputs.append(_flash(*seen) if flash and not unmasked else _plain(*seen, softcap, dropout, module))
+        keys, values = key[:, :, : part.stop], value[:, :, : part.stop]
+        seen = (queries, keys, values, part, scaling, sliding_window)
+        if s_aux is not None:
+            outputs.append(_with_sinks(*seen, s_aux))
+        elif flash and not (part.whole and sliding_window is None):
+            outputs.append(_flash(*seen))
+        else:
+            outputs.append(_plain(*seen, softcap, dropout, module))
     return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)), None
 
 
 AttentionInterface.register(PACKED, packed_attention)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float | None, window: int | None) -> Tensor:
-    """torch's `varlen_attn` (FlashAttention); half precision on a GPU only. Returns [B, T, heads, D]."""
-    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
+def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
+    """All with heads as wide as the widest, by zeros behind: kernels know no narrower values (MLA).
+
+    Scores stay as they are, and of the output the first part is that of the values.
+    """
+    widest = max(query.shape[-1], value.shape[-1])
+    return tuple(F.pad(one, (0, widest - one.shape[-1])) for one in (query, key, value))
+
+
+def _with_sinks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: Part,
+    scaling: float,
+    window: int | None,
+    sinks: Tensor,
+) -> Tensor:
+    """Attention beside sinks. Returns [B, T, heads, width of values]."""
+    tensors = (one.transpose(1, 2) for one in _of_one_width(query, key, value))
+    output = sink_attention(*tensors, sinks, part, scaling, window)
+    return output[..., : value.shape[-1]]
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float, window: int | None) -> Tensor:
+    """torch's `varlen_attn` (FlashAttention); half precision on a GPU only.
+
+    Returns [B, T, heads, width of values].
+    """
+    tensors = _of_one_width(query, key, value)
+    flat = [tensor.transpose(1, 2).flatten(0, 1) for tensor in tensors]
     grouped = {"enable_gqa": True} if _TAKES_GQA and query.shape[1] != key.shape[1] else {}
     sees = (-1 if window is None else window - 1, 0)
-    output = varlen_attn(*flat, *flash_bounds(part, query.shape[2]), scale=scaling, window_size=sees, **grouped)
-    return output.unflatten(0, (len(query), query.shape[2]))
+    bounds = flash_bounds(part, query.shape[2])
+    output = varlen_attn(*flat, *bounds, scale=scaling, window_size=sees, **grouped)
+    return output.unflatten(0, (len(query), query.shape[2]))[..., : value.shape[-1]]
 
 
 def _plain(
@@ -84,43 +136,73 @@ def _plain(
     return output.transpose(1, 2).contiguous()
 
 
-def choose_attention(
-    config: Config, model_config: PretrainedConfig, device_type: str, dtype: torch.dtype, layout: Layout
-) -> str:
-    """transformers' name of the attention to use, by `model.attention`, the layout, the device, and the model's needs.
+def attention_choices(
+    config: Config,
+    model_config: PretrainedConfig,
+    device_type: str,
+    dtype: torch.dtype,
+    layout: Layout,
+) -> tuple[str, ...]:
+    """transformers' names of the attention that a run may have, the best first.
 
-    Raises `UserError` for an implementation that the layout, the device, the dtype or the model cannot have.
+    By `model.attention`, the layout, the device, and the model's needs; which of them computes what
+    the model does remains to be tried. Raises `UserError` for an implementation that the layout,
+    the device, the dtype or the model cannot have.
     """
-    asked, text_config = config.model.attention, model_config.get_text_config()
+    asked = config.model.attention
+    shared = layout.sharing > 1
     model_class = AutoModelForCausalLM._model_mapping[type(model_config)]
-    soft_capped = getattr(text_config, "attn_logit_softcapping", None) is not None
-    dropout = _has_dropout(text_config)
-    exchangeable = model_class._supports_attention_backend and (soft_capped or model_class._supports_sdpa)
-    flash, shared = asked in ("varlen", "flash_attention_2", "flash_attention_3"), layout.sharing > 1
-    uncapped = soft_capped and not shared and asked in ("sdpa", "varlen")
-    unshared = shared and asked not in ("auto", "varlen")
-    reasons = {
-        'needs a GPU; this run is on the CPU: use "auto" or "sdpa"': flash and device_type != "cuda",
-        'has half precision only: drop training.mixed_precision_param, or use "sdpa"': flash and dtype not in HALF,
-        'has no backward pass on a CPU: use "auto" or "sdpa"': asked == "flex_attention" and device_type != "cuda",
-        'has no dropout, and the model has: set it to 0, or use "sdpa"': asked == "varlen" and dropout,
-        'would leave out the model\'s soft cap: use "auto" or "eager"': uncapped,
-        'needs whole sequences, which tensor, context and pipeline parallelism share out: use "auto"': unshared,
-        f"cannot be had: {model_class.__name__} computes its attention by code of its own, which knows nothing of "
-        "shares of a sequence: use data parallelism only": shared and not exchangeable,
-    }
-    refuse({f'model.attention: "{asked}" {reason}': applies for reason, applies in reasons.items()})
+    exchangeable = model_class._supports_attention_backend
+    reason = _reason_against(asked, model_config, device_type, dtype, shared)
+    if reason is not None:
+        raise UserError(f'model.attention: "{asked}" {reason}.')
+    if shared and not exchangeable:
+        raise UserError(
+            f'model.attention: "{asked}" cannot be had: {model_class.__name__} computes its '
+            "attention by code of its own, which knows nothing of shares of a sequence: use data "
+            "parallelism only."
+        )
     if shared or asked == "varlen":
-        return PACKED  # only our own attention knows what a rank has of the documents
+        return (PACKED,)  # only our own attention knows what a rank has of the documents
     if asked != "auto":
-        return asked
-    if soft_capped or not model_class._supports_sdpa:
-        return "eager"  # the others would silently leave a soft cap out
-    fast = device_type == "cuda" and dtype in HALF and exchangeable and not dropout
-    return PACKED if fast and config.data.document_mask else "sdpa"
+        return (asked,)
+    # All but eager would silently leave a soft cap out.
+    plain = model_class._supports_sdpa and not is_soft_capped(model_config)
+    own = ("sdpa", "eager") if plain else ("eager",)
+    if not exchangeable:
+        return own
+    fast = device_type == "cuda" and dtype in HALF and not _has_dropout(model_config)
+    if fast and plain and config.data.document_mask:
+        return (PACKED, *own)
+    return (*own, PACKED)
 
 
-def _has_dropout(text_config: PretrainedConfig) -> bool:
+def _reason_against(
+    asked: str,
+    model_config: PretrainedConfig,
+    device_type: str,
+    dtype: torch.dtype,
+    shared: bool,
+) -> str | None:
+    """Why the attention that is asked for cannot be had, and what to do; None if it can."""
+    flash = asked in ("varlen", "flash_attention_2", "flash_attention_3")
+    if flash and device_type != "cuda":
+        return 'needs a GPU; this run is on the CPU: use "auto" or "sdpa"'
+    if flash and dtype not in HALF:
+        return 'has half precision only: drop training.mixed_precision_param, or use "sdpa"'
+    if asked == "flex_attention" and device_type != "cuda":
+        return 'has no backward pass on a CPU: use "auto" or "sdpa"'
+    if asked == "varlen" and _has_dropout(model_config):
+        return 'has no dropout, and the model has: set it to 0, or use "sdpa"'
+    if asked in ("sdpa", "varlen") and not shared and is_soft_capped(model_config):
+        return 'would leave out the model\'s soft cap: use "auto" or "eager"'
+    if shared and asked not in ("auto", "varlen"):
+        return 'needs whole sequences, which tensor, context and pipeline parallelism share out: use "auto"'
+    return None
+
+
+def _has_dropout(model_config: PretrainedConfig) -> bool:
+    text_config = model_config.get_text_config()
     return any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
 
 
@@ -131,11 +213,11 @@ def choose_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
     dropout, which it would leave out wherever else torch calls its FlashAttention.
     """
     chosen, text_config = model_config._attn_implementation, model_config.get_text_config()
-    suits = chosen == PACKED and layout.cp * layout.pp == 1 and not _has_dropout(text_config)
+    suits = chosen == PACKED and layout.cp * layout.pp == 1 and not _has_dropout(model_config)
     # By its name: packages of FlashAttention 2 have a module of the same name, which is older and lacks much.
     installed = any(distributions(name="flash-attn-4")) and torch.cuda.is_available()
     widest = _WIDEST.get(torch.cuda.get_device_capability()[0], 0) if suits and installed else 0
-    if head_dim(text_config) > widest or head_dim(text_config) % 8:
+    if any(head_dim(layer) > widest or head_dim(layer) % 8 for layer in layer_settings(text_config)):
         return chosen
     use_flash_attention_4()
     return f"{chosen}, by FlashAttention 4"

@@ -2,28 +2,40 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lacuna.config import Config, of_stage, refuse
+from lacuna.config import Config, UserError, of_stage, refuse
 from lacuna.config.sections import described_adapter
 from lacuna.data import Batch
 from lacuna.model import architecture
-from lacuna.model.attention import choose_attention, choose_kernels
-from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, probe_packing, specimen, summed_loss
+from lacuna.model.attention import attention_choices, choose_kernels
+from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, summed_loss
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.lora import add_adapters, begin_as_lost, initialize_adapters, load_adapters, trained_names
+from lacuna.model.probe import find_attention
+from lacuna.model.probe_shares import require_shareable
 from lacuna.model.quantization import check_stored, pack_layers, quantize_layers, quantized_modules
+from lacuna.model.rotation import fix_rotations
+from lacuna.model.router import Router, asks_for_router_loss, check_router_loss, find_router
+from lacuna.model.specimen import specimen
 from lacuna.model.weights import check_base, fill_model, stored_slices
-from lacuna.parallel.fsdp import compute_dtype, compute_in, is_alone, local, own_part, stored_dtype
+from lacuna.parallel.fsdp import is_alone, local, own_part
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import compile_enabled, parallelize
 from lacuna.parallel.pipeline import Pipeline, Stage, check_pipeline
-from lacuna.parallel.tensor import check_tensor_parallel
+from lacuna.parallel.precision import (
+    casts_by_itself,
+    compute_dtype,
+    compute_in,
+    kept_in_float32,
+    stored_dtype,
+)
+from lacuna.parallel.tensor import check_split, check_tensor_parallel
 
 logger = logging.getLogger(__name__)
 
@@ -52,12 +64,14 @@ class BuiltModel:
     def inputs(self, batch: Batch) -> Inputs:
         """This rank's share of `batch`, on the device."""
         attention, gather = self.model.config._attn_implementation, self.config.parallelism.disable_loss_parallel
-        return prepare_inputs(batch, attention, self.device, self.mesh, gather)
+        routed = self.head.router is not None
+        return prepare_inputs(batch, attention, self.device, self.mesh, gather, routed)
 
 
 def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout) -> None:
     """Raises `UserError` for sequences too long for the model, and a layout that it or their length does not allow."""
-    training, positions = config.training, getattr(model_config.get_text_config(), "max_position_embeddings", None)
+    training = config.training
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 0
     too_long = (
         f"training.{'context_len' if training.varlen else 'seq_len'}: {training.context_len} is more than the "
         f"{positions} positions of the model: lower it, or raise max_position_embeddings in the model's configuration"
@@ -69,7 +83,7 @@ def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout)
     )
     prompts = "validation.prompts: sampling needs data parallelism only; use lacuna generate on the run's folder"
     refuse({
-        too_long: bool(positions) and training.context_len > positions,
+        too_long: 0 < positions < training.context_len,  # XLNet says -1 for no limit
         uneven: length % cuts > 0,
         prompts: layout.sharing > 1 and bool(config.validation.prompts),
     })  # fmt: skip
@@ -79,10 +93,17 @@ def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout)
         check_pipeline(config, model_config)
 
 
-def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layout, device_type: str) -> PreTrainedModel:
-    """The run's model without memory, with the attention that it will have.
+def plan_model(
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    layout: Layout,
+    device_type: str,
+    device: torch.device | None = None,
+) -> PreTrainedModel:
+    """The run's model without memory, with the attention that it will have if that is tried out.
 
-    Raises `UserError` for a model that cannot be had like that.
+    It is where there is a `device` to try it on. Raises `UserError` for a model that cannot be had
+    like that.
     """
     model_config, base = architecture.load_model_config(config, tokenizer), config.quantization.base
     is_packed = bool(getattr(model_config, "quantization_config", None))  # which is taken off
@@ -90,8 +111,14 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
     for number, stage in enumerate(config.stages()):
         with of_stage(number):
             check_layout(stage, model_config, layout)
-    attention = choose_attention(config, model_config, device_type, compute_dtype(config, device_type), layout)
+    dtype = compute_dtype(config, device_type)
+    attention, *_ = names = attention_choices(config, model_config, device_type, dtype, layout)
+    if device is not None:
+        attention = find_attention(names, model_config, config, device, dtype)
+        require_shareable(model_config, config, layout, device)
     model = architecture.meta_model(model_config, attention, stored_dtype(config, device_type))
+    if layout.tp > 1:
+        check_split(architecture.decoder_layers(model), model_config)
     if base != "none":
         quantize_layers(model, base, left)
     for folder in config.lora.adapter if config.model.name_or_path else ():
@@ -106,7 +133,47 @@ def plan_model(config: Config, tokenizer: PreTrainedTokenizerBase, layout: Layou
         learns = any(weight.requires_grad for weight in architecture.vocabulary_weights(model).values())
         frozen = "model.train_new_tokens_only, lora.modules: adapters leave the vocabulary frozen: name its embedding"
         refuse({f"{frozen} in lora.modules": config.model.train_new_tokens_only and not learns})
+    if not is_alone(config, layout):
+        check_dtypes(model, config)
+        check_ties(model)
     return model
+
+
+def check_dtypes(model: PreTrainedModel, config: Config) -> None:
+    """Raises `UserError` where weights of several dtypes would be trained, which cannot be sharded together."""
+    kept = kept_in_float32(model, getattr(torch, config.training.dtype)) & trained_names(model)
+    if kept:
+        raise UserError(
+            f"training.dtype: transformers keeps {min(kept)} in float32, and what is trained cannot be "
+            f"sharded beside it in {config.training.dtype}: set training.dtype = float32."
+        )
+
+
+def check_ties(model: PreTrainedModel) -> None:
+    """Raises `UserError` where layers share weights, which are sharded one layer at a time."""
+    layers = architecture.decoder_layers(model)
+    layer_of = {module: place for place, layer in enumerate(layers) for module in layer.modules()}
+    for pair in model.all_tied_weights_keys.items():
+        ends = {layer_of.get(model.get_submodule(name.rpartition(".")[0])) for name in pair}
+        if len(ends) == 2 and None not in ends:
+            raise UserError(
+                f"model: {' and '.join(pair)} are one weight, but layers are sharded one by one: use one process."
+            )
+
+
+def required_router(
+    config: Config, model_config: PretrainedConfig, layout: Layout, device: torch.device
+) -> Router | None:
+    """What the load-balancing loss of a run takes, or None where nothing asks for one.
+
+    Raises `UserError` where it cannot be had exactly.
+    """
+    if not asks_for_router_loss(model_config):
+        return None
+    router = find_router(specimen(model_config).to(device))
+    if router is not None:
+        check_router_loss(config, layout)
+    return router
 
 
 def build_model(
@@ -116,26 +183,30 @@ def build_model(
 
     Raises `UserError` for whatever the configuration gets wrong.
     """
-    model = plan_model(config, tokenizer, mesh.layout, device.type)
+    model = plan_model(config, tokenizer, mesh.layout, device.type, device)
     logger.info("attention: %s", choose_kernels(model.config, mesh.layout))
-    probed = specimen(model, compute_dtype(config, device.type), device)
-    head = probe_head(probed, compile_enabled(config, device.type))
-    if config.data.document_mask:
-        probe_packing(probed)
-    del probed
+    router = required_router(config, model.config, mesh.layout, device)
+    if router is not None:
+        logger.info("load-balancing loss: times %g; layers are not compiled", router.coefficient)
+        uncompiled = config.compile.model_copy(update={"enable": False})
+        config = config.model_copy(update={"compile": uncompiled})
+    head = probe_head(specimen(model.config).to(device), compile_enabled(config, device.type))
+    head = replace(head, router=router)
     parameters, products = model.num_parameters(), architecture.non_embedding_parameters(model)
     flops = partial(architecture.step_flops, products, architecture.attention_widths(model.config))
     trained = trained_names(model)
     pack_layers(model)
     stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
     fill_model(model, trained, config, device, fill)
+    for said in fix_rotations(model, max(one.training.context_len for one in config.stages())):
+        logger.info("rotations of %s", said)
     if fill:
         initialize_adapters(model, config.training.seed)
         if config.lora.init == "loftq":
             begin_as_lost(model, stored_slices(str(config.model.name_or_path)), device)
         if config.lora.adapter:
             load_adapters(model, trained, config.lora)
-    if is_alone(config, mesh.layout) or config.quantization.base != "none":
+    if is_alone(config, mesh.layout) or casts_by_itself(model, config, device.type):
         compute_in(model, compute_dtype(config, device.type))
     if embeds_on_cpu(config, mesh.layout, model, device.type):
         look_up_on_cpu(model.get_input_embeddings())

@@ -3,7 +3,6 @@
 Their cross-entropy is taken a chunk of tokens at a time: the (tokens × vocabulary) matrix never exists.
 """
 
-import copy
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import register_fsdp_forward_method
 from transformers import PreTrainedModel
 
-from lacuna.config import logger, refuse
-from lacuna.model.architecture import decoder_layers, meta_model
-from lacuna.model.inputs import Inputs, packing_arguments
+from lacuna.config import logger
+from lacuna.model.inputs import Inputs
+from lacuna.model.router import Router, router_loss
+from lacuna.parallel.backbone import backbone
 from lacuna.parallel.tensor import gather_sequence_slices
 
 IGNORED = -100
@@ -29,13 +29,15 @@ class Head:
     """How the loss is made: chunk by chunk from the head's weight, or from the model's own logits.
 
     What a model does to the logits after its head's matrix product is to scale, then to cap them softly, as Gemma-2,
-    Cohere and Granite do: `cap * tanh(scale * logits / cap)`.
+    Cohere and Granite do: `cap * tanh(scale * logits / cap)`. With a `router` its load-balancing
+    loss is added.
     """
 
     scale: float = 1.0
     soft_cap: float | None = None
     chunked: bool = True
     compiled: bool = False
+    router: Router | None = None
 
     def logits(self, product: Tensor) -> Tensor:
         """The model's logits from the head's product, in float32."""
@@ -112,6 +114,7 @@ def chunked_cross_entropy(linear: nn.Linear, head: Head, hidden: Tensor, labels:
     wanted the result is as that of `head.loss`.
     """
     weight, bias = linear.weight, linear.bias
+    hidden = hidden.to(weight.dtype)  # some models keep their head in float32
     size = CHUNK_BYTES if weight.requires_grad else CHUNK_BYTES // 4  # a frozen head has no gradient to add to
     chunk = chunk or max(256, size // (4 * len(weight)) // 256 * 256)
     if torch.is_grad_enabled():
@@ -122,26 +125,37 @@ def chunked_cross_entropy(linear: nn.Linear, head: Head, hidden: Tensor, labels:
 
 def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     """What the head is given [B, T, width]."""
-    return model.base_model(**inputs.arguments).last_hidden_state
+    return backbone(model)(**inputs.arguments).last_hidden_state
 
 
-def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
+def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs, trained: Tensor | None = None) -> Tensor:
     """The summed cross-entropy (nats, float32) of the labels of `inputs`.
 
     Where hidden states of the whole sequence are gathered first, every rank takes its share of the same loss. Without
-    gradients the result has two elements: the loss, and of how many labels the likeliest token is right.
+    gradients the result has two elements: the loss, and of how many labels the likeliest token is right. Where the
+    head has a router and `trained` says by how many tokens the loss will be divided, its own loss is added as often.
     """
-    states = hidden_states(model, inputs) if head.chunked else type(model).forward(model, **inputs.arguments).logits
+    if head.chunked:
+        output = backbone(model)(**inputs.arguments)
+        states = output.last_hidden_state
+    else:
+        output = type(model).forward(model, **inputs.arguments)
+        states = output.logits
     if inputs.gather is not None:
         states = gather_sequence_slices(states, inputs.gather)
     states, labels = states.flatten(0, 1), inputs.labels.flatten()
     linear = model.get_output_embeddings()
     loss = linear.summed_loss(head, states, labels) if head.chunked else head.loss(states, labels)
-    return loss if inputs.gather is None else loss / inputs.gather.size()
+    if inputs.gather is not None:
+        loss = loss / inputs.gather.size()
+    if head.router is not None and trained is not None:
+        balance = router_loss(head.router, output.router_logits, inputs.real.flatten())
+        loss = loss + balance * trained
+    return loss
 
 
 def attach_loss(model: PreTrainedModel) -> None:
-    """Gives `model` the method `summed_loss(head, inputs)`, in place.
+    """Gives `model` the method `summed_loss(head, inputs, trained)`, in place.
 
     Methods of the model and of its head and not functions around them, so that sharding gathers what they need.
     """
@@ -151,34 +165,9 @@ def attach_loss(model: PreTrainedModel) -> None:
             register_fsdp_forward_method(module, "summed_loss")
 
 
-def _relative_difference(left: Tensor, right: Tensor) -> float:
+def relative_difference(left: Tensor, right: Tensor) -> float:
+    """The norm of the difference of two tensors, relative to that of the second."""
     return ((left.float() - right.float()).norm() / right.float().norm().clamp(min=1e-12)).item()
-
-
-def specimen(whole: PreTrainedModel, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
-    """A model in small for the probes: of each kind one layer in all places, few tokens, transformers' own weights."""
-    small = copy.deepcopy(whole.config)
-    text_config = small.get_text_config()
-    text_config.vocab_size = min(text_config.vocab_size, 64)
-    if getattr(text_config, "pad_token_id", None) is not None:  # which some configurations insist on
-        text_config.pad_token_id = text_config.vocab_size - 1
-    model = meta_model(small, whole.config._attn_implementation, dtype).eval()
-    layers = decoder_layers(model)
-    kinds = [*zip(map(type, layers), getattr(text_config, "layer_types", None) or [None] * len(layers), strict=True)]
-    for place, kind in enumerate(kinds):
-        layers[place] = layers[kinds.index(kind)]
-    model.to_empty(device=device)
-    model.init_weights()
-    return model
-
-
-def _probe_inputs(model: PreTrainedModel, input_ids: Tensor) -> Inputs:
-    """One row of two documents of 8 tokens."""
-    ids = (input_ids % model.config.get_text_config().vocab_size)[None].to(model.device)
-    positions = torch.arange(16, device=model.device)[None] % 8
-    bounds = torch.tensor([0, 8, 16], dtype=torch.int32)
-    told = packing_arguments(model.config._attn_implementation, bounds, 8, 16, model.device)
-    return Inputs({"input_ids": ids, "position_ids": positions, "use_cache": False, **told}, ids)
 
 
 @torch.no_grad()
@@ -191,31 +180,18 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     text_config, linear = model.config.get_text_config(), model.get_output_embeddings()
     scale = (getattr(text_config, "logit_scale", None) or 1.0) / (getattr(text_config, "logits_scaling", None) or 1.0)
     head = Head(float(scale), getattr(text_config, "final_logit_softcapping", None), compiled=compiled)
-    inputs, known = _probe_inputs(model, torch.arange(16)), isinstance(linear, nn.Linear)
+    known = isinstance(linear, nn.Linear)
+    ids = torch.arange(16)[None].to(model.device) % text_config.vocab_size
+    arguments = {"input_ids": ids, "use_cache": False}
     for factor in (1, 1024) if known else ():
         linear.weight.mul_(factor)
-        logits, hidden = model(**inputs.arguments).logits, hidden_states(model, inputs)
+        logits = model(**arguments).logits
+        hidden = backbone(model)(**arguments).last_hidden_state
         # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
-        product = F.linear(hidden, linear.weight, linear.bias)
+        product = F.linear(hidden.to(linear.weight.dtype), linear.weight, linear.bias)
         linear.weight.div_(factor)
-        tolerance = 1e-4 if hidden.dtype == torch.float32 else 3e-2
-        known &= _relative_difference(head.logits(product), logits) < tolerance
+        known &= relative_difference(head.logits(product), logits) < 1e-4
     if known:
         return head
     logger.info("the head does more than lacuna knows: the loss is made from the model's own logits")
     return Head(chunked=False)
-
-
-@torch.no_grad()
-def probe_packing(model: PreTrainedModel) -> None:
-    """Changes one of two documents in a row and asks whether the other's hidden states change.
-
-    Raises `UserError` when they do: the architecture does not keep packed documents apart.
-    """
-    first = torch.arange(16) + 3
-    second = torch.cat([first[:8] + 7, first[8:]])
-    states = [hidden_states(model, _probe_inputs(model, ids))[:, 8:] for ids in (first, second)]
-    kind, attention = type(model).__name__, model.config._attn_implementation
-    problem = f"{kind} with attention {attention!r} lets packed documents see each other (it follows no position ids)"
-    mend = "set data.document_mask = false to accept that, or choose another model.attention"
-    refuse({f"data.document_mask: {problem}: {mend}": _relative_difference(*states) > 1e-4})

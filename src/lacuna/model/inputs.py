@@ -9,8 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lacuna.data import Batch
 from lacuna.model.attention import PACKED
-from lacuna.parallel.context import Part, causal_parts, shard_sequence
-from lacuna.parallel.mesh import Mesh
+from lacuna.parallel.context import causal_parts, shard_sequence
+from lacuna.parallel.mesh import Layout, Mesh
+from lacuna.parallel.partial_attention import Part
 
 # Bounds grow, by empty documents, in steps of this many, so that compiled layers meet few different lengths.
 DOCUMENT_STEP = 64
@@ -25,12 +26,14 @@ class Inputs:
             `position_ids`, int64 [B, T·tp]: layers see the share of all tensor-parallel ranks. There is no mask and no
             cache: either would let documents see each other.
         labels: int64 [B, T], the same share as `input_ids`.
+        real: bool [B, T], where there is no padding, for what looks at all tokens.
         gather: the mesh over which hidden states are gathered before the head; labels are then as `position_ids`.
     """
 
     arguments: dict[str, Any]
     labels: Tensor
     gather: DeviceMesh | None = None
+    real: Tensor | None = None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -58,17 +61,37 @@ def packing_arguments(
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": max_seqlen, "max_length_k": max_seqlen}
 
 
-def prepare_inputs(batch: Batch, attention: str, device: torch.device, mesh: Mesh, gather: bool) -> Inputs:
-    """This rank's share of `batch`, on the device; with `gather` all its tensor-parallel ranks make the same loss."""
+def prepare_inputs(
+    batch: Batch,
+    attention: str,
+    device: torch.device,
+    mesh: Mesh | None = None,
+    gather: bool = False,
+    routed: bool = False,
+) -> Inputs:
+    """This rank's share of `batch`, on the device; all of it without a mesh.
+
+    With `gather` all its tensor-parallel ranks make the same loss; if it is `routed`, the model
+    is to say what its routers do.
+    """
+    layout = Layout() if mesh is None else mesh.layout
     tensors = (batch.input_ids, batch.labels, batch.position_ids)
     if attention.startswith("flash_attention"):  # transformers' own wants one row
         tensors = tuple(tensor.reshape(1, -1) for tensor in tensors)
-    if mesh.layout.cp > 1:
+    if layout.cp > 1:
         tensors = tuple(shard_sequence(tensor, 1, mesh.layout.cp, mesh.rank("cp")) for tensor in tensors)
     input_ids, labels, position_ids = (to_device(tensor, device) for tensor in tensors)
-    input_ids, own_labels = (tensor.chunk(mesh.layout.tp, dim=1)[mesh.rank("tp")] for tensor in (input_ids, labels))
+    own_labels = labels
+    if layout.tp > 1:
+        place = mesh.rank("tp")
+        input_ids, own_labels = (one.chunk(layout.tp, dim=1)[place] for one in (input_ids, labels))
     told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, batch.input_ids.shape[1], device, mesh)
     arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
-    if gather and mesh.layout.tp > 1:
+    if routed:
+        real = batch.real
+        if layout.cp > 1:
+            real = shard_sequence(real, 1, layout.cp, mesh.rank("cp"))
+        return Inputs(arguments | {"output_router_logits": True}, labels, real=to_device(real, device))
+    if gather and layout.tp > 1:
         return Inputs(arguments, labels, mesh.tensor)
     return Inputs(arguments, own_labels)

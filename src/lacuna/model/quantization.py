@@ -19,6 +19,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import refuse
+from lacuna.model.targets import plain_linears
 
 BLOCK, GROUP = 64, 256
 # Quantiles of a normal distribution, scaled to [-1, 1] (arXiv 2305.14314, appendix E).
@@ -167,9 +168,9 @@ def quantize_layers(model: PreTrainedModel, base: str, left: Sequence[str]) -> N
 
     The head, and modules of which the name or its end is one of those `left`, stay as they are.
     """
-    for name, module in model.named_modules():
+    for name, module in plain_linears(model).items():
         stays = module is model.get_output_embeddings() or any(f".{name}.".endswith(f".{part}.") for part in left)
-        if isinstance(module, nn.Linear | Conv1D) and not stays:
+        if not stays:
             module.__class__ = _quantized(type(module), base, tuple(module.weight.shape))
 
 

@@ -1,9 +1,12 @@
-"""What fills a sharded meta model: Hugging Face safetensors or transformers' own initial weights, and its buffers."""
+"""What fills a sharded meta model: Hugging Face safetensors, or what new models begin with, and its buffers."""
 
 import json
 import os
+import re
 from collections.abc import Set
 from contextlib import nullcontext
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +18,12 @@ from torch.nn.functional import normalize
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import convert_and_load_state_dict_in_model
-from transformers.initialization import guard_torch_init_functions
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    WeightConverter,
+    convert_and_load_state_dict_in_model,
+)
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -25,9 +32,11 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.gguf import hf_folder
 from lacuna.data.tokenizer import added_ids
 from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
+from lacuna.model.initial import draw_weights, place_buffers
 from lacuna.model.lora import PARTS, adapted_modules
-from lacuna.model.quantization import packed_slices, packed_weights, quantize
-from lacuna.parallel.fsdp import local, own_part, stored_dtype
+from lacuna.model.quantization import packed_slices
+from lacuna.parallel.fsdp import local, own_part
+from lacuna.parallel.precision import stored_dtype
 
 
 def fill_model(model: PreTrainedModel, trained: Set[str], config: Config, device: torch.device, fill: bool) -> None:
@@ -36,7 +45,8 @@ def fill_model(model: PreTrainedModel, trained: Set[str], config: Config, device
     All parameters are frozen but those `trained`.
     """
     home = torch.device("cpu") if config.training.enable_cpu_offload else device
-    shadow = meta_model(model.config, model.config._attn_implementation, stored_dtype(config, device.type))
+    # A copy of the configuration, in which another attention is noted: not every part has them all.
+    shadow = meta_model(deepcopy(model.config), "eager", stored_dtype(config, device.type))
     buffers = {name for name, _ in model.named_buffers()}
     stored = {*stored_tensors(model)} if fill else set()
     loaded = fill and config.model.name_or_path is not None
@@ -48,10 +58,22 @@ def fill_model(model: PreTrainedModel, trained: Set[str], config: Config, device
         model.to_empty(device=home)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
-        model.tie_weights()  # unless only one end of it is on this rank's pipeline stages
-    compute_tensors(model, shadow, buffers - stored if loaded else buffers | stored, device, config.training.seed)
+        tie(model)  # unless only one end of it is on this rank's pipeline stages
+    place_buffers(model, shadow, buffers - stored if loaded else buffers, device)
+    if not loaded:
+        draw_weights(model, shadow, stored, device, config.training.seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # splitting and loading made new ones
+
+
+def tie(model: PreTrainedModel) -> None:
+    """Makes one parameter, in place, of those that share their values.
+
+    `tie_weights` would also lengthen biases by nothing, which torch 2.11 cannot do to shards.
+    """
+    for name, source in model.all_tied_weights_keys.items():
+        place, _, own = name.rpartition(".")
+        setattr(model.get_submodule(place), own, model.get_parameter(source))
 
 
 def weight_files(source: str) -> list[Path]:
@@ -130,59 +152,49 @@ def load_weights(
         slices |= {key: _grown(stored, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends}
     slices = slices | packed_slices(model, slices, device)  # which read the others
     mapping = get_model_conversion_mapping(shadow)
-    placing = LoadStateDictConfig(weight_mapping=mapping, dtype=shadow.dtype, device_map=places)
+    dtypes = {"dtype": shadow.dtype, "dtype_plan": shadow._get_dtype_plan(shadow.dtype)}
+    placing = LoadStateDictConfig(weight_mapping=mapping, device_map=places, **dtypes)
     # It makes a DTensor on its mesh's device, wherever that is to be.
     keeps = lambda _, __, made: nn.Parameter(made.to(places[""]), made.requires_grad)  # noqa: E731
     with register_module_parameter_registration_hook(keeps) if places[""] != device else nullcontext():
+        joined = _load_joined(model, shadow, slices, replace(placing, device_map={"": "cpu"}), places[""])
         info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
-    missing = sorted(name for name in info.missing_keys - {*model.all_tied_weights_keys} if not name.endswith(PARTS))
+    lacking = info.missing_keys - {*model.all_tied_weights_keys} - joined
+    missing = sorted(name for name in lacking if not name.endswith(PARTS))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
         raise UserError(f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}")
 
 
-@torch.no_grad()
-def compute_tensors(
-    model: PreTrainedModel, shadow: PreTrainedModel, names: Set[str], device: torch.device, seed: int
-) -> None:
-    """Gives the sharded, materialised `model` those of its tensors that are in `names`, by the model's own code.
+def _load_joined(
+    model: PreTrainedModel,
+    shadow: PreTrainedModel,
+    slices: dict[str, Any],
+    placing: LoadStateDictConfig,
+    home: torch.device,
+) -> set[str]:
+    """Loads, into `model` and off `slices`, what several tensors in files are joined or cut to.
 
-    These are buffers (rotary frequencies, masks) and, unless they were loaded, the weights that transformers would draw
-    from `seed`. `shadow` is the same model, unsharded, on the meta device. One decoder layer of it at a time is made
-    real on `device`, initialised, copied slice by slice and dropped, so that every rank draws the same numbers and none
-    holds more than its shards and one layer. (DTensor's own random numbers are the same on every rank of a CPU mesh,
-    and transformers' zeroing of the padding row does not reach a DTensor.) Raises `RuntimeError` when the model leaves
-    a buffer unset.
+    That is where it is along the dimension that shards cut: transformers' loader would join each
+    rank's slices of all of them. Returns the names of what was loaded; `shadow` has it whole.
     """
-    torch.manual_seed(seed)
-    weights = {name: weight for name, weight in model.named_parameters() if name in names}
-    packed = packed_weights(model)
-    paths = {module: path for path, module in shadow.named_modules()}
-    layers = {layer for module in paths if weights and isinstance(module, nn.ModuleList) for layer in module}
-    inside = {module for layer in layers for module in layer.modules() if module is not layer}
-
-    def compute(module: nn.Module) -> None:
-        if not weights and not module._buffers:
-            return
-        module.to_empty(device=device, recurse=False)
-        for buffer in module.buffers(recurse=False):
-            if buffer.is_floating_point():
-                buffer.fill_(float("nan"))
-        shadow._init_weights(module)
-        if module in inside:
-            return  # a parent may correct what it drew (GPT-2's c_proj)
-        path, is_layer = paths[module], module in layers
-        for name, drawn in module.named_parameters(path, is_layer):
-            if name in weights:  # what another pipeline stage holds is drawn all the same
-                whole = quantize(drawn, packed[name]).view(torch.float32) if name in packed else drawn
-                local(weights[name]).copy_(own_part(whole, weights[name]))  # which may be on other devices
-        for name, buffer in module.named_buffers(path, is_layer):
-            if name in names:
-                if buffer.isnan().any():
-                    raise RuntimeError(f"{type(model).__name__} does not compute its buffer {name}")
-                place, _, own_name = name.rpartition(".")
-                setattr(model.get_submodule(place), own_name, buffer)
-        module.to_empty(device="meta", recurse=is_layer)
-
-    with guard_torch_init_functions():
-        shadow.apply(compute)  # the children of a module before it
+    converters = (one for one in placing.weight_mapping if isinstance(one, WeightConverter))
+    patterns = [
+        pattern.replace("*", ".*")
+        for converter in converters
+        if any(type(step) in (Concatenate, Chunk) and step.dim == 0 for step in converter.operations)
+        for pattern in converter.source_patterns
+    ]
+    sources = [key for key in slices if patterns and re.search("|".join(patterns), key)]
+    if not sources:
+        return set()
+    found = {key: slices.pop(key) for key in sources}
+    convert_and_load_state_dict_in_model(shadow, found, placing)
+    whole = {name: one for name, one in shadow.named_parameters() if not one.is_meta}
+    with torch.no_grad():
+        for name in whole.keys() & {name for name, _ in model.named_parameters()}:
+            place, _, own_name = name.rpartition(".")
+            module = model.get_submodule(place).to_empty(device=home, recurse=False)
+            made = module._parameters[own_name]
+            local(made).copy_(own_part(whole[name], made))
+    return {*whole}

@@ -6,40 +6,16 @@ one behind the other, so that causal attention costs every rank the same. Docume
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed._functional_collectives  # makes the collectives differentiable
 from torch import Tensor
-from torch.backends.cuda import SDPAParams, can_use_cudnn_attention
 from torch.distributed import ProcessGroup
 
+from lacuna.parallel.partial_attention import Part, attend, attend_backward
+
 _collectives = torch.ops._c10d_functional
-_CUDNN = torch.ops.aten._scaled_dot_product_cudnn_attention
-_CUDNN_BACKWARD = torch.ops.aten._scaled_dot_product_cudnn_attention_backward
-
-
-class Part(NamedTuple):
-    """Queries and the keys they may see, in N pieces: a query sees keys of its own piece only.
-
-    A piece may have no queries or no keys.
-
-    Attributes:
-        cu_q: int32 [N + 1], bounds of the pieces among the queries of all rows, flattened.
-        cu_k: int32 [N + 1], bounds of the pieces among the first `stop` keys of each row, flattened.
-        longest: no piece has more queries, nor more keys.
-        stop: how many keys of each row there are.
-        causal: whether the last query of a piece sees all of its keys, the one before all but the last and so on
-            (FlashAttention's alignment, bottom right), or every query sees all.
-        whole: whether every row is known to be one piece; if causal, with as many queries as keys.
-    """
-
-    cu_q: Tensor
-    cu_k: Tensor
-    longest: int
-    stop: int
-    causal: bool = True
-    whole: bool = False
 
 
 def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) -> Iterator[Part]:
@@ -53,31 +29,6 @@ def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) 
         yield Part(_among(bounds, length, size, (chunk,)), _among(bounds, length, stop, (0,)), longest, stop)
 
 
-def flash_bounds(part: Part, queries: int) -> tuple[Tensor, Tensor, int, int]:
-    """What FlashAttention must be told of a part with so many `queries` in a row."""
-    # Told that none has more than 1, it would take every piece to have one query, as in generation.
-    return part.cu_q, part.cu_k, max(min(part.longest, queries), 2), min(part.longest, part.stop)
-
-
-def visible(part: Part, rows: int, queries: int, window: int | None = None) -> Tensor:
-    """Which keys each of a row's `queries` sees: bool [rows, queries, stop].
-
-    With a `window` a query sees itself and the window − 1 keys before it.
-    """
-
-    def places(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Of each token, its piece and how many tokens are left of that."""
-        tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.device)
-        piece = torch.searchsorted(bounds, tokens, right=True)  # of the whole: torch 2.11 does not compile a slice here
-        return piece.view(rows, -1), (bounds[piece] - tokens).view(rows, -1)
-
-    (piece_q, left_q), (piece_k, left_k) = places(part.cu_q, queries), places(part.cu_k, part.stop)
-    seen, distance = piece_q[:, :, None] == piece_k[:, None], left_k[:, None] - left_q[:, :, None]
-    if part.causal:
-        seen = seen & (distance >= 0)
-    return seen if window is None else seen & (distance < window)
-
-
 def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
     """A rank's head and tail of a tensor that is whole along `dim`."""
     chunks = tensor.chunk(2 * cp, dim)
@@ -87,7 +38,11 @@ def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
 def gather_sequence(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The whole tensor from every rank's head and tail along `dim`; its gradients are summed over the ranks."""
     gathered = _collectives.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
-    shards = _collectives.wait_tensor(gathered).chunk(group.size())
+    return join_sequence(_collectives.wait_tensor(gathered).chunk(group.size()), dim)
+
+
+def join_sequence(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """The whole tensor from the heads and tails of all ranks along `dim`."""
     heads, tails = zip(*(shard.chunk(2, dim) for shard in shards), strict=True)
     return torch.cat([*heads, *reversed(tails)], dim)
 
@@ -168,7 +123,7 @@ def _ring_forward(
     output = query.new_zeros(query.shape, dtype=torch.float32)
     lse = output.new_full(query.shape[:-1], -torch.inf)
     for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
-        partial, partial_lse = _attend(query[:, start:], keys, values, part, scaling)
+        partial, partial_lse = attend(query[:, start:], keys, values, part, scaling)
         output[:, start:].lerp_(partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1))
         lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
         del keys, values  # or they would still be there when the ones after the next set out
@@ -184,7 +139,7 @@ def _ring_backward(
     grad_query, grads = (tensor.new_zeros(tensor.shape, dtype=torch.float32) for tensor in (query, pair))
     for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
         seeing = (tensor[:, start:] for tensor in (grad, output, lse, query))
-        of_query, of_key, of_value = _attend_backward(*seeing, keys, values, part, scaling)
+        of_query, of_key, of_value = attend_backward(*seeing, keys, values, part, scaling)
         grad_query[:, start:] += of_query
         if not part.causal:  # all but one's own
             grads = _collectives.wait_tensor(grads)
@@ -215,70 +170,3 @@ def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ..
 
 
 _ring_forward.register_autograd(_differentiate, setup_context=_save)
-
-
-def _attend(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp over the keys of a part: zero and -inf for a query that sees none."""
-    if _takes_cudnn(query, key, value, part):
-        tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        output, lse, *_ = _CUDNN(*tensors, None, True, 0.0, part.causal, scale=scaling)
-        return output.transpose(1, 2), lse.view(lse.shape[:3]).transpose(1, 2)
-    if _takes_flash(query):
-        tensors = (tensor.flatten(0, 1) for tensor in (query, key, value))
-        settings = (*flash_bounds(part, query.shape[1]), 0.0, part.causal, False)
-        output, lse, *_ = torch.ops.aten._flash_attention_forward(*tensors, *settings, scale=scaling)
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of a query that sees no key
-        return output.unflatten(0, query.shape[:2]), lse.T.unflatten(0, query.shape[:2])
-    query, key, value = _grouped(key.shape[2], query, key, value)
-    scores = _scores(query, key, part, scaling)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.clamp(min=torch.finfo(lse.dtype).min)[..., None]).exp()  # zero where all scores are -inf
-    return _ungrouped(weights @ value), _ungrouped(lse)
-
-
-def _attend_backward(
-    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float
-) -> tuple[Tensor, ...]:
-    """What a part gives to the gradients of query, key and value; output and log-sum-exp are those over all keys."""
-    if _takes_cudnn(query, key, value, part):
-        tensors = (tensor.transpose(1, 2) for tensor in (grad, query, key, value, output))
-        no_dropout = torch.empty((), dtype=torch.int64, device=query.device)
-        settings = (lse.transpose(1, 2).unsqueeze(-1).contiguous(), no_dropout, no_dropout, None, None, None)
-        grads = _CUDNN_BACKWARD(*tensors, *settings, query.shape[1], key.shape[1], 0.0, part.causal, scale=scaling)
-        return tuple(tensor.transpose(1, 2) for tensor in grads)
-    if _takes_flash(query):
-        tensors = (tensor.flatten(0, 1) for tensor in (grad, query, key, value, output))
-        dropout_state = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0)  # there is none
-        settings = (lse.flatten(0, 1).T.contiguous(), *flash_bounds(part, query.shape[1]), 0.0, part.causal)
-        grads = torch.ops.aten._flash_attention_backward(*tensors, *settings, *dropout_state, scale=scaling)
-        return tuple(tensor.unflatten(0, (len(query), -1)) for tensor in grads)
-    grad, output, lse, query, key, value = _grouped(key.shape[2], grad, output, lse, query, key, value)
-    weights = (_scores(query, key, part, scaling) - lse[..., None]).exp()
-    of_scores = weights * (grad @ value.mT - (grad * output).sum(-1, keepdim=True)) * scaling
-    of_key, of_value = (product.sum(2, keepdim=True) for product in (of_scores.mT @ query, weights.mT @ grad))
-    return _ungrouped(of_scores @ key), _ungrouped(of_key), _ungrouped(of_value)
-
-
-def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
-    """Whether cuDNN's kernel, the fastest on the newest GPUs, can do a part; it knows no pieces of rows."""
-    tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return part.whole and can_use_cudnn_attention(SDPAParams(*tensors, None, 0.0, part.causal, True))
-
-
-def _takes_flash(tensor: Tensor) -> bool:
-    return tensor.is_cuda and tensor.dtype in (torch.bfloat16, torch.float16)
-
-
-def _grouped(key_heads: int, *tensors: Tensor) -> list[Tensor]:
-    """Each [B, tokens, heads, ...] as float32 [B, key heads, query heads for each (1 for keys), tokens, ...]."""
-    return [tensor.float().unflatten(2, (key_heads, -1)).movedim(1, 3) for tensor in tensors]
-
-
-def _ungrouped(tensor: Tensor) -> Tensor:
-    return tensor.movedim(3, 1).flatten(2, 3)
-
-
-def _scores(query: Tensor, key: Tensor, part: Part, scaling: float) -> Tensor:
-    """Of grouped queries and keys, -inf where a query does not see a key."""
-    seen = visible(part, len(query), query.shape[3])[:, None, None]
-    return (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)

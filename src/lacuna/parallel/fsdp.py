@@ -2,26 +2,16 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache, partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.parallel.mesh import Layout, Mesh
-
-
-def compute_dtype(config: Config, device_type: str) -> torch.dtype:
-    """The dtype of matrix products: as asked, else bfloat16 on a GPU and float32 on a CPU."""
-    default = "bfloat16" if device_type == "cuda" else "float32"
-    return getattr(torch, config.training.mixed_precision_param or default)
-
-
-def stored_dtype(config: Config, device_type: str) -> torch.dtype:
-    """The dtype that weights have in memory, where adapters leave them frozen: that they are computed with."""
-    return compute_dtype(config, device_type) if config.lora.rank else getattr(torch, config.training.dtype)
+from lacuna.parallel.precision import casts_by_itself, compute_dtype
 
 
 def reshard_after_forward(config: Config, layout: Layout) -> bool:
@@ -41,15 +31,14 @@ def is_alone(config: Config, layout: Layout) -> bool:
     return layout.data_parallel * layout.sharing == 1 and not config.training.enable_cpu_offload
 
 
-def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
+def shard_model(model: PreTrainedModel, layers: Sequence[nn.Module], mesh: Mesh, config: Config) -> None:
     """Shards `model` in place: each layer is a unit, and a head of its own; the rest is one with the root.
 
     A tied head is not: a weight must be seen by one unit only. Gradients come out summed over ranks (the caller divides
     the loss by the tokens of the whole step) and are accumulated in float32.
     """
     reduce_dtype, kind = getattr(torch, config.training.mixed_precision_reduce), mesh.named.device_type
-    # What is packed must not be cast; modules then cast the rest (`compute_in`).
-    own = None if config.quantization.base != "none" else compute_dtype(config, kind)
+    own = None if casts_by_itself(model, config, kind) else compute_dtype(config, kind)
     precision = MixedPrecisionPolicy(own, reduce_dtype)
     offload = CPUOffloadPolicy(kind == "cuda") if config.training.enable_cpu_offload else OffloadPolicy()
     reshard = reshard_after_forward(config, mesh.layout)
@@ -63,34 +52,6 @@ def shard_model(model: nn.Module, layers: Sequence[nn.Module], mesh: Mesh, confi
         fully_shard(unit, mesh=over, reshard_after_forward=again, mp_policy=precision, offload_policy=offload)
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)  # gloo has no other
-
-
-def compute_in(model: nn.Module, dtype: torch.dtype) -> None:
-    """Has a model of which nothing else casts weights compute in `dtype`, in place; weights and gradients stay.
-
-    A module casts its weights wherever it uses them, which compiled code does between its other work, and needs no
-    second copy of the model; an embedding casts what it has looked up. Packed weights are none to cast.
-    """
-    for module in model.modules():
-        weights = dict(module.named_parameters(recurse=False))
-        if hasattr(type(module), "quantized") and weights["weight"].ndim == 1:
-            del weights["weight"]
-        own = tuple(name for name, one in weights.items() if one.is_floating_point() and one.dtype != dtype)
-        if own and isinstance(module, nn.Embedding):
-            module.register_forward_hook(lambda _, __, found: found.to(dtype))
-        elif own:
-            module.__class__ = _casting(type(module), own, dtype)
-
-
-@cache
-def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) -> type[nn.Module]:
-    """A kind of module whose weights of these names are cast when they are read, unless sharded, as FSDP reads them."""
-
-    def cast(module: nn.Module, name: str) -> Tensor:
-        weight = module._parameters[name]
-        return weight if isinstance(weight, DTensor) else weight.to(dtype)
-
-    return type(kind.__name__, (kind,), {name: property(partial(cast, name=name)) for name in names})
 
 
 def own_part(whole: Tensor, parameter: Tensor, source: int | None = None) -> Tensor:

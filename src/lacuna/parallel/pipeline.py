@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config, refuse
-from lacuna.parallel.fsdp import compute_dtype
 from lacuna.parallel.mesh import Mesh
+from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order, splits_backward
 
 
@@ -66,22 +66,34 @@ def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Confi
     if mesh.layout.pp == 1:
         return [Stage(0, model, layers, PassThrough(), True)]
     held = held_stages(pipeline_order(config.parallelism))
-    own, last = held[mesh.rank("pp")], sum(map(len, held.values())) - 1
-    ranges = stage_ranges(config.parallelism.pipeline_parallel_split_points, last + 1, model, layers)
-    path = [module for module in model.modules() if layers in module.modules()]
-    homes, stages = homes_of(model, path, ranges), []
-    for index in own:
-        entrance, own_layers = PassThrough(), [layers[place] for place in ranges[index]]
-        elsewhere = {module: min(home) for module, home in homes.items() if index not in home}
-        stand_ins = {module: entrance if home < index else PassThrough() for module, home in elsewhere.items()}
-        for module in reversed(path):  # outwards: a copy holds the copy of what is in it
-            stand_ins[module] = copied = copy.copy(module)
-            copied._modules = {name: stand_ins.get(child, child) for name, child in module._modules.items()}
-        stages.append(Stage(index, stand_ins[model], own_layers, entrance, index == last))
+    own, count = held[mesh.rank("pp")], sum(map(len, held.values()))
+    ranges = stage_ranges(config.parallelism.pipeline_parallel_split_points, count, model, layers)
+    homes = homes_of(model, path_to(layers, model), ranges)
+    stages = [stage_of(model, layers, ranges, index) for index in own]
     for name, module in [*model.named_modules()]:
         if module in homes and homes[module].isdisjoint(own):
             model.set_submodule(name, PassThrough())
     return stages
+
+
+def path_to(layers: nn.ModuleList, model: PreTrainedModel) -> list[nn.Module]:
+    """The modules that the layers are in, from the model inwards, and the list of them."""
+    return [module for module in model.modules() if layers in module.modules()]
+
+
+def stage_of(model: PreTrainedModel, layers: nn.ModuleList, ranges: Sequence[range], index: int) -> Stage:
+    """A stage of a model that is whole: a shallow copy in which what is elsewhere is stood in for."""
+    path = path_to(layers, model)
+    entrance = PassThrough()
+    stand_ins: dict[nn.Module, nn.Module] = {}
+    for module, home in homes_of(model, path, ranges).items():
+        if index not in home:
+            stand_ins[module] = entrance if min(home) < index else PassThrough()
+    for module in reversed(path):  # outwards: a copy holds the copy of what is in it
+        stand_ins[module] = copied = copy.copy(module)
+        copied._modules = {name: stand_ins.get(child, child) for name, child in module._modules.items()}
+    own_layers = [layers[place] for place in ranges[index]]
+    return Stage(index, stand_ins[model], own_layers, entrance, index == len(ranges) - 1)
 
 
 def homes_of(model: PreTrainedModel, path: Sequence[nn.Module], ranges: Sequence[range]) -> dict[nn.Module, set[int]]:
@@ -116,7 +128,8 @@ def check_pipeline(config: Config, model_config: PretrainedConfig) -> None:
         "goes backward once for each weight, and would recompute a layer every time: set activation_checkpoint.mode = "
         '"none"': twice and recomputed != "none",
         "puts the first and the last stage on one rank, where they cannot share the model's tied embedding: use "
-        "another": text_config.tie_word_embeddings and any({0, stages - 1} <= {*own} for own in held.values()),
+        "another": getattr(text_config, "tie_word_embeddings", False)
+        and any({0, stages - 1} <= {*own} for own in held.values()),
     }
     refuse({f"parallelism.pipeline_parallel_schedule: {name} {reason}": applies for reason, applies in reasons.items()})
 
@@ -224,7 +237,7 @@ class Pipeline:
 
 def tied_weights(model: PreTrainedModel, mesh: Mesh) -> list[nn.Parameter]:
     """The trained weight that this rank's stage shares with that at the other end of the pipeline, if there is one."""
-    tied = mesh.ends is not None and model.config.get_text_config().tie_word_embeddings
+    tied = mesh.ends is not None and getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     return [weight for weight in [model.get_input_embeddings().weight] if weight.requires_grad] if tied else []
 
 

@@ -1,7 +1,10 @@
 """This process among the others: device, process groups, time limits, and talk that must not touch the device."""
 
 import os
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
@@ -10,9 +13,13 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lacuna.config import Config, refuse
+from lacuna.config import Config, UnansweredError, refuse
 
 Result = TypeVar("Result")
+
+# Ranks that wait for the same one give up within so long of each other; shorter than the launcher's patience.
+LISTENING_SECONDS = 3.0
+POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -69,12 +76,81 @@ def start_process(config: Config) -> Process:
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(traces, "rank_"))
     backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
-    store = None if "RANK" in os.environ else dist.HashStore()
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=gpu)
-    # A save of a large model may outlast any step: these groups wait as long as the longest of them.
-    control, background = (dist.new_group(backend="gloo", timeout=timedelta(hours=2)) for _ in range(2))
+    apart = f"not all of {world_size} processes came together within comm.init_timeout_seconds = {timeout.seconds}"
+    try:
+        store = _store(rank, world_size, timeout)
+        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=gpu)
+        control, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
+    except RuntimeError as error:
+        if not of_other_ranks(error):
+            raise
+        raise UnansweredError(f"{apart} (this is rank {rank}): {_first_line(error)}.") from error
+    for group in (control, background):  # a save of a large model may outlast any step
+        set_timeout(group, config.comm.save_timeout_seconds)
     return Process(rank, world_size, gpu or torch.device("cpu"), control, background)
+
+
+def of_other_ranks(error: BaseException) -> bool:
+    """Whether an error is about the talk with other ranks; gloo's have no type of their own."""
+    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "/gloo/" in str(error)
+
+
+@contextmanager
+def answered(config: Config) -> Iterator[None]:
+    """Within it, a wait for other ranks that came to nothing ends in an error that names those that did not answer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not of_other_ranks(error):
+            raise
+        silent, comm = _silent_ranks(), config.comm
+        who = f"rank {', '.join(map(str, silent))} did not answer" if silent else "all ranks answer, but too late"
+        raise UnansweredError(
+            f"{who}: {_first_line(error)}. A wait ends after comm.init_timeout_seconds = {comm.init_timeout_seconds} "
+            f"until the first step is done, comm.train_timeout_seconds = {comm.train_timeout_seconds} after it, and "
+            f"comm.save_timeout_seconds = {comm.save_timeout_seconds} where checkpoints are written. Once that process "
+            f"and its host are well, the same command goes on from the last checkpoint."
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without the place in torch's source."""
+    return str(error).partition("\n")[0].rpartition("] ")[2].rstrip(".")
+
+
+def _silent_ranks() -> list[int]:
+    """The ranks that have not given up as well a little after this one did; ends all talk over the groups."""
+    for group in [*dist.distributed_c10d._world.pg_map]:
+        group.abort()  # so that whoever waits for this rank gives up now
+    store, own, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    heard: set[int] = set()
+
+    def listen() -> None:
+        with suppress(RuntimeError):  # where the store is gone with its rank
+            store.set(f"lacuna/gave-up/{own}", "")
+            while len(heard) < world_size:
+                heard.update(rank for rank in range(world_size) if store.check([f"lacuna/gave-up/{rank}"]))
+                time.sleep(POLL_SECONDS)
+
+    listener = threading.Thread(target=listen, daemon=True)  # the first rank has the store, and may be the silent one
+    listener.start()
+    listener.join(LISTENING_SECONDS)
+    return sorted({*range(world_size)} - heard) if heard else [0]
+
+
+def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
+    """Where ranks meet; None where torch opens its own as the environment says.
+
+    Its own faces every network: our launcher hands the first rank a socket that faces none.
+    """
+    if "RANK" not in os.environ:
+        return dist.HashStore()
+    if "LACUNA_STORE" not in os.environ:
+        return None
+    own = {"is_master": True, "master_listen_fd": int(os.environ["LACUNA_STORE"])} if rank == 0 else {}
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    return dist.TCPStore(host, port, world_size, timeout=timeout, **own)
 
 
 def stop_process() -> None:
@@ -85,10 +161,14 @@ def stop_process() -> None:
 
 def tighten_timeout(config: Config, process: Process) -> None:
     """After the first step (compilation, first data) a collective should fail sooner, but for talk in between steps."""
-    timeout = timedelta(seconds=config.comm.train_timeout_seconds)
     for group in dist.distributed_c10d._world.pg_map:
         if group not in (process.control, process.background):
-            dist.distributed_c10d._set_pg_timeout(timeout, group)  # there is no public call yet
+            set_timeout(group, config.comm.train_timeout_seconds)
+
+
+def set_timeout(group: dist.ProcessGroup, seconds: int) -> None:
+    """Sets how long the ranks of a group wait for each other."""
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # there is no public call yet
 
 
 def gather_objects(process: Process, value: Any) -> list[Any]:

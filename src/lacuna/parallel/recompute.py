@@ -10,6 +10,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from transformers import PreTrainedModel
 
 from lacuna.config import Config
+from lacuna.parallel.backbone import backbone
 
 # Operations by their names, or how these begin.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm")
@@ -40,7 +41,7 @@ def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
 
     The hooks are around the decoder and not its layers, since compiled layers must not contain them.
     """
-    base, width = model.base_model, model.config.get_text_config().hidden_size
+    base, width = backbone(model), model.config.get_text_config().hidden_size
     device = torch.get_device_module(device_type)  # streams of a CPU do nothing
     forward, stream = base.forward, device.Stream()
 

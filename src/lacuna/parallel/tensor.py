@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lacuna.config import refuse
+from lacuna.config import UserError, refuse
+from lacuna.parallel.backbone import backbone
 
 SETTING = "parallelism.tensor_parallel_degree"
 _NORM = "replicated_with_grad_allreduce"
@@ -68,11 +69,23 @@ def check_tensor_parallel(model_config: PretrainedConfig, degree: int) -> None:
         refuse({dropout % name: "colwise_gather_output" in plan.values() and getattr(text_config, name, 0) > 0})
 
 
-def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, mesh: DeviceMesh) -> None:
-    """Splits each layer's matrices over `mesh` in place; activations in between are split along the sequence.
+def check_split(layers: Sequence[nn.Module], model_config: PretrainedConfig) -> None:
+    """Raises `UserError` where the plan does not say of every part of a layer how to split it."""
+    plan = tensor_plan(model_config)
+    kind = f"{SETTING}: the plan of {model_config.model_type!r} models"
+    for layer in layers:
+        absent = plan.keys() - {name for name, _ in layer.named_modules()}
+        if absent:
+            raise UserError(f"{kind} splits {min(absent)}, which not all layers have.")
+        parts = [*plan, *_between_whole_outputs(layer, plan)]
+        parts += [name for name, child in layer.named_children() if _goes_by_token(child)]
+        for name, _ in layer.named_parameters():
+            if not any(name.startswith(f"{part}.") for part in parts):
+                raise UserError(f"{kind} leaves out {name}.")
 
-    Raises `UserError` when a layer has parameters that the plan knows nothing of.
-    """
+
+def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, mesh: DeviceMesh) -> None:
+    """Splits each layer's matrices over `mesh` in place; activations in between are split along the sequence."""
     # It advises, at every new shape, to flatten meshes that FSDP and its layers want apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan = tensor_plan(model_config)
@@ -86,8 +99,36 @@ def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, me
         for name, style in plan.items():
             split = parallel.parallelize_module if style == _NORM else _split
             split(layer.get_submodule(name), mesh, _STYLES[style])
-        leaves_out = f"{SETTING}: the plan of {model_config.model_type!r} models leaves out"
-        refuse({f"{leaves_out} {name}": not isinstance(whole, DTensor) for name, whole in layer.named_parameters()})
+        for name in _between_whole_outputs(layer, plan):
+            distribute_module(layer.get_submodule(name), mesh, None, _replicated, _own)
+
+
+def _goes_by_token(module: nn.Module) -> bool:
+    """Whether a module works on each token by itself, so that it can have a share of them."""
+    has_parts = any(True for _ in module.children())
+    return not has_parts and (isinstance(module, nn.Linear) or "Norm" in type(module).__name__)
+
+
+def _between_whole_outputs(layer: nn.Module, plan: dict[str, str]) -> list[str]:
+    """The modules that work on outputs which the plan gathers, such as norms over all heads.
+
+    Every rank has these whole, and computes the same with them.
+    """
+    styles: dict[str, set[str]] = {}
+    for name, style in plan.items():
+        if style.startswith("colwise"):
+            styles.setdefault(name.rpartition(".")[0], set()).add(style)
+    whole = [place for place, used in styles.items() if used == {"colwise_gather_output"}]
+    children = [f"{place}.{name}" for place in whole for name, _ in layer.get_submodule(place).named_children()]
+    return [name for name in children if name not in plan and any(True for _ in layer.get_submodule(name).parameters())]
+
+
+def _replicated(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+    return tuple(DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs)
+
+
+def _own(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+    return output.to_local()
 
 
 def _split(module: nn.Module, mesh: DeviceMesh, style: parallel.ParallelStyle) -> None:
@@ -124,7 +165,7 @@ def slice_positions(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     def own_slice(_: nn.Module, arguments: tuple[Tensor]) -> Tensor:
         return arguments[0].chunk(mesh.size(), -1)[mesh.get_local_rank()]
 
-    for module in model.base_model.children():
+    for module in backbone(model).children():
         if isinstance(module, nn.Embedding) and module is not model.get_input_embeddings():
             module.register_forward_pre_hook(own_slice)
 

@@ -17,10 +17,12 @@ from lacuna.config import Config, explained
 from lacuna.data import run_tokenizer
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import plan_model
-from lacuna.parallel.fsdp import compute_dtype, reshard_after_forward
+from lacuna.parallel.fsdp import reshard_after_forward
 from lacuna.parallel.mesh import AXES, Layout, resolve_layout
 from lacuna.parallel.pipeline import homes_of, stage_ranges
+from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.schedule import Action, held_stages, pipeline_order
+from lacuna.train.metrics import open_console
 from lacuna.train.setup import plan_batch
 
 # How long an action takes, in forward passes of one stage: a backward pass is two matrix products for one.
@@ -52,7 +54,9 @@ def draw(config: Config, processes: int, device: str) -> None:
             f"(backward), 1 for its halves I (inputs) and W (weights); small letters are a rank's later stages. The "
             f"ranks wait (·) {bubble_share(timeline):.1%} of the time: the bubble."
         )
-    terminal = Console(no_color=config.metrics.disable_color_printing, highlight=False)
+    terminal = open_console(config)
+    if (columns := os.environ.get("COLUMNS", "")).isdigit():  # a drawing is laid out for who asks for a width
+        terminal.width = int(columns)
     picture = Console(record=True, file=io.StringIO(), width=max([WIDTH, *map(len, lines)]), highlight=False)
     for console, listed in ((terminal, rows[:LISTED_RANKS]), (picture, rows)):
         table = Table("rank", "place", "layers (pp)", "parameters (fsdp, tp)", "rows (dp)", "tokens (cp)", box=None)

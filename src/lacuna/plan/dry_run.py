@@ -1,22 +1,25 @@
 """What a run will take, said before it: everything is resolved and checked, memory estimated, nothing started."""
 
 import torch
-from rich.console import Console
 from rich.table import Table
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config
+from lacuna.config.errors import require_writable
 from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
-from lacuna.model.architecture import attention_heads, decoder_layers, head_dim
-from lacuna.model.build import embeds_on_cpu, plan_model
+from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
+from lacuna.model.build import embeds_on_cpu, plan_model, required_router
 from lacuna.model.head import CHUNK_BYTES
 from lacuna.model.quantization import packed_sizes, quantized_modules
 from lacuna.model.weights import weight_files
-from lacuna.parallel.fsdp import compute_dtype, is_alone, reshard_after_forward
+from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
+from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.processes import check_device, device_type
 from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
+from lacuna.train.metrics import open_console
+from lacuna.train.optimizer import learning_rate, peak_step, warmup_steps
 from lacuna.train.setup import plan_stages, total_steps
 
 
@@ -27,18 +30,23 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     """
     device = device or device_type()
     check_device(config, device)
+    require_writable(str(config.job.dump_folder))
     layout = resolve_layout(config, processes)
     _, plan = plan_stages(config, layout)[0]
     tokenizer = run_tokenizer(config)
-    model = plan_model(config, tokenizer, layout, device)
+    here = torch.device(device) if device == device_type() else None
+    model = plan_model(config, tokenizer, layout, device, here)
+    required_router(config, model.config, layout, here or torch.device("cpu"))
     if config.model.name_or_path:
         weight_files(config.model.name_or_path)
-    steps = total_steps(config, build_loader(config, tokenizer, plan, dp_rank=0))
+    loader = build_loader(config, tokenizer, plan, dp_rank=0)
+    steps = total_steps(config, loader, plan.global_batch)
+    rows_in_all = steps * plan.global_batch if loader.rows_left is None else loader.rows_left
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, plan, dp_rank=0)
     compute, estimate = compute_dtype(config, device), estimate_memory(config, layout, plan, model, device)
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
-    step_tokens = plan.global_batch * config.training.seq_len
+    step_tokens, peak = plan.global_batch * config.training.seq_len, peak_step(config, steps)
     rows = {
         "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
         "processes": f"{processes} on {device}: dp_replicate {layout.dp_replicate} × dp_shard {layout.dp_shard} × "
@@ -48,13 +56,15 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
         "batch": f"{plan.global_batch} sequences = {plan.micro_batch} × {plan.accumulation} accumulated × "
         f"{layout.data_parallel} ranks",
         "tokens a step": f"{step_tokens:,} ({config.training.seq_len} a sequence)",
-        "steps": f"{steps:,}, {steps * step_tokens:,} tokens",
+        "steps": f"{steps:,}, {rows_in_all * config.training.seq_len:,} tokens",
+        "learning rate": f"peak {learning_rate(config, peak, steps):.3g}, in step {peak + 1:,} "
+        f"(optimizer.lr = {config.optimizer.lr:g}, {warmup_steps(config, steps):,} steps of warmup)",
         "memory a rank": f"about {sum(estimate.values()) / 2**30:.2f} GiB ({parts})",
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
-    Console(no_color=config.metrics.disable_color_printing, highlight=False).print(table, "Nothing was started.")
+    open_console(config).print(table, "Nothing was started.")
 
 
 def layers_in_flight(config: Config, layout: Layout, microbatches: int, layers: int) -> float:
@@ -120,7 +130,8 @@ def estimate_memory(
     recompute = config.activation_checkpoint
     selective = 0.5 if recompute.selective_ac_option == "op" else 1 / int(recompute.selective_ac_option)
     recomputed = {"none": 0, "full": 1, "selective": selective, "memory_budget": 1 - recompute.memory_budget}
-    kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed[recompute.mode])
+    widest = max(layer_settings(text), key=head_dim)
+    kept = _kept_values(widest, in_flight, layout.tp, compiled, recomputed[recompute.mode])
     return {
         "weights": shard * (learns * master + (1 - learns) * stored) - elsewhere,
         "gradients": learns * (shard * master + unreduced * (gathered + reduced)),

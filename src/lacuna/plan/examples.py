@@ -3,7 +3,6 @@
 from itertools import chain, groupby
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
@@ -14,6 +13,7 @@ from lacuna.data.packing import Span
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import rows_from_the_start
 from lacuna.parallel.mesh import resolve_layout
+from lacuna.train.metrics import open_console
 from lacuna.train.setup import plan_batch
 
 SHOWN = 3
@@ -29,7 +29,7 @@ def show_data(config: Config, processes: int) -> None:
     tokenizer = run_tokenizer(config)
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))
-    console = Console(no_color=config.metrics.disable_color_printing, highlight=False)
+    console = open_console(config)
     for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
         console.print(f"[bold]example {number}[/bold]: {len(span.tokens)} tokens, [green]trained[/green] and not")
         console.print(coloured(span.tokens, tokenizer, marked=console.color_system is None), "")

@@ -1,27 +1,73 @@
 """Text from a model by transformers' own `generate`, also while it is sharded and compiled for training."""
 
-import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from os.path import commonprefix
+from typing import Any
 
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers.generation.streamers import BaseStreamer
+
+from lacuna.config import logger, refuse
 from lacuna.data.chat import end_of_turn
+from lacuna.data.template import ask
 from lacuna.parallel.fsdp import inference
 
 
-def generate_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str,
-    max_new_tokens: int, temperature: float, seed: int, chat: bool = False,
-) -> str:  # fmt: skip
-    """The completion of `prompt`, without the prompt, or with `chat` the answer to it. Temperature 0 is greedy.
+class Printer(BaseStreamer):
+    """Prints a completion while it is made, but for what its newest token may still change.
 
+    transformers' TextStreamer does not print what `decode` makes of the whole: of tokenizers that begin words with a
+    blank it loses those that begin a line.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.tokens: list[int] | None = None  # None: the prompt is still to come
+        self.text = self.shown = ""
+
+    def put(self, value: Tensor) -> None:
+        """Takes the prompt, then token by token."""
+        if self.tokens is None:
+            self.tokens = []
+            return
+        self.tokens += value.flatten().tolist()
+        before, self.text = self.text, self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        self._show(commonprefix([before, self.text]).rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def end(self) -> None:
+        """Prints the rest, and ends the line."""
+        self._show(self.text)
+        print(flush=True)
+
+    def _show(self, text: str) -> None:
+        print(text[len(self.shown) :], end="", flush=True)
+        self.shown = max(self.shown, text, key=len)
+
+
+def generate_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]],
+    max_new_tokens: int, temperature: float, seed: int, chat: bool = False, top_k: int = 0, top_p: float = 1.0,
+    streamer: BaseStreamer | None = None,
+) -> str:  # fmt: skip
+    """The completion of `prompt`, without the prompt, or with `chat` the answer to it.
+
+    A prompt may also be the messages of a conversation, whose next one is wanted. Temperature 0 is greedy; otherwise
+    tokens are drawn from the `top_k` likeliest (0: from all) that have the share `top_p` of the probability together.
     On a sharded model every rank must call it, and all draw the same tokens. Mode, attention and random state are
-    left as they were.
+    left as they were. Ends at the model's last position, which is logged. Raises UserError where the prompt fills it.
     """
     device = next(model.buffers(), next(model.parameters())).device
-    if chat:
-        asked = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(asked, tokenize=False, add_generation_prompt=True)
+    messages = [{"role": "user", "content": prompt}] if chat else prompt
+    text = messages if isinstance(messages, str) else ask(tokenizer, messages)
     first = tokenizer.bos_token_id or tokenizer.eos_token_id or 0
-    ids = torch.tensor([tokenizer(prompt, add_special_tokens=not chat).input_ids or [first]], device=device)
+    tokens = tokenizer(text, add_special_tokens=text is prompt).input_ids or [first]
+    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    room = max_new_tokens if positions is None else positions - len(tokens)
+    refuse({f"the prompt has {len(tokens)} tokens, and the model {positions} positions: shorten it": room < 1})
+    ids = torch.tensor([tokens], device=device)
+    ends = end_of_turn(tokenizer)
+    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
     attention = model.config._attn_implementation
     devices = [device] if device.type == "cuda" else []
     try:
@@ -29,11 +75,12 @@ def generate_text(
         with inference(model), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
             torch.manual_seed(seed)
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=max_new_tokens,
-                do_sample=temperature > 0, temperature=temperature if temperature > 0 else None,
-                top_k=None, top_p=None, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-                eos_token_id=end_of_turn(tokenizer) or None,
+                ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=min(max_new_tokens, room),
+                do_sample=temperature > 0, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+                eos_token_id=ends or None, streamer=streamer, **drawing,
             )  # fmt: skip
     finally:
         model.set_attn_implementation(attention)
+    if output.shape[1] == positions and room < max_new_tokens and output[0, -1] not in ends:
+        logger.warning("the text ends at the last of the model's %d positions", positions)
     return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

@@ -9,19 +9,24 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from transformers import PreTrainedModel
 
-from lacuna.config import Config, RunError, logger, refuse
+from lacuna.config import Config, RunError, explained, logger, refuse
+from lacuna.data import of_a_worker
+from lacuna.export.disk import sync, sync_all
 from lacuna.model.architecture import stored_tensors
-from lacuna.parallel.processes import Process, gather_objects, on_first
+from lacuna.parallel.precision import kept_in_float32
+from lacuna.parallel.processes import Process, gather_objects, of_other_ranks, on_first
+from lacuna.train.reader import METADATA, STATE, Reader, only_data
 
 MANIFEST = "manifest.json"
-STATE = "state.pt"
 DESCRIPTION = "hf"
 RUN = "config.toml"  # in it, where the tensors are adapters
 
@@ -38,7 +43,12 @@ def listed_steps(folder: str) -> list[int]:
 
 def prepare_folder(folder: str) -> None:
     """Makes the folder of a run's checkpoints; deletes what a killed run left there half written or half deleted."""
-    os.makedirs(folder, exist_ok=True)
+    mend = "choose another job.dump_folder or checkpoint.folder"
+    with explained(f"checkpoint.folder: cannot write to {folder!r}", OSError, mend=mend):
+        os.makedirs(folder, exist_ok=True)
+        TemporaryFile(dir=folder).close()
+    files = [name for step in listed_steps(folder) if os.path.isfile(name := checkpoint_path(folder, step))]
+    refuse({f"{name} is a file, where the checkpoint of a step belongs: move it away": True for name in files})
     for path in Path(folder).glob(".*-step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -52,18 +62,20 @@ def _checksum(path: str | Path) -> list[int]:
         return [file.tell(), checksum]
 
 
-def _sync(path: str) -> None:
-    """Has the disk hold what was written to a file, or which names a folder has."""
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+def _manifest(path: str) -> dict[str, list[int]]:
+    """Size and checksum of each file of the checkpoint at `path`. Raises `ValueError` when it cannot be all of them."""
+    manifest = {name: [*map(int, pair)] for name, pair in dict(json.loads(Path(path, MANIFEST).read_text())).items()}
+    outside = any(os.path.isabs(name) or ".." in Path(name).parts for name in manifest)
+    if outside or not {STATE, METADATA} <= manifest.keys() or any(len(pair) != 2 for pair in manifest.values()):
+        raise ValueError
+    return manifest
 
 
 def find_damage(path: str, process: Process) -> str | None:
     """What is wrong with the checkpoint at `path`, or None. The ranks share the reading; all get the same answer."""
     problem = None
     try:
-        manifest: dict[str, list[int]] = json.loads(Path(path, MANIFEST).read_text())
+        manifest = _manifest(path)
         for name in sorted(manifest)[process.rank :: process.world_size]:
             (size, checksum), wanted = _checksum(Path(path, name)), manifest[name]
             if size != wanted[0]:
@@ -72,7 +84,9 @@ def find_damage(path: str, process: Process) -> str | None:
                 problem = f"{name} is damaged (its checksum differs)"
     except FileNotFoundError as error:
         problem = f"{os.path.relpath(error.filename, path)} is missing"
-    except ValueError:
+    except NotADirectoryError:
+        problem = "it is a file"
+    except (ValueError, TypeError, RecursionError, IsADirectoryError):
         problem = f"{MANIFEST} is damaged"
     return next((found for found in gather_objects(process, problem) if found), None)
 
@@ -95,12 +109,16 @@ def require_complete(path: str, setting: str, process: Process) -> str:
     return path
 
 
-def model_tensors(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+def model_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Weights and persistent buffers by name, `model.<name>`, tied ones once; copied only where a `dtype` asks it."""
     stored, frozen = stored_tensors(model), not all(parameter.requires_grad for parameter in model.parameters())
     # What is frozen is had again from where it came from.
-    tensors = {f"model.{name}": one.detach() for name, one in stored.items() if one.requires_grad or not frozen}
-    return {name: tensor.to(dtype if tensor.is_floating_point() else None) for name, tensor in tensors.items()}
+    tensors = {name: one.detach() for name, one in stored.items() if one.requires_grad or not frozen}
+    if dtype is not None:
+        cast = {name for name, one in tensors.items() if one.is_floating_point()}
+        cast -= kept_in_float32(model, dtype)
+        tensors |= {name: tensors[name].to(dtype) for name in cast}
+    return {f"model.{name}": tensor for name, tensor in tensors.items()}
 
 
 def write_checkpoint(
@@ -121,14 +139,22 @@ def write_checkpoint(
         manifest = {name: checksum for part in gather_objects(process, own) for name, checksum in part.items()}
         on_first(process, lambda: _seal(path, unfinished, state, describe, manifest))
     except (Exception, CheckpointException) as error:  # of the disk, whatever type the libraries give it
+        if of_other_ranks(error):
+            raise
         if process.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
-        # torch wraps what went wrong on one rank in the tracebacks of all
-        reason = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+        reason = first_failure(error) if isinstance(error, CheckpointException) else error
+        if of_a_worker(reason):
+            raise reason from error
         raise RunError(
             f"cannot write the checkpoint {path}: {reason}. Earlier checkpoints are intact; the same command goes on "
             f"from the newest of them."
         ) from error
+
+
+def first_failure(error: CheckpointException) -> BaseException:
+    """What went wrong on one rank, which torch wraps in the tracebacks of all."""
+    return next(iter(error.failures.values()))[0]
 
 
 class _Writer(dcp.FileSystemWriter):
@@ -150,12 +176,11 @@ def _seal(
     files = {str(file.relative_to(unfinished)): file for file in Path(unfinished).rglob("*") if file.is_file()}
     manifest |= {name: _checksum(file) for name, file in files.items() if name not in manifest}
     Path(unfinished, MANIFEST).write_text(json.dumps(manifest))
-    _sync(os.path.join(unfinished, MANIFEST))
-    _sync(unfinished)
+    sync_all(unfinished)
     if os.path.isdir(path):  # a damaged one that was skipped, or the same step saved again
         remove_checkpoint(path)
     os.replace(unfinished, path)
-    _sync(os.path.dirname(path))
+    sync(os.path.dirname(path))
 
 
 def remove_checkpoint(path: str) -> None:
@@ -208,23 +233,21 @@ class CheckpointSaver:
 
     def _remove_old(self, newest: int, state: dict[str, Any]) -> None:
         best = state["counters"]["best_step"] if self.settings.keep_best else None
+        if state.get("skipped_in_a_row"):  # its weights may be what cannot be trained further: those before must stay
+            return
         # step-0 is a start that somebody made on purpose.
         steps = [step for step in listed_steps(self.folder) if step not in (0, best) and step <= newest]
         for step in steps[: -self.settings.keep_latest_k or 0]:
             remove_checkpoint(checkpoint_path(self.folder, step))
 
 
-def read_state(path: str) -> dict[str, Any]:
-    """The small state (step, counters, position in the data) of the checkpoint at `path`."""
-    return torch.load(os.path.join(path, STATE), weights_only=True, map_location="cpu")
-
-
 def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> None:
     """Fills `tensors` in place from the checkpoint at `path`, whatever layout wrote it.
 
-    Raises `UserError` when it holds other tensors: the model's configuration is another one.
+    Raises `UserError` when it holds other tensors (the model's configuration is another one), or more than tensors.
     """
-    saved = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    with only_data(f"checkpoint {path}: {METADATA}"):
+        saved = Reader(path).read_metadata().state_dict_metadata
     known = {name for held in gather_objects(process, [*tensors]) for name in held}
     lost = min((name for name in saved if name.startswith("model.") and name not in known), default=None)
     refuse({f"checkpoint {path}: {lost!r} is not among what is trained: give the settings it had": lost is not None})
@@ -233,4 +256,8 @@ def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> Non
         found = "is missing" if shape is None else f"has the shape {shape}"
         wrong = f"checkpoint {path}: {name!r} {found}, in the model it has the shape {tuple(tensor.shape)}"
         refuse({f"{wrong}: it belongs to another model configuration": shape != tuple(tensor.shape)})
-    dcp.load(tensors, storage_reader=dcp.FileSystemReader(path), process_group=process.control)
+    try:
+        dcp.load(tensors, storage_reader=Reader(path), process_group=process.control)
+    except CheckpointException as error:
+        with only_data(f"checkpoint {path}: a file of tensors"):
+            raise first_failure(error) from error

@@ -6,16 +6,21 @@ import tomllib
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
+from huggingface_hub import model_info, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.initialization import no_init_weights
-from transformers.utils import CHAT_TEMPLATE_FILE
+from transformers.utils import CHAT_TEMPLATE_FILE, CONFIG_NAME
 
 from lacuna.config import Config, explained, refuse
+from lacuna.config.errors import nearby
 from lacuna.config.sections import ADAPTER_FILE, QuantizationConfig, described_adapter
 from lacuna.data.gguf import hf_folder
+from lacuna.data.remote_code import open_with
 from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.architecture import load_model_config
@@ -23,10 +28,11 @@ from lacuna.model.build import plan_model
 from lacuna.model.lora import load_adapters, merge_adapters, trained_names
 from lacuna.model.quantization import pack_layers
 from lacuna.model.weights import check_base, fill_model
-from lacuna.parallel.fsdp import compute_dtype, compute_in
 from lacuna.parallel.mesh import Layout
+from lacuna.parallel.precision import compute_dtype, compute_in, keep_in_float32, store_in
 from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
+from lacuna.train.reader import only_data
 
 
 def find_form(source: str) -> tuple[str, bool]:
@@ -45,7 +51,20 @@ def find_form(source: str) -> tuple[str, bool]:
             return newest, True
     wrong = f"{source}: neither a Hugging Face folder (no config.json), nor a checkpoint (no {checkpoint.MANIFEST})"
     refuse({f"{wrong}, nor a run folder (no hf/ and no complete checkpoint/step-N)": os.path.isdir(source)})
+    if not source.endswith(".gguf"):
+        _require_on_hub(source)
     return hf_folder(source), False
+
+
+def _require_on_hub(name: str) -> None:
+    """Raises `UserError` unless a name is that of a model that was had from the Hub before, or is there.
+
+    It is asked once, where transformers would try for a minute to have several files of what may be a misspelt folder.
+    """
+    problem = f"{name}: there is no such folder here, and no such model on the Hub, or it cannot be reached"
+    with explained(problem, OSError, ValueError, HTTPError, mend=nearby(Path(name))):
+        if try_to_load_from_cache(name, CONFIG_NAME) is None:
+            model_info(name, timeout=10)
 
 
 @dataclass(frozen=True)
@@ -65,14 +84,14 @@ class Opened:
     run: Config | None = None
 
 
-def open_model(source: str, base: str | None = None) -> Opened:
+def open_model(source: str, base: str | None = None, trust_remote_code: bool = False) -> Opened:
     """The model at `source`, in any form; adapters are beside their base, or beside the model `base`.
 
     Raises `UserError` when it cannot be opened.
     """
     path, is_checkpoint = find_form(source)
     description = os.path.join(path, checkpoint.DESCRIPTION) if is_checkpoint else path
-    run = _run_of(path, description, base)
+    run = _run_of(path, description, base, trust_remote_code)
     refuse({f"convert: --base: {source} has no adapters to merge": base is not None and run is None})
     if run is not None and base is not None:
         check_base("convert: --base", base, run.model.name_or_path)
@@ -82,12 +101,13 @@ def open_model(source: str, base: str | None = None) -> Opened:
     problem = f"{source}: no folder or Hub model that transformers can open"
     kinds = (OSError, ValueError, SafetensorError)
     with explained(problem, *kinds, mend="check the files, the name, and whether the Hub can be reached"):
-        tokenizer = AutoTokenizer.from_pretrained(description)
-        model_config = AutoConfig.from_pretrained(description)
+        model_config = open_with(AutoConfig, description, trust_remote_code)
+        tokenizer = open_with(AutoTokenizer, description, trust_remote_code)
         if run is None and not is_checkpoint:
             wrong = f"{source}: its weights are quantised: give the model that they were made from"
             refuse({wrong: getattr(model_config, "quantization_config", None) is not None})
-            model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+            with only_data(f"{source}: its file of weights", (UnpicklingError, EOFError, RuntimeError)):
+                model = open_with(AutoModelForCausalLM, path, trust_remote_code, dtype="auto")
             return Opened(model, tokenizer, description, None)
     if run is not None and not is_checkpoint:
         packed = getattr(model_config, "quantization_config", None) or {}
@@ -100,6 +120,7 @@ def open_model(source: str, base: str | None = None) -> Opened:
     else:
         with no_init_weights():
             model = AutoModelForCausalLM.from_config(model_config)
+        keep_in_float32(model, model.dtype)
         model.tie_weights()
     if is_checkpoint:
         checkpoint.read_tensors(path, checkpoint.model_tensors(model), Process())
@@ -108,19 +129,21 @@ def open_model(source: str, base: str | None = None) -> Opened:
     return Opened(model, tokenizer, description, model_config.dtype or torch.float32, run)
 
 
-def _run_of(path: str, description: str, base: str | None) -> Config | None:
+def _run_of(path: str, description: str, base: str | None, trust_remote_code: bool) -> Config | None:
     """The settings that the adapters in `path` were trained with, on `base` if they do not say, or None."""
     run, adapter = Path(description, checkpoint.RUN), Path(path, ADAPTER_FILE)
     if run.exists():
         settings = tomllib.loads(run.read_text())
         settings["lora"] |= {"adapter": ()}  # what it began as may be gone, and its tensors are here
+        settings["model"] |= {"trust_remote_code": trust_remote_code}  # for who opens it to say
         return Config.model_validate(settings)
     if not adapter.exists():
         return None
     base = described_adapter(path).get("base_model_name_or_path") or base
     refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
     fits = {"seq_len": 1}  # any model
-    return Config.model_validate({"model": {"name_or_path": base}, "training": fits, "lora": {"adapter": path}})
+    model = {"name_or_path": base, "trust_remote_code": trust_remote_code}
+    return Config.model_validate({"model": model, "training": fits, "lora": {"adapter": path}})
 
 
 def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
@@ -144,17 +167,19 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
 def _merge(opened: Opened, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model that was opened, its adapters merged into it in place, with weights of this dtype, if one is given."""
     merge_adapters(opened.model)
-    for parameter in opened.model.parameters():  # not its buffers: rotations stay float32 in any model
-        parameter.data = parameter.to(dtype)
+    if dtype is not None:
+        store_in(opened.model, dtype)
     return opened.model
 
 
-def load_any_model(source: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load_any_model(
+    source: str, device: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model on `device`, ready to generate, adapters merged, and its tokenizer; `source` may have any form.
 
     Raises `UserError` when it cannot be opened.
     """
-    opened = open_model(source)
+    opened = open_model(source, trust_remote_code=trust_remote_code)
     return _merge(opened, opened.dtype).to(device).eval(), opened.tokenizer
 
 
@@ -166,8 +191,9 @@ def probe_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def convert(
-    source: str, target: str, form: str, dtype: str | None = None, base: str | None = None, adapter_only: bool = False
-) -> str:
+    source: str, target: str, form: str, dtype: str | None = None, base: str | None = None, adapter_only: bool = False,
+    trust_remote_code: bool = False,
+) -> str:  # fmt: skip
     """Writes the model at `source` to `target` as `form`, with weights of the type `dtype`, by default its own.
 
     A form is `hf`, `gguf`, which has types of its own, or `dcp`, a checkpoint of weights to start from. Adapters are
@@ -179,7 +205,7 @@ def convert(
     if adapter_only and has_adapter and base is None:
         shutil.copytree(adapter, target)
         return ""
-    opened = open_model(adapter if has_adapter and base is not None else source, base)
+    opened = open_model(adapter if has_adapter and base is not None else source, base, trust_remote_code)
     model, run = opened.model, opened.run
     refuse({f"convert: --adapter-only: {source} has no adapters": adapter_only and run is None})
     kind = opened.dtype if dtype is None or form == "gguf" else getattr(torch, dtype)
@@ -198,8 +224,8 @@ def convert(
 
 def _said_of_merging(opened: Opened, target: str) -> str:
     """Into what the adapters of a model were merged, and how near the model at `target` is to it with them beside."""
-    before = probe_logits(opened.model)
-    after = probe_logits(AutoModelForCausalLM.from_pretrained(target, dtype="auto").eval())
+    before, trust = probe_logits(opened.model), opened.run.model.trust_remote_code
+    after = probe_logits(open_with(AutoModelForCausalLM, target, trust, dtype="auto").eval())
     form = opened.run.quantization.base
     stored = "as its files have them" if form == "none" else f"dequantised from {form}, as they were in training"
     shown = [" ".join(f"{value:.3f}" for value in logits.amax(1)[:4].tolist()) for logits in (before, after)]

@@ -1,6 +1,7 @@
 """What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal, and profiler traces."""
 
 import json
+import logging
 import math
 import os
 import re
@@ -8,7 +9,7 @@ import resource
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
-from itertools import takewhile
+from pathlib import Path
 from typing import Any, TextIO
 
 import torch
@@ -36,6 +37,7 @@ SHOWN = {
 }  # fmt: skip
 
 PROFILER_WARMUP_STEPS = 3
+ENDLESS = 100_000
 MAX_MEMORY_ENTRIES = 100_000
 
 
@@ -57,22 +59,51 @@ def peak_memory(device: torch.device) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
+def open_console(config: Config, visible: bool = True, **settings: Any) -> Console:
+    """Where a command prints; what is no terminal, but a file or a pipe, gets lines as long as they are."""
+    plain = config.metrics.disable_color_printing
+    console = Console(no_color=plain, highlight=False, quiet=not visible, **settings)
+    if not console.is_terminal:
+        console.width = ENDLESS
+    return console
+
+
 def set_up_logging(config: Config, visible: bool) -> Console:
     """Sends log messages to the terminal (stderr), of the first rank only unless `visible`."""
-    console = Console(stderr=True, no_color=config.metrics.disable_color_printing, highlight=False, quiet=not visible)
-    handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
+    console = open_console(config, visible, stderr=True)
+    handler: logging.Handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, log_time_format="%H:%M:%S", markup=False)
     logger.handlers, logger.propagate = [handler], False
     logger.setLevel("INFO" if visible else "ERROR")
     return console
 
 
 def _open_rows(path: str, step: int) -> TextIO:
-    """Opens a file of rows to add to, without those beyond `step`: a resume from there will write them anew."""
-    file = open(path, "a+", buffering=1)  # noqa: SIM115 (the caller's)
-    file.seek(0)
-    kept = takewhile(lambda line: line.endswith("\n") and json.loads(line)["step"] <= step, file)
-    file.truncate(sum(map(len, kept)))  # JSON here is ASCII: a byte a letter
-    return file
+    """Opens a file of rows to add to, without those beyond `step`: a resume from there will write them anew.
+
+    Lines that are no rows, as a disk or an editor may leave them, are told and left out.
+    """
+    lines = Path(path).read_bytes().splitlines(keepends=True) if os.path.exists(path) else []
+    steps = [_step_of(line) for line in lines]
+    whole = enumerate(zip(lines, steps, strict=True), start=1)
+    if broken := [number for number, (line, found) in whole if found is None and line.endswith(b"\n")]:
+        logger.warning("%s: line %d is no row; %d such lines are left out", path, broken[0], len(broken))
+    kept = b"".join(line for line, found in zip(lines, steps, strict=True) if found is not None and found <= step)
+    if kept != b"".join(lines):
+        Path(f"{path}.new").write_bytes(kept)
+        os.replace(f"{path}.new", path)
+    return open(path, "a", buffering=1)
+
+
+def _step_of(line: bytes) -> int | None:
+    """The step of a line of a file of rows, None where it is not a whole row."""
+    try:
+        step = json.loads(line)["step"] if line.endswith(b"\n") else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 class MetricWriter(ExitStack):
@@ -86,6 +117,7 @@ class MetricWriter(ExitStack):
         settings, folder = config.metrics, str(config.job.dump_folder)
         self.console = console
         self._rows = self._samples = self._board = self._wandb = None
+        self._parts = ("question  ", "\nanswer    ") if config.conversations else ("", "")
         kept = start_step or -1  # a run from the start measures step 0 again
         if rank == 0 or not settings.rank_0_only:
             name = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
@@ -124,7 +156,9 @@ class MetricWriter(ExitStack):
         """Keeps and shows a text that the model wrote after `prompt`."""
         if self._samples is not None:
             self._samples.write(json.dumps({"step": step, "prompt": prompt, "text": text}) + "\n")
-        self.console.print(Text.assemble((f"sample after step {step}\n", "dim"), (prompt, "bold"), text))
+        before, between = self._parts
+        start = (f"sample after step {step}\n{before}", "dim")
+        self.console.print(Text.assemble(start, (prompt, "bold"), (between, "dim"), text))
 
 
 def _wandb_run(config: Config) -> Any:

@@ -3,18 +3,30 @@
 import json
 import os
 import signal
+import threading
 import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryFile
 
-import torch
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lacuna.config import Config, explained
-from lacuna.export.huggingface import export_adapter, export_model
-from lacuna.parallel.processes import Process, on_first, require_same_config, start_process, stop_process
+from lacuna.config import LAUNCHED, Config, explained, logger, make_folder
+from lacuna.data import workers_told
+from lacuna.export.disk import replace_text
+from lacuna.parallel.processes import (
+    Process,
+    answered,
+    gather_objects,
+    on_first,
+    require_same_config,
+    start_process,
+    stop_process,
+)  # fmt: skip
+from lacuna.train.branch import goes_back
 from lacuna.train.checkpoint import model_tensors
+from lacuna.train.hints import closing_hints
 from lacuna.train.metrics import set_up_logging
 from lacuna.train.setup import Run
 from lacuna.train.trainer import train
@@ -26,16 +38,26 @@ LOCK_PATIENCE_SECONDS = 10.0
 def stop_on_signals() -> list[int]:
     """The signals received so far: from now on SIGINT and SIGTERM only ask the loop to save and stop after the step.
 
-    A second Ctrl-C stops at once.
+    A second Ctrl-C does what a first one did before. A thread sees to that, as the main one may wait for other ranks
+    and learn of no signal for as long.
     """
     received: list[int] = []
+    at_once = signal.getsignal(signal.SIGINT)
+    news, noted = os.pipe()
+    os.set_blocking(noted, False)
+    signal.set_wakeup_fd(noted, warn_on_full_buffer=False)
 
-    def handle(number: int, _: object) -> None:
-        received.append(number)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    def watch() -> None:
+        asked = False
+        while True:
+            number = os.read(news, 1)[0]
+            if asked and number == signal.SIGINT and callable(at_once):
+                at_once(number, None)
+            asked |= number in (signal.SIGINT, signal.SIGTERM)
 
+    threading.Thread(target=watch, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
+        signal.signal(number, lambda number, _: received.append(number))
     return received
 
 
@@ -44,33 +66,44 @@ def lock(folder: str) -> AbstractContextManager[object]:
 
     Raises `UserError` when another run has it. Waits some seconds first, for workers of a killed run to be gone.
     """
-    os.makedirs(folder, exist_ok=True)
+    make_folder(folder)
+    closed = explained(f"job.dump_folder: cannot write to {folder!r}", OSError, mend="choose another folder")
     problem = f"job.dump_folder: another run is writing to {folder!r}"
-    with explained(problem, Timeout, mend="stop it, or choose another folder"):
-        return FileLock(os.path.join(folder, ".lock")).acquire(timeout=LOCK_PATIENCE_SECONDS)
+    taken_already = explained(problem, Timeout, mend="stop it, or choose another folder")
+    # A file, as that of the lock may be there, and writable where the folder is not.
+    with closed, taken_already, TemporaryFile(dir=folder):
+        held = FileLock(os.path.join(folder, ".lock")).acquire(timeout=LOCK_PATIENCE_SECONDS)
+    for log in Path(folder, "logs").glob(f"*.of-{os.environ.get(LAUNCHED)}"):
+        log.replace(log.with_suffix(""))  # until now there may have been a run whose logs have these names
+    return held
 
 
-def train_here(config: Config) -> None:
+def train_here(config: Config) -> int:
     """Trains, from the newest checkpoint if there is one, in this process, one of those that the environment describes.
 
-    Ends after the last step, or saves and ends on Ctrl-C or SIGTERM. Raises `UserError` and `RunError`.
+    Ends after the last step, or from the first on saves and ends on Ctrl-C or SIGTERM. Returns the exit status: that
+    of shells when stopped by a signal. Raises `UserError` and `RunError`.
     """
+    status = 0
     first = int(os.environ.get("RANK", 0)) == 0
     console = set_up_logging(config, visible=first)
-    stop = stop_on_signals()
     with lock(str(config.job.dump_folder)) if first else nullcontext():
         process = start_process(config)
-        require_same_config(config, process)
-        done = on_first(process, lambda: finished_step(config))
-        if done is None:
-            _train(config, process, console, stop)
-        else:
-            console.print(f"The run in {config.job.dump_folder} is finished (step {done}). To train it further, raise "
-                          f"training.steps or epochs; to train anew, choose another job.dump_folder.")  # fmt: skip
-        stop_process()
+        with answered(config), workers_told():
+            require_same_config(config, process)
+            done = on_first(process, lambda: finished_step(config))
+            if done is None:
+                status = _train(config, process, console)
+            else:
+                console.print(
+                    f"The run in {config.job.dump_folder} is finished (step {done}). To train it further, raise "
+                    f"training.steps or epochs; to train anew, choose another job.dump_folder."
+                )
+            stop_process()
+    return status
 
 
-def _train(config: Config, process: Process, console: Console, stop: list[int]) -> None:
+def _train(config: Config, process: Process, console: Console) -> int:
     started = time.monotonic()
     run = Run(config, process, console)
     built, state, settings, folder = run.built, run.state, config.checkpoint, str(config.job.dump_folder)
@@ -84,39 +117,51 @@ def _train(config: Config, process: Process, console: Console, stop: list[int]) 
         if settings.create_seed_checkpoint:  # for runs in any layout to start from
             run.saver.save(0, model_tensors(built.model), {"step": 0, "counters": vars(state)}, wait=True)
             console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
-        elif train(run, stop):
-            model, dtype = os.path.join(folder, "hf"), getattr(torch, settings.export_dtype)
-            export_model(built.model, run.tokenizer, model, dtype, config.model.name_or_path)
-            if config.lora.rank:
-                beside = os.path.join(model, "adapter")
-                export_adapter(built.model, run.tokenizer, config.lora, config.model.name_or_path, beside)
+            return 0
+        uploads = None
+        if settings.hf_upload_enabled:
+            from lacuna.train.hub import Uploads  # only here: it is no part of other runs
+
+            uploads = Uploads(run)
+            run.after_checkpoint = uploads.after_checkpoint
+        if train(run, stop := stop_on_signals()):
+            model = os.path.join(folder, "hf")
+            for write in run.exports(model):
+                write()
             on_first(process, lambda: mark_finished(config, state.step))
-            console.print(
-                f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s.\n"
-                f"  model      {model}, which transformers' AutoModelForCausalLM.from_pretrained opens\n"
-                f"  curves     {folder}/metrics.jsonl; tensorboard --logdir {folder}\n"
-                f"  try it     lacuna generate {folder} --prompt 'def main():' --temperature 0.8\n"
-                f"  train on   lacuna train {folder}/config.toml, with more training.steps or epochs\n"
-                "  your data  lacuna train --data.dataset my.jsonl --job.name mine (rows with a text column)",
-                soft_wrap=True,
-            )
+            if uploads is not None:
+                uploads.after_end(model)
+            console.print(f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s.")
+            adapted = "adapters merged in float32 and " if config.lora.rank else ""
+            written = f"{adapted}written in {settings.export_dtype} (checkpoint.export_dtype)"
+            console.print(f"The model: {model}, {written}.", soft_wrap=True, markup=False)
+            if process.rank == 0:
+                hints = closing_hints(config, run.loader.plan.sources, process)
+                console.print(hints, soft_wrap=True, markup=False)
         else:
-            console.print(f"Stopped and saved after step {state.step}. The same command goes on from there.")
+            kept = "saved after step {}. The same command goes on from there."
+            lost = "nothing saved after step {} (checkpoint.enable_checkpoint). The same command starts anew."
+            console.print(f"Stopped and {(kept if settings.enable_checkpoint else lost).format(state.step)}")
+            return 128 + next(number for received in gather_objects(process, stop) for number in received)
+    return 0
 
 
 def finished_step(config: Config) -> int | None:
     """The step at which the run in this folder came to the end that `config` asks for, or None."""
     path = Path(str(config.job.dump_folder), FINISHED)
-    if not path.exists() or config.checkpoint.load_step >= 0:  # who names a step wants to go back to it
+    if not path.exists() or goes_back(config):
         return None
-    done, wanted = json.loads(path.read_text()), config.training
-    enough = wanted.steps <= done["steps"] if wanted.steps is not None else wanted.epochs == done["epochs"]
-    return done["step"] if enough else None
+    try:
+        done, wanted = json.loads(path.read_text()), config.training
+        enough = wanted.steps <= done["steps"] if wanted.steps is not None else wanted.epochs == done["epochs"]
+        return done["step"] if enough else None
+    except (ValueError, TypeError, KeyError):
+        logger.warning("%s is damaged: the run goes on from its newest checkpoint", path)
+        return None
 
 
 def mark_finished(config: Config, step: int) -> None:
     """Notes in the run folder that the run came to its end, which patience may have brought before its last step."""
     path, training = Path(str(config.job.dump_folder), FINISHED), config.training
     note = {"step": step, "steps": max(training.steps or 0, step), "epochs": training.epochs}
-    path.with_suffix(".new").write_text(json.dumps(note))
-    path.with_suffix(".new").replace(path)
+    replace_text(path, json.dumps(note))

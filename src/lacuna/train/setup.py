@@ -2,7 +2,9 @@
 
 import os
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -12,15 +14,20 @@ import torch
 from rich.console import Console
 
 from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
+from lacuna.config.checks import long_warmup
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
-from lacuna.export.huggingface import save_model_description
+from lacuna.export.disk import replace_text
+from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
 from lacuna.parallel.schedule import held_stages, pipeline_order
 from lacuna.train import checkpoint
+from lacuna.train.branch import goes_back, set_aside
 from lacuna.train.metrics import MetricWriter, peak_flops
-from lacuna.train.optimizer import build_optimizer, optimizer_tensors
+from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors
+from lacuna.train.reader import read_state
+from lacuna.train.resume import described, inputs_of, refuse_other_inputs, say_changes, settings_of
 
 
 def plan_stages(config: Config, layout: Layout, saved: int | None = None) -> list[tuple[Config, BatchPlan]]:
@@ -106,9 +113,14 @@ class Interval:
     flops: float = 0.0
 
 
-def total_steps(config: Config, loader: Loader) -> int:
-    """The length of the run in steps, from `training.steps` or `training.epochs`."""
-    return config.training.steps or config.training.epochs * loader.steps_per_epoch
+def total_steps(config: Config, loader: Loader, global_batch: int, done: int = 0) -> int:
+    """The length of a run in steps, of which `done` are: by `training.steps`, or until all epochs are trained.
+
+    Raises `UserError` for a warmup that is longer.
+    """
+    steps = config.training.steps or done + -(-loader.rows_left // global_batch)
+    refuse(dict.fromkeys(long_warmup(config, steps), True))
+    return steps
 
 
 def ranking_file(config: Config, step: int) -> str:
@@ -123,12 +135,20 @@ def find_start(config: Config, folder: str, process: Process) -> tuple[str | Non
     `checkpoint.initial_load_path` give weights only. Raises `UserError` for one that cannot be used.
     """
     settings, path = config.checkpoint, None
-    if settings.enable_checkpoint and settings.load_step >= 0:
+    if settings.enable_checkpoint and on_first(process, lambda: goes_back(config)):
         asked = checkpoint.checkpoint_path(folder, settings.load_step)
         path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
     elif settings.enable_checkpoint:
         path = checkpoint.newest_complete(folder, process)
-    if path is not None and (state := checkpoint.read_state(path))["step"] > 0:
+        done = [step for step in on_first(process, lambda: checkpoint.listed_steps(folder)) if step > 0]
+        lost = f"of the checkpoints in {folder} ({len(done)} beyond step 0) none is complete"
+        mend = "put one back, or to start over on purpose move that folder away, or choose another job.dump_folder"
+        seed = checkpoint.checkpoint_path(folder, 0)
+        refuse({f"{lost}: {mend}": bool(done) and path in (None, seed)})
+        if settings.load_step >= 0:
+            again = "to go back once more, move the checkpoints after it away"
+            logger.info("step %d was gone back to by the start before: going on; %s", settings.load_step, again)
+    if path is not None and (state := read_state(path))["step"] > 0:
         wrong = f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only)"
         mend = f"start a new run with checkpoint.initial_load_path = {path!r}"
         refuse({f"{wrong}, so the run cannot go on from it: {mend}": "data" not in state})
@@ -150,6 +170,7 @@ class Run:
     interval: Interval
     pending: tuple[torch.Tensor, Any] | None = None
     stopping = save_wanted = False
+    after_checkpoint: Callable[[], None] | None = None
     skipped_in_a_row = 0
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
@@ -167,21 +188,33 @@ class Run:
         tokenizer = self.tokenizer = run_tokenizer(config)
         self.data_rank = mesh.data_rank
         self.loader = build_loader(config, tokenizer, plan, mesh.data_rank)
-        self.total_steps = total_steps(config, self.loader)
+        sources = self.loader.plan.sources  # of all stages
+        inputs = on_first(process, lambda: inputs_of(config, tokenizer, sources))
         self.state = TrainState([0] * len(config.data.resolved_sources()))
         if saved is not None:
             self.state = TrainState(**saved["counters"])
             if self.state.stage or self.state.ranked is not None:
                 self.open_data()
+            self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
             self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
+        before = saved and saved.get("started_with")
+        if before:
+            refuse_other_inputs(before["inputs"], inputs, str(start))
+        self.total_steps = total_steps(config, self.loader, plan.global_batch, self.state.step)
+        if config.checkpoint.enable_checkpoint and on_first(process, lambda: goes_back(config)):
+            on_first(process, lambda: set_aside(config, folder))
         settings = to_toml(config)
-        on_first(process, lambda: Path(str(config.job.dump_folder), "config.toml").write_text(settings))
+        on_first(process, lambda: replace_text(Path(str(config.job.dump_folder), "config.toml"), settings))
         if config.job.print_args and process.rank == 0:
             print(settings)
         fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
         if start is not None:  # what adapters began from, which may be gone, is part of it
             config = config.model_copy(update={"lora": config.lora.model_copy(update={"adapter": (), "init": "zero"})})
         built = self.built = build_model(config, tokenizer, mesh, process.device, fill)
+        own = {"settings": settings_of(self.config), "inputs": inputs, "model": described(built.model.config)}
+        self.started_with = own
+        if before:
+            say_changes(before, own, self.state.step, learning_rate(config, self.state.step, self.total_steps))
         self.optimizer = build_optimizer(built.model, config)
         moments = {} if saved is None else optimizer_tensors(built.model, self.optimizer)
         if start is not None:
@@ -200,6 +233,15 @@ class Run:
         if self.config.lora.rank:
             Path(folder, checkpoint.RUN).write_text(to_toml(self.config))  # which says what it was trained beside
 
+    def exports(self, folder: str) -> list[Callable[[], None]]:
+        """What writes the model as it is to `folder`, and then its adapter beside it. All ranks must call each."""
+        config, name, model = self.config, self.config.model.name_or_path, self.built.model
+        dtype, beside = getattr(torch, config.checkpoint.export_dtype), os.path.join(folder, "adapter")
+        writers = [partial(export_model, model, self.tokenizer, folder, dtype, name)]
+        if config.lora.rank:
+            writers.append(partial(export_adapter, model, self.tokenizer, config.lora, name, beside))
+        return writers
+
     def open_data(self) -> None:
         """Opens the training data of the present stage and ranking, from its beginning."""
         config, self.plan = self.stages[self.state.stage]
@@ -210,5 +252,7 @@ class Run:
             kinds = (OSError, ValueError, EOFError, BadZipFile)
             with explained(lost, *kinds, mend="put it back, or start anew"), np.load(file) as ranking:
                 order = np.lexsort((ranking["losses"], ranking["uses"]))
-        self.loader.close()
+        earlier = self.loader
+        earlier.close()
         self.loader = build_loader(config, self.tokenizer, self.plan, self.data_rank, order)
+        self.loader.follow(earlier)

@@ -46,7 +46,7 @@ def accumulate_gradients(built: BuiltModel, batches: list[Batch], trained: Tenso
         return total
     for index, batch in enumerate(batches):
         exchange_gradients(built.model, built.config, index == len(batches) - 1)
-        loss = language_modelling_loss(built, batch)
+        loss = language_modelling_loss(built, batch, divisor)
         (loss / divisor).backward()
         total += loss.detach()
     return total

@@ -14,6 +14,7 @@ from lacuna.config import RunError, logger
 from lacuna.data import Batch, merge_states
 from lacuna.data.mixture import random_key
 from lacuna.data.rows import documents_begun
+from lacuna.export.disk import sync
 from lacuna.parallel.processes import gather_objects, on_first, tighten_timeout
 from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
@@ -79,15 +80,21 @@ def _step(run: Run, stop: bool) -> None:
         _follow(run)
     by_steps = saving.interval_type == "steps" and state.step % saving.interval == 0
     best = saving.keep_best and state.best_step == state.step
-    if (run.save_wanted or by_steps or best) and not run.stopping and state.step < run.total_steps:
-        _save(run)
+    run.save_wanted |= by_steps or best
+    if run.save_wanted and not run.stopping and state.step < run.total_steps:
+        _take(run)
+        if best or not run.skipped_in_a_row:  # else after the next step that is made, if these weights can make one
+            _save(run)
+            if run.after_checkpoint is not None:
+                run.after_checkpoint()
     run.interval.started += time.perf_counter() - started
 
 
 def _next_batches(run: Run) -> list[Batch]:
     """The step's batches; what they take, and this rank's share of the work in them, count for the interval."""
     started, built = time.perf_counter(), run.built
-    batches = [next(run.loader) for _ in range(run.plan.accumulation)]
+    filled = run.loader.filled if built.pipeline is None else None  # whose schedule has a number of micro-batches
+    batches = [next(run.loader) for _ in range(run.plan.accumulation)][:filled]
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
         run.interval.flops += built.flops(batch.tokens, batch.cu_seqlens.diff()) / built.mesh.layout.sharing
@@ -217,7 +224,9 @@ def _rank(run: Run) -> None:
     def write() -> None:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         np.savez(f"{path}.new.npz", uses=uses, losses=losses)
+        sync(f"{path}.new.npz")
         os.replace(f"{path}.new.npz", path)
+        sync(os.path.dirname(path))
 
     on_first(run.process, write)
     logger.info("step %d: %d documents ranked, loss %.3f on average", state.step, len(left), np.nanmean(losses[left]))
@@ -232,8 +241,10 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
         return
     tensors = model_tensors(run.built.model, getattr(torch, settings.export_dtype) if weights_only else None)
     saved = {"step": state.step, "counters": vars(state).copy(), "global_batch": run.stages[0][1].global_batch}
+    saved["skipped_in_a_row"] = run.skipped_in_a_row
     if not weights_only:
         tensors |= optimizer_tensors(run.built.model, run.optimizer)
         saved["data"] = merge_states(gather_objects(run.process, run.loader.state_dict()))
+        saved["started_with"] = run.started_with | {"rate": run.optimizer.param_groups[0]["lr"]}
     run.saver.save(state.step, tensors, saved, wait)
     run.saved_step = state.step

@@ -1,0 +1,58 @@
+"""Code that comes with models: it runs only if trusted, and chat templates, which always run, within bounds."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from lacuna.config import UserError
+
+
+def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) -> Any:
+    """What transformers' `kind` (AutoTokenizer, ...) makes of a folder or Hub id.
+
+    After a configuration with code of its own its model can be made by `AutoModelForCausalLM` as any other. Raises
+    `UserError` where there is such code and it is not trusted; transformers would ask on the terminal.
+    """
+    try:
+        found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        wrong = f"{source}: comes with Python code of its own, which only runs if model.trust_remote_code is set"
+        mend = "(of lacuna generate and convert: --trust-remote-code): read it first, or take another model"
+        raise UserError(f"{wrong} {mend}.") from error
+    place = (getattr(found, "auto_map", None) or {}).get("AutoModelForCausalLM")
+    if kind is AutoConfig and place and trust_remote_code and type(found) not in AutoModelForCausalLM._model_mapping:
+        code = get_class_from_dynamic_module(place, source)
+        code.register_for_auto_class("AutoModelForCausalLM")
+        AutoModelForCausalLM.register(type(found), code, exist_ok=True)
+    return found
+
+
+@contextmanager
+def bounded_memory(what: str, mend: str) -> Iterator[None]:
+    """Within it, `what` raises UserError where it makes this process larger by 256 MiB, on Linux.
+
+    The bound holds for the other threads as well.
+    """
+    sizes = Path("/proc/self/statm")
+    if not sizes.exists():
+        yield
+        return
+    import resource  # which is nowhere but on Unix
+
+    held = int(sizes.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    within = [limit for limit in (held + 2**28, *before) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(within), before[1]))
+    try:
+        yield
+    except MemoryError as error:
+        raise UserError(f"{what} takes more than 256 MiB of memory: {mend}.") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)

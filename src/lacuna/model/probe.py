@@ -1,0 +1,253 @@
+"""Tries a model in small before a run: does it compute here what transformers' own code computes?"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Literal
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from lacuna.config import Config, UserError
+from lacuna.data import Batch
+from lacuna.data.packing import IGNORED, packing_mode
+from lacuna.model.architecture import is_soft_capped
+from lacuna.model.head import hidden_states, relative_difference
+from lacuna.model.inputs import prepare_inputs
+from lacuna.model.specimen import LENGTH, VOCABULARY, specimen, specimen_and_layers
+from lacuna.parallel.backbone import backbone
+from lacuna.parallel.precision import store_in
+
+_EXACT = 1e-4
+
+# What other people's code may raise where a length, a layout or an attention does not suit it.
+_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+)
+
+
+Rows = Literal["packed", "padded", "whole"]
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A batch, and where its documents are in it: row, first token and the one after the last."""
+
+    batch: Batch
+    documents: tuple[tuple[int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class Result:
+    """Hidden states of the documents [tokens, width], and the gradients that their noise gives."""
+
+    states: Tensor
+    gradients: list[Tensor | None]
+
+
+def find_attention(
+    names: Sequence[str],
+    model_config: PretrainedConfig,
+    config: Config,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> str:
+    """The first of the `names` of attention with which a model trains as by transformers' own code.
+
+    Compared are values and gradients, in float32, for rows as the run will have them: of packed
+    documents, of one document each, or of texts laid end to end. Raises `UserError` where there is
+    none, and for a model that sees later tokens or does not run.
+    """
+    kind = AutoModelForCausalLM._model_mapping[type(model_config)].__name__
+    longest = longest_position(config)
+    _require_causal(model_config, longest)
+
+    def compared(rows: Rows, dtype: torch.dtype) -> dict[str, str | None]:
+        """For the names up to the first that is exact, why it is not; None for that."""
+        trial, reasons = trial_of(rows), {}
+        own = own_result(model_config, longest, trial, device)
+        for name in names:
+            ours = partial(_our_result, name, model_config, longest, trial, device, dtype)
+            reasons[name] = reason_against(ours, own)
+            if reasons[name] is None:
+                break
+        return reasons
+
+    rows = rows_of(config)
+    reasons = compared(rows, dtype)
+    if None in reasons.values():
+        return list(reasons)[-1]
+    said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    if dtype != torch.float32 and None in compared(rows, torch.float32).values():
+        raise UserError(f"training.mixed_precision_param: {kind} computes in float32 only ({said}): set it to that.")
+    wrong = f"{kind} does not compute here what transformers' own code does ({said})"
+    ways = {
+        "padded": 'set packing.mode = "none" to give each document a row of its own',
+        "whole": "set data.document_mask = false to have the documents of a row see each other",
+    }
+    mend = [way for other, way in ways.items() if other != rows and None in compared(other, dtype).values()]
+    if rows == "whole" or not mend:
+        raise UserError(f"model: {wrong}: choose another model, layout or model.attention.")
+    raise UserError(f"data.document_mask: in {rows} rows {wrong}: {', or '.join(mend)}.")
+
+
+def longest_position(config: Config) -> int:
+    """How many positions the longest document of a run may have."""
+    return max(stage.training.context_len for stage in config.stages())
+
+
+def rows_of(config: Config) -> Rows:
+    """What rows a run has: of documents apart, of one document each, or of texts laid end to end."""
+    if not config.data.document_mask:
+        return "whole"
+    return "padded" if packing_mode(config) == "none" else "packed"
+
+
+def trial_of(rows: Rows) -> Trial:
+    """Two rows of `LENGTH` tokens, the second of one document."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, VOCABULARY - 2, (2, LENGTH), generator=generator)
+    first = {"packed": LENGTH // 4, "padded": LENGTH - LENGTH // 4, "whole": LENGTH}[rows]
+    documents = [(0, 0, first), (1, 0, LENGTH)]
+    if rows == "packed":
+        documents.insert(1, (0, first, LENGTH))
+    bounds = torch.tensor([0, first, LENGTH, 2 * LENGTH]).unique()
+    positions = torch.cat([torch.arange(int(size)) for size in bounds.diff()])
+    batch = Batch(
+        input_ids=ids,
+        labels=torch.full_like(ids, IGNORED),
+        position_ids=positions.view_as(ids),
+        real=torch.ones_like(ids, dtype=torch.bool),
+        cu_seqlens=bounds.int(),
+        max_seqlen=int(bounds.diff().max()),
+        tokens=ids.numel(),
+        trained_tokens=0,
+        text_bytes=math.nan,
+        source_tokens=(ids.numel(),),
+    )
+    return Trial(batch, tuple(documents))
+
+
+def _require_causal(model_config: PretrainedConfig, longest: int) -> None:
+    """Raises `UserError` for a model in which a token sees later ones."""
+    model = specimen(model_config, _own_attention(model_config), longest)
+    ids = torch.arange(LENGTH)[None] % (VOCABULARY - 5) + 3
+    changed = ids.clone()
+    changed[:, -4:] += 1
+    with _runs_by_itself(model), torch.no_grad():
+        states = [_own_states(model, each)[:, :-4] for each in (ids, changed)]
+    if relative_difference(*states) > _EXACT:
+        raise UserError(
+            f"model: in {type(model).__name__} tokens see later ones, so that it cannot learn to "
+            "predict them: set is_decoder in its configuration where it has that, or choose "
+            "another model."
+        )
+
+
+def _own_attention(model_config: PretrainedConfig) -> str | None:
+    """transformers' choice; with a soft cap eager attention, as some versions choose one without."""
+    return "eager" if is_soft_capped(model_config) else None
+
+
+@contextmanager
+def _runs_by_itself(model: PreTrainedModel) -> Iterator[None]:
+    """Within it, whatever transformers' own code raises is a `UserError`."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except _FAULTS as fault:
+        problem = f"{type(model).__name__} does not train by transformers' own code"
+        length = f"tried on rows of {LENGTH} tokens"
+        raise UserError(f"model: {problem}, {length} ({_shown(fault)}): choose another.") from fault
+
+
+def _own_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """Hidden states as transformers' own code makes them of one document [1, T]."""
+    return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+
+
+def own_result(
+    model_config: PretrainedConfig,
+    longest: int,
+    trial: Trial,
+    device: torch.device,
+    least: int = 1,
+) -> Result:
+    """Every document alone, by transformers' own code and the attention that it chooses."""
+    model, _ = specimen_and_layers(model_config, _own_attention(model_config), longest, least)
+    model = model.to(device)
+    rows = trial.batch.input_ids.to(device)
+    with _runs_by_itself(model):
+        alone = (rows[row : row + 1, start:stop] for row, start, stop in trial.documents)
+        return _result(model, torch.cat([_own_states(model, ids)[0] for ids in alone]))
+
+
+def _our_result(
+    attention: str,
+    model_config: PretrainedConfig,
+    longest: int,
+    trial: Trial,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Result:
+    """The documents in rows together, as a run computes them; in the dtype of the run it must run."""
+    model = specimen(model_config, attention, longest).to(device)
+    inputs = prepare_inputs(trial.batch, attention, device)
+    result = result_in_rows(model, hidden_states(model, inputs), trial)
+    if dtype != torch.float32:
+        store_in(model, dtype)
+        states = result_in_rows(model, hidden_states(model, inputs), trial).states
+        if not states.isfinite().all():
+            raise ArithmeticError(f"values in {dtype} are not finite")
+    return result
+
+
+def result_in_rows(model: PreTrainedModel, states: Tensor, trial: Trial) -> Result:
+    """The result of a model whose hidden states of the rows of a trial are `states`."""
+    rows = states.reshape(*trial.batch.input_ids.shape, -1)
+    return _result(model, torch.cat([rows[row, start:stop] for row, start, stop in trial.documents]))
+
+
+def _result(model: PreTrainedModel, states: Tensor) -> Result:
+    """The states, and the gradients of every weight for noise as that of the states; uses these up."""
+    noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    total = (states.float() * noise.to(states.device)).sum()
+    gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    return Result(states.detach(), list(gradients))
+
+
+def reason_against(compute: Callable[[], Result], own: Result) -> str | None:
+    """In what the result of `compute` is another than a model's `own`, or fails; None if exact."""
+    try:
+        ours = compute()
+    except torch.OutOfMemoryError:
+        raise
+    except _FAULTS as fault:
+        return _shown(fault)
+    values = relative_difference(ours.states, own.states)
+    if not values < _EXACT:
+        return f"values differ by {values:.1g}"
+    pairs = zip(ours.gradients, own.gradients, strict=True)
+    known = [pair for pair in pairs if any(one is not None for one in pair)]
+    if any(one is None for pair in known for one in pair):
+        return "other weights have gradients"
+    flat = (torch.cat([each.flatten() for each in side]) for side in zip(*known, strict=True))
+    gradients = relative_difference(*flat)
+    return None if gradients < 10 * _EXACT else f"gradients differ by {gradients:.1g}"
+
+
+def _shown(fault: Exception) -> str:
+    """What an error says, in a line."""
+    return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"

@@ -1,0 +1,103 @@
+"""A model in small: a layer of every kind, few tokens, and windows so short that these cross them."""
+
+import copy
+import math
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lacuna.model.architecture import decoder_layers, meta_model
+from lacuna.model.initial import constructed
+from lacuna.model.rotation import fix_rotations
+
+LENGTH = 28
+VOCABULARY = 64
+
+# Settings beyond which a token no longer sees others as before, and what they are tried with.
+_LIMITS = (
+    "sliding_window",
+    "sliding_window_size",
+    "attention_window_size",
+    "window_size",
+    "local_attention",
+    "attention_chunk_size",
+    "keep_window_size",
+    "index_topk",
+    "floor_scale",
+    "log_scaling_n_floor",
+)
+_LIMIT = 8
+
+
+def specimen(model_config: PretrainedConfig, attention: str | None = None, longest: int = LENGTH) -> PreTrainedModel:
+    """A model in small, float32 on the CPU, in evaluation mode, with weights that all matter.
+
+    It has the layers up to the last of a new kind; those of one kind share their weights. Of the
+    weights that new models have, much would hardly show. `longest` is a run's longest position.
+    """
+    return specimen_and_layers(model_config, attention, longest, least=1)[0]
+
+
+def specimen_and_layers(
+    model_config: PretrainedConfig, attention: str | None, longest: int, least: int
+) -> tuple[PreTrainedModel, nn.ModuleList]:
+    """The same with at `least` so many layers, and the list of them."""
+    small = _shortened(model_config)
+    shadow = meta_model(small, attention, torch.float32)
+    first_of = _first_of_each_kind(shadow)
+    layers = decoder_layers(shadow)
+    for place, first in enumerate(first_of):
+        layers[place] = layers[first]
+    count = max(least, max(first_of) + 1)
+    del layers[count:]
+    real = {name for name, _ in shadow.named_parameters()}
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model = constructed(small, attention, torch.float32, real)
+    layers = decoder_layers(model)
+    del layers[count:]
+    for layer, first in zip(layers, first_of, strict=False):
+        _share_weights(layers[first], layer)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in model.parameters():
+            drawn = torch.randn(weight.shape, generator=generator)
+            if weight.ndim > 1:
+                weight.copy_(drawn / math.sqrt(weight.shape[-1]))
+            else:
+                weight.add_(drawn, alpha=0.1)
+    fix_rotations(model, longest)
+    return model.eval(), layers
+
+
+def _shortened(model_config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration with few tokens, and limits that a few of these cross."""
+    small = copy.deepcopy(model_config)
+    text_config = small.get_text_config()
+    text_config.vocab_size = min(text_config.vocab_size, VOCABULARY)
+    padding = getattr(text_config, "pad_token_id", None)
+    if padding is not None and padding >= text_config.vocab_size:  # which some insist on
+        text_config.pad_token_id = text_config.vocab_size - 1
+    for name in _LIMITS:
+        if isinstance(limit := getattr(text_config, name, None), int) and limit > _LIMIT:
+            setattr(text_config, name, _LIMIT)
+    return small
+
+
+def _first_of_each_kind(model: PreTrainedModel) -> list[int]:
+    """For each layer the place of the first that is like it: in its class, weights and settings."""
+    layers = decoder_layers(model)
+    settings = model.config.get_text_config().to_dict().values()
+    lists = [one for one in settings if isinstance(one, list | tuple) and len(one) == len(layers)]
+    kinds = []
+    for place, layer in enumerate(layers):
+        shapes = tuple((name, weight.shape) for name, weight in layer.named_parameters())
+        kinds.append((type(layer), shapes, *(str(one[place]) for one in lists)))
+    return [kinds.index(kind) for kind in kinds]
+
+
+def _share_weights(source: nn.Module, target: nn.Module) -> None:
+    """Gives `target`, in place, the parameters of `source`, a module like it."""
+    for theirs, ours in zip(source.modules(), target.modules(), strict=True):
+        ours._parameters.update(theirs._parameters)

@@ -1,0 +1,39 @@
+"""Before a run a model is tried in small in the shares that ranks have: what would be another model is refused."""
+
+import pytest
+
+from every_model import configuration_class, small_config
+from lacuna.config import Config, UserError
+from lacuna.config.documents import DataConfig
+from lacuna.config.sections import TrainingConfig
+from lacuna.model.probe_shares import require_shareable
+from lacuna.parallel.mesh import Layout
+from tiny import CPU
+
+CONTEXT = Layout(cp=2)
+PIPELINE = Layout(pp=2)
+
+
+def require(kind: str, layout: Layout, masked: bool = True) -> None:
+    config = Config(training=TrainingConfig(seq_len=64), data=DataConfig(document_mask=masked))
+    require_shareable(small_config(configuration_class(kind)), config, layout, CPU)
+
+
+@pytest.mark.parametrize("layout", [CONTEXT, PIPELINE], ids=["context", "pipeline"])
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "olmo2", "gpt_oss", "deepseek_v3"])
+def test_models_that_pass_tokens_through_attention_alone_and_layers_in_turn_are_shared_out(
+    kind: str, layout: Layout
+) -> None:
+    require(kind, layout)
+
+
+@pytest.mark.parametrize("kind", ["lfm2", "qwen3_next"])
+def test_no_rank_convolves_or_scans_its_part_of_a_sequence_alone(kind: str) -> None:
+    refused = rf"context_parallel_degree: shared out like that, {kind[:3]}\w+ would compute something else"
+    with pytest.raises(UserError, match=f"(?i){refused}"):
+        require(kind, CONTEXT, masked=False)
+
+
+def test_layers_that_use_what_earlier_ones_hand_them_stay_on_one_stage() -> None:
+    with pytest.raises(UserError, match=r"pipeline_parallel_degree: shared out like that, Gemma3nForCausalLM"):
+        require("gemma3n_text", PIPELINE)
