@@ -1,5 +1,6 @@
 """What the tests that run the command line share."""
 
+import multiprocessing
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,7 +9,12 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported: no test may wait for a network
 
-from runs import make_world
+from runs import SOURCE, make_world
+
+# Imported once, in a server that has no threads and no groups: ranks and whole runs are forked from it.
+multiprocessing.set_forkserver_preload(["preloaded"])
+# Where that server, which is told no paths, finds it.
+os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(SOURCE)])
 
 
 @pytest.fixture(scope="session")

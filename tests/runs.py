@@ -18,6 +18,7 @@ from unittest import mock
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
+from forked import Forked
 from lacuna.cli import main
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -30,7 +31,11 @@ METRICS = (
 )  # fmt: skip
 """The keys of a row about training, in their order."""
 
-AT_ONCE = 4
+Process = Forked | subprocess.Popen[str]
+READ_AT_IMPORT = ("PYTHONPATH", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_HOME", "HF_TOKEN")
+"""Variables that libraries read once: where a run is told others, it must import them itself."""
+
+AT_ONCE = 2
 
 RUN = """
 [model]
@@ -101,8 +106,17 @@ def environment(**more: str) -> dict[str, str]:
     }  # fmt: skip
 
 
-def start(*words: object, **options: Any) -> subprocess.Popen[str]:
-    """Starts `lacuna <words>`; its standard error goes to standard output unless `options` say otherwise."""
+def start(*words: object, apart: bool = False, cwd: Path | None = None, env: dict[str, str] | None = None) -> Process:
+    """Starts `lacuna <words>`, forked if it may be, with standard error `apart` or among the output."""
+    plain = environment()
+    told = env or plain
+    if any(told.get(name) != plain.get(name) for name in READ_AT_IMPORT):
+        return start_anew(*words, cwd=cwd, env=told, stderr=subprocess.PIPE if apart else subprocess.STDOUT)
+    return Forked([*map(str, words)], told, cwd or Path.cwd(), apart)
+
+
+def start_anew(*words: object, **options: Any) -> subprocess.Popen[str]:
+    """The same in a process that begins with nothing, as a user's does, and is called what it is."""
     settings = {
         "env": environment(), "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
         "stdin": subprocess.DEVNULL,
@@ -111,22 +125,23 @@ def start(*words: object, **options: Any) -> subprocess.Popen[str]:
 
 
 class Ended(NamedTuple):
-    """A process that came to its end: its exit status, and what it printed."""
+    """A process that came to its end: its exit status, what it printed, and what on standard error if that is apart."""
 
     status: int
     output: str
+    errors: str = ""
 
 
-def run_to_end(*words: object, timeout: float = 120, **options: Any) -> Ended:
+def run_to_end(*words: object, timeout: float = 300, **options: Any) -> Ended:
     """Runs `lacuna <words>` to its end, whatever that is."""
     process = start(*words, **options)
     try:
-        output, _ = process.communicate(timeout=timeout)
+        output, errors = process.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         process.kill()
         output, _ = process.communicate()
         raise AssertionError(f"lacuna {words} did not end in {timeout} s:\n{output}") from None
-    return Ended(process.returncode, output)
+    return Ended(process.returncode, output, errors or "")
 
 
 def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any) -> str:
@@ -149,9 +164,7 @@ def refused(*words: object) -> str:
     return said.getvalue()
 
 
-def wait_until(
-    condition: Callable[[], bool], process: subprocess.Popen[str], timeout: float = 180, pause: float = 0.005
-) -> None:
+def wait_until(condition: Callable[[], bool], process: Process, timeout: float = 180, pause: float = 0.005) -> None:
     """Waits for `condition`, looking every `pause` seconds, while `process` lives."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -216,7 +229,7 @@ def processes_naming(text: str) -> list[int]:
 
 
 @contextlib.contextmanager
-def ended(process: subprocess.Popen[str]) -> Iterator[subprocess.Popen[str]]:
+def ended(process: Process) -> Iterator[Process]:
     """Within it the process may run; afterwards it does not."""
     try:
         yield process

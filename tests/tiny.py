@@ -1,6 +1,5 @@
 """Tiny models of many architectures, and functions run on several gloo ranks."""
 
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -53,8 +52,6 @@ from lacuna.parallel.parallelize import parallelize
 Result = TypeVar("Result")
 VOCABULARY = 97  # no multiple of any number of ranks
 CPU = torch.device("cpu")
-# Imported once, in a server that has no threads and no groups; ranks are forked from it.
-multiprocessing.set_forkserver_preload(["lacuna.train.step", "transformers.models.llama.modeling_llama"])
 
 _TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 _SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}

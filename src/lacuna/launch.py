@@ -9,7 +9,7 @@ import threading
 import time
 from pathlib import Path
 
-from lacuna.config import LAUNCHED, make_folder, refuse
+from lacuna.config import LAUNCHED, STORE, make_folder, refuse
 from lacuna.config.cores import thread_settings
 from lacuna.config.orphans import end_with
 
@@ -79,7 +79,7 @@ def launch(words: list[str], processes: int, folder: str) -> int:
         port, number = store.getsockname()[1], store.fileno()
         common = os.environ | thread_settings(processes) | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         common |= {"WORLD_SIZE": str(processes), "LOCAL_WORLD_SIZE": str(processes), LAUNCHED: str(os.getpid())}
-        common |= {"LACUNA_STORE": str(number), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
+        common |= {STORE: str(number), "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", loopback)}
         for rank, log in enumerate(logs):
             output = None if rank == 0 else open(log + ours, "w")  # noqa: SIM115 (the child's from here)
             own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}

@@ -4,7 +4,7 @@ import re
 import subprocess
 
 from lacuna.commands.bloat import EXTENSIONS, statements
-from runs import lacuna, start
+from runs import lacuna, start_anew
 
 SOURCE = '''"""What it is for,
 in two lines."""
@@ -39,7 +39,7 @@ def test_statements_are_counted_however_they_are_laid_out() -> None:
 
 
 def test_a_reader_that_has_seen_enough_is_no_error_worth_a_traceback() -> None:
-    process = start("bloat", stderr=subprocess.PIPE)
+    process = start_anew("bloat", stderr=subprocess.PIPE)
     process.stdout.close()
     assert process.stderr.read() == ""
     assert process.wait() == 1

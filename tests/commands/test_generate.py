@@ -1,22 +1,20 @@
 """`lacuna generate` prints the completion and nothing else, the same from every form of a model."""
 
-import subprocess
 from pathlib import Path
 
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs import checkpoint, lacuna, run_to_end, start, together
+from runs import checkpoint, lacuna, run_to_end, together
 
 PROMPT = "the cat sat "
 
 
 def generate(model: Path, *flags: object) -> tuple[str, str]:
     """What was printed to standard output and to standard error."""
-    process = start("generate", model, "--prompt", PROMPT, "--max-new-tokens", 24, *flags, stderr=subprocess.PIPE)
-    output, errors = process.communicate(timeout=120)
-    assert process.returncode == 0, errors
-    return output, errors
+    ended = run_to_end("generate", model, "--prompt", PROMPT, "--max-new-tokens", 24, *flags, apart=True)
+    assert ended.status == 0, ended.errors
+    return ended.output, ended.errors
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from runs import ended, environment, processes_naming, start, together, wait_until, write_documents
+from runs import ended, environment, processes_naming, start_anew, together, wait_until, write_documents
 
 MESSAGE = "lacuna: interrupted at once, without saving."
 
@@ -30,7 +30,7 @@ def nobody_left(folder: Path, patience: float = 5) -> bool:
 def interrupted(folder: Path, seconds: float, *words: object) -> tuple[int, str]:
     """How `lacuna <words>` ends that got SIGINT after so many seconds; its output goes to a file."""
     folder.mkdir()
-    with open(folder / "said", "w") as said, ended(start(*words, stdout=said, preexec_fn=held_back)) as process:
+    with open(folder / "said", "w") as said, ended(start_anew(*words, stdout=said, preexec_fn=held_back)) as process:
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
@@ -64,7 +64,7 @@ def tokenising(world: Path, folder: Path) -> subprocess.Popen[str]:
     data.write_text(data.read_text() * 100)
     flags = ("--job.dump_folder", folder / "run", "--data.dataset", data)
     with open(folder / "said", "w") as said:
-        process = start("train", world / "run.toml", *flags, stdout=said, start_new_session=True,
+        process = start_anew("train", world / "run.toml", *flags, stdout=said, start_new_session=True,
                         env=environment(HF_DATASETS_CACHE=str(folder / "cache")))  # fmt: skip
     wait_until(lambda: len(processes_naming(str(folder))) > 3, process, timeout=120)  # two workers and their manager
     return process

@@ -10,7 +10,19 @@ from pathlib import Path
 
 import pytest
 
-from runs import curve, ended, environment, processes_naming, rows, start, together, train, wait_until, weights
+from runs import (
+    curve,
+    ended,
+    environment,
+    processes_naming,
+    rows,
+    start,
+    start_anew,
+    together,
+    train,
+    wait_until,
+    weights,
+)
 
 
 def torchrun(world: Path, folder: Path) -> None:
@@ -82,7 +94,7 @@ def listening(process: int) -> set[str]:
 def test_ranks_on_one_machine_listen_to_nobody_else(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ("--cpus", 2, "--training.steps", 100_000)
-    with ended(start("train", world / "run.toml", "--job.dump_folder", folder, *flags)) as process:
+    with ended(start_anew("train", world / "run.toml", "--job.dump_folder", folder, *flags)) as process:
         wait_until(lambda: len(rows(folder)) > 1, process)
         ranks = processes_naming(str(folder))
         addresses = set().union(*map(listening, ranks))

@@ -225,7 +225,7 @@ def test_a_second_ctrl_c_stops_at_once_without_saving(world: Path, tmp_path: Pat
 def test_without_a_file_the_quickstart_trains_on_what_every_machine_has(
     outcomes: dict[str, Ended], folder: Path
 ) -> None:
-    status, output = outcomes["quickstart"]
+    status, output, _ = outcomes["quickstart"]
     assert status == 0, output
     assert re.search(r"quickstart: [\d.]+ M parameters on 1 × cpu; 2 steps", output)
     assert "lacuna generate outputs/quickstart --prompt" in output
@@ -239,7 +239,7 @@ def test_without_a_file_the_quickstart_trains_on_what_every_machine_has(
 def test_flags_alone_train_their_own_model_and_data_and_nothing_of_the_quickstart(
     outcomes: dict[str, Ended], folder: Path
 ) -> None:
-    status, output = outcomes["flags alone"]
+    status, output, _ = outcomes["flags alone"]
     assert status == 0, output
     assert "llama.batch1.steps5: 0.1 M parameters on 1 × cpu; 5 steps of 1 × 128 tokens" in output
     run = folder / "elsewhere" / "exp" / "llama.batch1.steps5"

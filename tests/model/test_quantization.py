@@ -19,6 +19,7 @@ from tiny import differing, random_model, relative_error, run_ranks, tiny_config
 
 FORMS = ("nf4", "int8")
 ADAPTERS = LoraConfig(rank=3)
+FORMS_SLOW = ["nf4", pytest.param("int8", marks=pytest.mark.slow)]
 
 
 def weight(*shape: int, seed: int = 0) -> Tensor:
@@ -49,7 +50,7 @@ def test_the_bytes_are_those_of_bitsandbytes() -> None:
         assert [crc32(bytes(part.tolist())) for part in parts] == [scales, codes, rows]
 
 
-@pytest.fixture(scope="module", params=["llama_tied", "gpt2"])
+@pytest.fixture(scope="module", params=["llama_tied", pytest.param("gpt2", marks=pytest.mark.slow)])
 def bases(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A model with weights, and what its weights are once quantised, by form."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("none", *FORMS)}
@@ -74,7 +75,7 @@ def trained_only(outcome: Outcome) -> Outcome:
     return Outcome(outcome.loss, outcome.norm, outcome.tokens, outcome.gradients, kept)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS_SLOW)
 def test_a_model_learns_beside_quantised_weights_as_beside_what_they_stand_for(
     bases: dict[str, Path], form: str
 ) -> None:
@@ -109,6 +110,7 @@ def test_modules_that_are_trained_whole_beside_quantised_weights_have_no_adapter
     assert not any("mlp" in name and "lora" in name for name in found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)
 def test_compiled_layers_learn_the_same_beside_quantised_weights(bases: dict[str, Path]) -> None:
     again = ActivationCheckpointConfig(mode="full")
@@ -139,7 +141,7 @@ def _gathered_as_on_a_gpu(folder: Path, cases: list[Case]) -> list[Outcome]:
 
 
 @pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMS_SLOW)
 def test_packed_bytes_that_are_no_number_are_gathered_as_they_are(bases: dict[str, Path], form: str) -> None:
     for adapters in ("float32", "bfloat16"):
         cases = [Case(Layout(1, 2), lora=ADAPTERS, base=form, precision="bfloat16", dtype=adapters)]

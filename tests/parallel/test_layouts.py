@@ -11,6 +11,8 @@ from lacuna.parallel.mesh import Layout
 from layouts import FOUR_LAYERS, Case, Outcome, check_same, outcomes, pipelined, sequences
 from tiny import VOCABULARY, differing, tiny_config
 
+SLOW_ARCHITECTURES = [pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gpt2")]
+
 
 @pytest.fixture(scope="module")
 def model_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -48,26 +50,41 @@ def test_every_data_parallel_layout_and_accumulation_makes_the_same_step(
         check_same(outcome, alone)
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "gemma3", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "cases",
     [
         [Case(Layout(tp=2), 2), Case(Layout(tp=2), parallelism={"disable_loss_parallel": True})],
         [Case(Layout(cp=2), 2), Case(Layout(cp=2, ring=True), 2)],
         [pipelined(Layout(pp=2), 4), pipelined(Layout(pp=2), 4, "Interleaved1F1B")],
+    ],
+    ids=["tensor", "context", "pipeline"],
+)
+def test_every_parallelism_makes_the_same_step(cases: list[Case], architecture: str, tmp_path: Path) -> None:
+    check_layouts(cases, architecture, tmp_path)
+
+
+@pytest.mark.parametrize("architecture", ["llama_tied", *SLOW_ARCHITECTURES])
+@pytest.mark.parametrize(
+    "cases",
+    [
         [Case(Layout(dp_shard=2, tp=2), 2), Case(Layout(dp_replicate=2, cp=2)), Case(Layout(cp=2, tp=2))],
         [pipelined(Layout(dp_shard=2, pp=2), 2), pipelined(Layout(tp=2, pp=2), 2), pipelined(Layout(cp=2, pp=2), 2)],
     ],
-    ids=["tensor", "context", "pipeline", "pairs", "pairs with a pipeline"],
+    ids=["pairs", "pairs with a pipeline"],
 )
-def test_every_parallelism_makes_the_same_step(cases: list[Case], architecture: str, tmp_path: Path) -> None:
+def test_two_parallelisms_make_the_same_step(cases: list[Case], architecture: str, tmp_path: Path) -> None:
+    check_layouts(cases, architecture, tmp_path)
+
+
+def check_layouts(cases: list[Case], architecture: str, tmp_path: Path) -> None:
     tiny_config(architecture, num_hidden_layers=4, **FOUR_LAYERS.get(architecture, {})).save_pretrained(tmp_path)
     alone = outcomes(tmp_path, [Case()])[0]
     for outcome in outcomes(tmp_path, cases):
         check_same(outcome, alone)
 
 
-@pytest.mark.parametrize("loss", [{}, {"disable_loss_parallel": True}])
+@pytest.mark.parametrize("loss", [{}, pytest.param({"disable_loss_parallel": True}, marks=pytest.mark.slow)])
 def test_norms_over_all_heads_split_too(loss: dict[str, bool], tmp_path: Path) -> None:
     tiny_config("olmo2").save_pretrained(tmp_path)
     alone, adapted = outcomes(tmp_path, [Case(), Case(lora=LoraConfig(rank=3))])
@@ -98,7 +115,7 @@ def test_a_stage_of_a_pipeline_may_train_nothing(target: str, tmp_path: Path) ->
     check_same(outcomes(tmp_path, [replace(pipelined(Layout(pp=2), 4), lora=adapter)])[0], alone)
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2"])
+@pytest.mark.parametrize("architecture", ["llama_tied", pytest.param("gpt2", marks=pytest.mark.slow)])
 def test_adapters_learn_the_same_in_every_layout(architecture: str, tmp_path: Path) -> None:
     tiny_config(architecture).save_pretrained(tmp_path)
     layouts = (Layout(), Layout(tp=2), Layout(dp_shard=2), Layout(cp=2), Layout(pp=2), Layout(2, 2))

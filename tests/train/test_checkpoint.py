@@ -183,13 +183,13 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_start_over_by_itsel
         (folder / f"step-{step}" / "state.pt").unlink()
     config = Config(job=JobConfig(dump_folder=str(tmp_path / "run")))
     with pytest.raises(UserError, match="none is complete: .* to start over on purpose move that folder away"):
-        find_start(config, str(folder), Process())
+        find_start(config, str(folder), False, Process())
     shutil.copytree(checkpoint(straight, 8), folder / "step-0")  # which is where the run had started
     with pytest.raises(UserError, match="none is complete"):
-        find_start(config, str(folder), Process())
+        find_start(config, str(folder), False, Process())
     for step in (2, 4, 6, 8):
         shutil.rmtree(folder / f"step-{step}")
-    assert find_start(config, str(folder), Process())[0] == str(folder / "step-0")
+    assert find_start(config, str(folder), False, Process())[0] == str(folder / "step-0")
 
 
 def test_a_file_in_a_checkpoints_place_is_refused_before_the_first_step(tmp_path: Path) -> None:

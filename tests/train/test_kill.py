@@ -3,14 +3,26 @@
 import os
 import random
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from runs import curve, ended, processes_naming, rows, start, steps, together, train, wait_until, weights, write_model
+from runs import (
+    Process,
+    curve,
+    ended,
+    processes_naming,
+    rows,
+    start_anew,
+    steps,
+    together,
+    train,
+    wait_until,
+    weights,
+    write_model,
+)
 
 pytestmark = pytest.mark.slow  # whole runs of the command line
 
@@ -38,7 +50,7 @@ def settings(world: Path, folder: Path, last: int) -> tuple[object, ...]:
     )  # fmt: skip
 
 
-def workers(launcher: subprocess.Popen[str]) -> list[int]:
+def workers(launcher: Process) -> list[int]:
     """The processes that a launcher has started so far, by rank."""
     return [int(number) for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
@@ -53,7 +65,7 @@ def nobody_left(folder: Path) -> bool:
     return True
 
 
-def wait_for_moment(moment: str, process: subprocess.Popen[str], folder: Path, generator: random.Random) -> None:
+def wait_for_moment(moment: str, process: Process, folder: Path, generator: random.Random) -> None:
     """Returns at a random instant of the given kind; all but the first two come after a checkpoint of this process."""
     before = max(steps(folder), default=0)
     began = time.monotonic()
@@ -77,10 +89,10 @@ def wait_for_moment(moment: str, process: subprocess.Popen[str], folder: Path, g
             wait_until(lambda: hidden("unfinished" if moment == "writing" else "removed"), process, pause=OFTEN)
 
 
-def start_run(world: Path, folder: Path, *flags: object) -> subprocess.Popen[str]:
+def start_run(world: Path, folder: Path, *flags: object) -> Process:
     """Starts a run whose output goes to a file: a pipe that nobody reads would fill and stop it."""
     with open(log(folder), "w") as file:
-        return start("train", world / "run.toml", "--job.dump_folder", folder, *flags, stdout=file)
+        return start_anew("train", world / "run.toml", "--job.dump_folder", folder, *flags, stdout=file)
 
 
 def log(folder: Path) -> Path:
@@ -88,7 +100,7 @@ def log(folder: Path) -> Path:
     return folder.with_suffix(".log")
 
 
-def kill(process: subprocess.Popen[str], folder: Path, rank: int | None) -> None:
+def kill(process: Process, folder: Path, rank: int | None) -> None:
     """SIGKILL to a worker, by rank, or with None to the process itself; checks what becomes of the others."""
     started = workers(process)
     if rank is None or rank >= len(started):  # too early for a worker

@@ -2,14 +2,13 @@
 
 import os
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
-from runs import ended, rows, start, together, wait_until
+from runs import Process, ended, rows, start, together, wait_until
 
 pytestmark = pytest.mark.slow  # whole runs of the command line
 
@@ -34,12 +33,12 @@ MORE = {
 }
 
 
-def workers(launcher: subprocess.Popen[str]) -> list[int]:
+def workers(launcher: Process) -> list[int]:
     """The processes of a run, by rank."""
     return [int(number) for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
 
 
-def halt(process: subprocess.Popen[str], folder: Path, case: Case) -> None:
+def halt(process: Process, folder: Path, case: Case) -> None:
     """Stops a rank for good, in the middle of a save if that is the case."""
     wait_until(lambda: len(rows(folder)) > 3, process)
     unfinished = lambda: [path.name for path in (folder / "checkpoint").glob(".unfinished-*")]  # noqa: E731

@@ -107,6 +107,7 @@ def test_a_run_is_what_a_plain_loop_of_torch_and_transformers_does(layouts: Path
         assert (loss, norm) == pytest.approx(done, rel=1e-4)
     final = load_file(layouts / "batch 4" / "hf" / "model.safetensors")
     for name, weight in model.state_dict().items():
+        # Adam divides a gradient near zero by its own size: its rounding moves the weight by a share of the rate, 3e-3.
         torch.testing.assert_close(final[name], weight, rtol=1e-3, atol=5e-5)
 
 

@@ -2,6 +2,7 @@
 
 from lacuna.config.errors import (
     LAUNCHED,
+    STORE,
     RunError,
     UnansweredError,
     UserError,
@@ -15,6 +16,6 @@ from lacuna.config.parse import load_config, to_toml
 from lacuna.config.sections import Config
 
 __all__ = [
-    "LAUNCHED", "Config", "RunError", "UnansweredError", "UserError", "explained", "load_config", "logger",
+    "LAUNCHED", "STORE", "Config", "RunError", "UnansweredError", "UserError", "explained", "load_config", "logger",
     "make_folder", "of_stage", "refuse", "to_toml",
 ]  # fmt: skip

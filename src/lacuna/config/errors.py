@@ -10,6 +10,7 @@ from pathlib import Path
 logger = logging.getLogger("lacuna")
 
 LAUNCHED = "LACUNA_LAUNCHED"  # in the environment of processes that lacuna itself started: which one did
+STORE = "LACUNA_STORE"  # there as well: the open socket at which they find each other
 
 
 class UserError(Exception):

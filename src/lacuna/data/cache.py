@@ -14,6 +14,7 @@ import datasets
 from filelock import FileLock
 
 from lacuna.config import explained, logger
+from lacuna.data.disk import sync, sync_all
 
 _BLOCK = 2**20
 _READ_OF_DATA = 256 * 2**20
@@ -67,10 +68,11 @@ def made_once(name: str, write: Callable[[str], Any]) -> Path:
             sums = {str(file.relative_to(new)): fingerprint([file], 2**62) for file in _files(new)}
             listed = kept.with_name(f"new-{name}.sums")
             listed.write_text(json.dumps(sums))
-            _sync(listed, *_files(new), new)
+            sync(listed)
+            sync_all(new)
             listed.replace(_sums_of(kept))
             new.replace(kept)
-            _sync(kept.parent)
+            sync(kept.parent)
     return kept
 
 
@@ -106,11 +108,3 @@ def _remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _sync(*paths: Path) -> None:
-    """Has the disk hold what was written to files, and the names in folders."""
-    for path in paths:
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)

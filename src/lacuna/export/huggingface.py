@@ -31,8 +31,8 @@ from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 from lacuna.config import RunError, logger
 from lacuna.config.sections import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
 from lacuna.data.chat import end_of_turn
+from lacuna.data.disk import whole_folder
 from lacuna.data.gguf import hf_folder
-from lacuna.export.disk import whole_folder
 from lacuna.model.architecture import meta_model, stored_tensors
 from lacuna.model.lora import adapted_modules, add_adapters, file_name, merged_tensor
 

@@ -10,6 +10,7 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.initialization import no_init_weights
 
 from lacuna.config import Config, UserError, explained, logger
 from lacuna.data.gguf import hf_folder
@@ -70,10 +71,11 @@ def meta_model(model_config: PretrainedConfig, attention: str | None, dtype: tor
     What transformers keeps in float32 has that dtype whatever the others have.
     """
     rejected = f"model: transformers makes none of this configuration of a {model_config.model_type!r} model"
-    with torch.device("meta"), _accepted(rejected):
+    with torch.device("meta"), no_init_weights(), _accepted(rejected):
         settings = {"dtype": dtype, "attn_implementation": attention}
         model = AutoModelForCausalLM.from_config(model_config, **settings).train()
-        keep_in_float32(model, dtype)
+    model.tie_weights()  # as initialisation does
+    keep_in_float32(model, dtype)
     return model
 
 

@@ -30,6 +30,7 @@ def constructed(
     def without_memory(_: nn.Module, __: str, made: nn.Parameter) -> nn.Parameter:
         if len(registered) not in kept and not made.is_meta:
             made = nn.Parameter(made.to("meta"), made.requires_grad)
+            made._is_hf_initialized = True  # which spares transformers' drawing what nobody will see
         registered.append(made)
         return made
 

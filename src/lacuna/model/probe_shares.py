@@ -48,6 +48,8 @@ def shared_attention(
     return _shares(output), None
 
 
+States = Callable[[PreTrainedModel, nn.ModuleList, Batch], Tensor]
+
 AttentionInterface.register(SHARED, shared_attention)
 
 
@@ -78,9 +80,6 @@ def require_shareable(model_config: PretrainedConfig, config: Config, layout: La
                 f"parallelism.{setting}: shared out like that, {kind} would compute something else "
                 f"({reason}): use other parallelisms."
             )
-
-
-States = Callable[[PreTrainedModel, nn.ModuleList, Batch], Tensor]
 
 
 def _shares(whole: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from lacuna.config import Config, UnansweredError, refuse
+from lacuna.config import STORE, Config, UnansweredError, refuse
 
 Result = TypeVar("Result")
 
@@ -146,9 +146,9 @@ def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
     """
     if "RANK" not in os.environ:
         return dist.HashStore()
-    if "LACUNA_STORE" not in os.environ:
+    if STORE not in os.environ:
         return None
-    own = {"is_master": True, "master_listen_fd": int(os.environ["LACUNA_STORE"])} if rank == 0 else {}
+    own = {"is_master": True, "master_listen_fd": int(os.environ[STORE])} if rank == 0 else {}
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     return dist.TCPStore(host, port, world_size, timeout=timeout, **own)
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from lacuna.config import Config, RunError, explained, logger, refuse
 from lacuna.data import of_a_worker
-from lacuna.export.disk import sync, sync_all
+from lacuna.data.disk import sync, sync_all
 from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.precision import kept_in_float32
 from lacuna.parallel.processes import Process, gather_objects, of_other_ranks, on_first

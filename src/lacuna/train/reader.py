@@ -36,11 +36,11 @@ _PLAIN = {
 
 
 @contextmanager
-def only_data(what: str, kinds: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
-    """Within it, errors of these kinds, by default any, become a `UserError` that says why `what` cannot be used."""
+def only_data(what: str, errors: tuple[type[Exception], ...] = (Exception,)) -> Iterator[None]:
+    """Within it, these errors, by default any, become a `UserError` that says why `what` cannot be used."""
     try:
         yield
-    except kinds as error:  # damaged, or made to harm, a file may fail anyhow
+    except errors as error:  # damaged, or made to harm, a file may fail anyhow
         mend = "it is damaged or not what it should be, and nothing in it was run"
         raise UserError(f"{what} cannot be used: {why_not_read(error)}; {mend}.") from error
 
@@ -71,9 +71,9 @@ class Reader(dcp.FileSystemReader):
             found = _PlainUnpickler(file).load()
         if not all(isinstance(tensor, kinds.TensorStorageMetadata) for tensor in found.state_dict_metadata.values()):
             raise ValueError("it describes something other than tensors")
-        if outside := [
-            info.relative_path for info in found.storage_data.values() if Path(info.relative_path).parts[1:]
-        ]:
+        files = [info.relative_path for info in found.storage_data.values()]
+        outside = [file for file in files if Path(file).name != file]
+        if outside:
             raise ValueError(f"it names a file of another folder, {outside[0]}")
         found.storage_meta = kinds.StorageMeta(load_id=self.load_id)
         return found

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from lacuna.config import LAUNCHED, Config, explained, logger, make_folder
 from lacuna.data import workers_told
-from lacuna.export.disk import replace_text
+from lacuna.data.disk import replace_text
 from lacuna.parallel.processes import (
     Process,
     answered,

@@ -16,10 +16,10 @@ from rich.console import Console
 from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
 from lacuna.config.checks import long_warmup
 from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
-from lacuna.export.disk import replace_text
+from lacuna.data.disk import replace_text
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.build import build_model
-from lacuna.parallel.mesh import Layout, build_mesh, resolve_layout
+from lacuna.parallel.mesh import Layout, Mesh, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
 from lacuna.parallel.schedule import held_stages, pipeline_order
 from lacuna.train import checkpoint
@@ -128,14 +128,15 @@ def ranking_file(config: Config, step: int) -> str:
     return os.path.join(str(config.job.dump_folder), "curriculum", f"step-{step}.npz")
 
 
-def find_start(config: Config, folder: str, process: Process) -> tuple[str | None, dict[str, Any] | None]:
+def find_start(config: Config, folder: str, back: bool, process: Process) -> tuple[str | None, dict[str, Any] | None]:
     """The checkpoint that the weights come from, if any, and its state where everything else does too.
 
-    That is the newest complete checkpoint in `folder` or the one asked for; `step-0` and
+    That is the newest complete checkpoint in `folder`, or with `back` that of `checkpoint.load_step`; `step-0` and
     `checkpoint.initial_load_path` give weights only. Raises `UserError` for one that cannot be used.
     """
-    settings, path = config.checkpoint, None
-    if settings.enable_checkpoint and on_first(process, lambda: goes_back(config)):
+    settings = config.checkpoint
+    path = None
+    if back:
         asked = checkpoint.checkpoint_path(folder, settings.load_step)
         path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
     elif settings.enable_checkpoint:
@@ -182,7 +183,8 @@ class Run:
         mesh = build_mesh(layout, process.device.type)
         folder = os.path.join(str(config.job.dump_folder), config.checkpoint.folder)
         on_first(process, lambda: checkpoint.prepare_folder(folder))
-        start, saved = find_start(config, folder, process)
+        back = config.checkpoint.enable_checkpoint and on_first(process, lambda: goes_back(config))
+        start, saved = find_start(config, folder, back, process)
         self.stages = plan_stages(config, layout, saved and saved["global_batch"])
         config, plan = self.config, self.plan = self.stages[0]
         tokenizer = self.tokenizer = run_tokenizer(config)
@@ -191,40 +193,49 @@ class Run:
         sources = self.loader.plan.sources  # of all stages
         inputs = on_first(process, lambda: inputs_of(config, tokenizer, sources))
         self.state = TrainState([0] * len(config.data.resolved_sources()))
-        if saved is not None:
-            self.state = TrainState(**saved["counters"])
-            if self.state.stage or self.state.ranked is not None:
-                self.open_data()
-            self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
-            self.loader.load_state_dict(saved["data"])  # refuses other samples before anything is written
         before = saved and saved.get("started_with")
+        if saved is not None:
+            self.go_on_from(saved)
         if before:
             refuse_other_inputs(before["inputs"], inputs, str(start))
         self.total_steps = total_steps(config, self.loader, plan.global_batch, self.state.step)
-        if config.checkpoint.enable_checkpoint and on_first(process, lambda: goes_back(config)):
+        if back:
             on_first(process, lambda: set_aside(config, folder))
         settings = to_toml(config)
         on_first(process, lambda: replace_text(Path(str(config.job.dump_folder), "config.toml"), settings))
         if config.job.print_args and process.rank == 0:
             print(settings)
-        fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
-        if start is not None:  # what adapters began from, which may be gone, is part of it
-            config = config.model_copy(update={"lora": config.lora.model_copy(update={"adapter": (), "init": "zero"})})
-        built = self.built = build_model(config, tokenizer, mesh, process.device, fill)
-        own = {"settings": settings_of(self.config), "inputs": inputs, "model": described(built.model.config)}
+        self.load_model(mesh, start, saved)
+        own = {"settings": settings_of(config), "inputs": inputs, "model": described(self.built.model.config)}
         self.started_with = own
         if before:
             say_changes(before, own, self.state.step, learning_rate(config, self.state.step, self.total_steps))
-        self.optimizer = build_optimizer(built.model, config)
-        moments = {} if saved is None else optimizer_tensors(built.model, self.optimizer)
-        if start is not None:
-            checkpoint.read_tensors(start, checkpoint.model_tensors(built.model) | moments, process)
         wanted = config.validation.resolved_source()
         self.validation = wanted and build_validation(config, tokenizer, plan, mesh.data_rank)
         self.saver = checkpoint.CheckpointSaver(config, folder, self.describe, process)
         self.metrics = MetricWriter(config, process.rank, console, self.state.step, self.total_steps)
         self.first_step, self.saved_step = self.state.step + 1, self.state.step
         self.peak_flops = peak_flops(process.device)
+
+    def go_on_from(self, saved: dict[str, Any]) -> None:
+        """Puts the counters and the data where a checkpoint's state has them; refuses data of other samples."""
+        self.state = TrainState(**saved["counters"])
+        if self.state.stage or self.state.ranked is not None:
+            self.open_data()
+        self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
+        self.loader.load_state_dict(saved["data"])
+
+    def load_model(self, mesh: Mesh, start: str | None, saved: dict[str, Any] | None) -> None:
+        """Builds the model and its optimizer, with the weights of the checkpoint `start`, and moments where `saved`."""
+        config = self.config
+        fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
+        if start is not None:  # what adapters began from, which may be gone, is part of it
+            config = config.model_copy(update={"lora": config.lora.model_copy(update={"adapter": (), "init": "zero"})})
+        self.built = build_model(config, self.tokenizer, mesh, self.process.device, fill)
+        self.optimizer = build_optimizer(self.built.model, config)
+        if start is not None:
+            moments = {} if saved is None else optimizer_tensors(self.built.model, self.optimizer)
+            checkpoint.read_tensors(start, checkpoint.model_tensors(self.built.model) | moments, self.process)
 
     def describe(self, folder: str) -> None:
         """Writes to `folder` what its tensors alone do not tell: the model's configuration, tokenizer, and adapter."""

@@ -2,19 +2,19 @@
 
 import gc
 import os
+import random
 import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers import set_seed
 
 from lacuna.config import RunError, logger
 from lacuna.data import Batch, merge_states
+from lacuna.data.disk import sync
 from lacuna.data.mixture import random_key
 from lacuna.data.rows import documents_begun
-from lacuna.export.disk import sync
 from lacuna.parallel.processes import gather_objects, on_first, tighten_timeout
 from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
@@ -61,7 +61,7 @@ def _step(run: Run, stop: bool) -> None:
     for group in run.optimizer.param_groups:  # before the backward pass, which may be what updates
         group["lr"] = rate
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
-    set_seed(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
+    _seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
     loss = accumulate_gradients(run.built, batches, totals[1])
     norm, skip = update(run.built, run.optimizer, totals[1])
     state.step += 1
@@ -88,6 +88,13 @@ def _step(run: Run, stop: bool) -> None:
             if run.after_checkpoint is not None:
                 run.after_checkpoint()
     run.interval.started += time.perf_counter() - started
+
+
+def _seed_draws(seed: int) -> None:
+    """Seeds whatever a model may draw from; by ourselves, as importing transformers' way imports peft."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def _next_batches(run: Run) -> list[Batch]:

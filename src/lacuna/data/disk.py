@@ -16,12 +16,14 @@ def sync(path: str | Path) -> None:
         os.close(handle)
 
 
-def sync_all(folder: str) -> None:
-    """Has the disk hold a folder with everything in it."""
-    for place, _, names in os.walk(folder, topdown=False):
+def sync_all(path: str | Path) -> None:
+    """Has the disk hold a file, or a folder with everything in it."""
+    for place, _, names in os.walk(path, topdown=False):
         for name in names:
             sync(os.path.join(place, name))
         sync(place)
+    if os.path.isfile(path):
+        sync(path)
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from lacuna.config.sections import LoraConfig
-from lacuna.export.disk import replace_text
+from lacuna.data.disk import replace_text
 from lacuna.export.huggingface import export_adapter, export_model
 from lacuna.model.lora import add_adapters
 from lacuna.parallel.processes import Process
