@@ -15,10 +15,10 @@ from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, Par
 from lacuna.config.sections import LoraConfig, ModelConfig, OptimizerConfig, QuantizationConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
-from lacuna.parallel.mesh import Layout, Mesh, build_mesh
+from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.train.optimizer import build_optimizer, update
 from lacuna.train.step import accumulate_gradients, agree
-from tiny import CPU, VOCABULARY, differing, relative_error, run_ranks, tokenizer_of_words, whole
+from tiny import CPU, VOCABULARY, differing, mesh_of, relative_error, run_ranks, tokenizer_of_words, whole
 
 LENGTH = 24
 SEQUENCES = 8
@@ -142,7 +142,7 @@ def own_batches(case: Case, mesh: Mesh, seed: int = 3, packed: bool = True) -> l
 
 def one_step(model_config: Path, case: Case) -> Outcome:
     """Trains one step on the eight sequences, this rank and each micro-batch on their share."""
-    config, mesh = configuration(model_config, case), build_mesh(case.layout, "cpu")
+    config, mesh = configuration(model_config, case), mesh_of(case.layout)
     built = build_model(config, tokenizer_of_words(), mesh, CPU)
     optimizer = build_optimizer(built.model, config)
     batches = own_batches(case, mesh)

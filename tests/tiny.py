@@ -4,6 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
+from functools import cache
 from typing import Any, TypeVar
 
 import torch
@@ -46,7 +47,7 @@ from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.head import attach_loss
 from lacuna.model.lora import trained_names
 from lacuna.model.weights import fill_model
-from lacuna.parallel.mesh import Layout, build_mesh
+from lacuna.parallel.mesh import Layout, Mesh, build_mesh
 from lacuna.parallel.parallelize import parallelize
 
 Result = TypeVar("Result")
@@ -131,12 +132,18 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
     )
 
 
+@cache
+def mesh_of(layout: Layout) -> Mesh:
+    """The mesh of a layout, one a process: each has threads of its own for its groups."""
+    return build_mesh(layout, "cpu")
+
+
 def sharded_model(
     model_config: PretrainedConfig, settings: Config, replicate: int = 1, attention: str | None = "sdpa"
 ) -> PreTrainedModel:
     """The model that lacuna makes of a configuration, over all ranks: loaded or initialised as `settings` say."""
     model = meta_model(model_config, attention, torch.float32)
-    mesh = build_mesh(Layout(replicate, dist.get_world_size() // replicate), "cpu")
+    mesh = mesh_of(Layout(replicate, dist.get_world_size() // replicate))
     parallelize(model, decoder_layers(model), mesh, settings)
     fill_model(model, trained_names(model), settings, CPU, fill=True)
     attach_loss(model)

@@ -121,7 +121,7 @@ def test_ranks_may_change_from_1_to_2_to_4_to_1_on_the_way(world: Path, tmp_path
     train(world, tmp_path / "straight", "--training.steps", 40, *flags)
     for ranks, last in ((1, 10), (2, 20), (4, 30), (1, 40)):
         output = train(world, tmp_path / "changing", "--training.steps", last, "--cpus", ranks, *flags)
-        assert "4 × 32 = 128 tokens" in output, "the global batch stays"
+        assert " steps of 4 × 32 tokens" in output, "the global batch stays"
     straight, changing = curve(tmp_path / "straight", "loss", "tokens"), curve(tmp_path / "changing", "loss", "tokens")
     assert [(step, tokens) for step, _, tokens in straight] == [(step, tokens) for step, _, tokens in changing]
     assert [loss for _, loss, _ in changing] == pytest.approx([loss for _, loss, _ in straight], rel=1e-5)
