@@ -13,13 +13,14 @@ from lacuna.config import load_config
 from lacuna.data import build_loader, merge_states, run_tokenizer
 from lacuna.export.huggingface import export_model
 from lacuna.model.build import build_model
+from lacuna.objective.find import find_objective
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
 from lacuna.train.checkpoint import model_tensors, newest_complete, read_tensors, write_checkpoint
 from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors, update
 from lacuna.train.reader import read_state
 from lacuna.train.setup import plan_batch
-from lacuna.train.step import accumulate_gradients, agree
+from lacuna.train.step import accumulate_gradients, total_counts
 
 path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".toml") else None
 config = load_config(path, sys.argv[1:])
@@ -29,6 +30,7 @@ tokenizer = run_tokenizer(config)
 plan = plan_batch(config, layout)
 mesh = build_mesh(layout, process.device.type)
 loader = build_loader(config, tokenizer, plan, mesh.data_rank)
+objective = find_objective(config.job.task)
 built = build_model(config, tokenizer, mesh, process.device)
 optimizer = build_optimizer(built.model, config)
 tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)  # not copies: filled in place below
@@ -43,10 +45,10 @@ if checkpoint := newest_complete(config.job.dump_folder, process):
 batches = iter(loader)
 for step in range(first_step, config.training.steps):
     micro_batches = [next(batches) for _ in range(plan.accumulation)]
-    tokens, trained, *_ = agree(micro_batches, False, False, built)  # over all ranks
+    trained = total_counts(built, micro_batches)[objective.denominator]  # over all ranks
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(config, step, config.training.steps)
-    loss = accumulate_gradients(built, micro_batches, trained)
+    loss, *_ = accumulate_gradients(built, micro_batches, objective.loss, trained)
     norm, skipped = update(built, optimizer, trained)
     if process.rank == 0 and step % config.metrics.log_freq == 0:
         print(f"step {step + 1}: loss {loss.item() * process.world_size / trained.item():.4f} on this rank")

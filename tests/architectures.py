@@ -32,9 +32,10 @@ from lacuna.config.documents import PackingConfig
 from lacuna.config.sections import LoraConfig, OptimizerConfig
 from lacuna.export.huggingface import export_adapter, export_model, misread_by_peft
 from lacuna.model.build import BuiltModel, build_model
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import build_optimizer, update
-from lacuna.train.step import accumulate_gradients, agree
+from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import LENGTH, SEQUENCES, Case, configuration, micro_batch, own_batches, pipelined
 from tiny import CPU, relative_error, run_ranks, tokenizer_of_words, whole
 
@@ -71,12 +72,12 @@ def own_steps(model: nn.Module, packed: bool) -> Outcome:
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
         batch = micro_batch(slice(0, SEQUENCES), seed=step, packed=packed)
-        ids, labels = batch.input_ids.flatten(), batch.labels.flatten()
+        ids, labels = batch.columns["input_ids"].flatten(), batch.columns["labels"].flatten()
         total = torch.zeros(())
         for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
             logits = model(input_ids=ids[None, start:stop], use_cache=False).logits[0]
             total = total + F.cross_entropy(logits.float(), labels[start:stop], ignore_index=-100, reduction="sum")
-        loss = total / batch.trained_tokens
+        loss = total / batch.counts["trained_tokens"]
         optimizer.zero_grad()
         loss.backward()
         if not first:
@@ -94,14 +95,14 @@ def our_steps(built: BuiltModel, case: Case, packed: bool) -> Outcome:
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
         batches = own_batches(case, built.mesh, seed=step, packed=packed)
-        totals = agree(batches, False, False, built)
-        loss = accumulate_gradients(built, batches, totals[1])
+        trained = total_counts(built, batches)["trained_tokens"]
+        loss = accumulate_gradients(built, batches, LanguageModelling.loss, trained)[0]
         dist.all_reduce(loss)
         if not first:
             named = built.model.named_parameters()
             first = {name: whole(one.grad).clone() for name, one in named if one.grad is not None}
-        norm, _ = update(built, optimizer, totals[1])
-        curve.append((loss.item() / totals[1].item(), norm.item()))
+        norm, _ = update(built, optimizer, trained)
+        curve.append((loss.item() / trained.item(), norm.item()))
     return curve, first
 
 

@@ -15,11 +15,13 @@ from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, Par
 from lacuna.config.sections import LoraConfig, ModelConfig, OptimizerConfig, QuantizationConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.train.optimizer import build_optimizer, update
-from lacuna.train.step import accumulate_gradients, agree
+from lacuna.train.step import accumulate_gradients, total_counts
 from tiny import CPU, VOCABULARY, differing, mesh_of, relative_error, run_ranks, tokenizer_of_words, whole
 
+LOSS = LanguageModelling.loss
 LENGTH = 24
 SEQUENCES = 8
 FOUR_LAYERS = {
@@ -96,18 +98,10 @@ def micro_batch(rows: slice, seed: int = 3, packed: bool = True) -> Batch:
         labels = labels.masked_fill(positions == LENGTH - 1, -100)
     starts = (positions.flatten() == 0).nonzero().flatten()
     bounds = torch.cat([starts, torch.tensor([ids.numel()])]).int()
-    return Batch(
-        input_ids=ids,
-        labels=labels,
-        position_ids=positions,
-        real=torch.ones_like(ids, dtype=torch.bool),
-        cu_seqlens=bounds,
-        max_seqlen=int(bounds.diff().max()),
-        tokens=ids.numel(),
-        trained_tokens=int((labels != -100).sum()),
-        text_bytes=0.0,
-        source_tokens=(ids.numel(),),
-    )
+    real = torch.ones_like(ids, dtype=torch.bool)
+    columns = {"input_ids": ids, "labels": labels, "position_ids": positions, "real": real}
+    counts = {"tokens": ids.numel(), "trained_tokens": int((labels != -100).sum()), "text_bytes": 0.0}
+    return Batch(columns, counts | {"source_0": ids.numel()}, bounds, int(bounds.diff().max()))
 
 
 def configuration(model: Path, case: Case) -> Config:
@@ -146,21 +140,21 @@ def one_step(model_config: Path, case: Case) -> Outcome:
     built = build_model(config, tokenizer_of_words(), mesh, CPU)
     optimizer = build_optimizer(built.model, config)
     batches = own_batches(case, mesh)
-    totals = agree(batches, False, False, built)
-    loss = accumulate_gradients(built, batches, totals[1])
+    trained = total_counts(built, batches)["trained_tokens"]
+    loss, *_ = accumulate_gradients(built, batches, LOSS, trained)
     dist.all_reduce(loss)
     parameters = dict(built.model.named_parameters())
     gradients = {
         name: whole(parameter.grad).clone() for name, parameter in parameters.items() if parameter.grad is not None
     }
-    norm, skip = update(built, optimizer, totals[1])
+    norm, skip = update(built, optimizer, trained)
     assert not skip
     updated = {name: whole(parameter).detach().clone() for name, parameter in parameters.items()}
     if case.base != "none":  # bytes that pass for numbers may look like no number
         updated = {
             name: one if parameters[name].requires_grad else one.view(torch.uint8) for name, one in updated.items()
         }
-    return Outcome(loss.item() / totals[1].item(), norm.item(), totals[1].item(), gradients, updated)
+    return Outcome(loss.item() / trained.item(), norm.item(), trained.item(), gradients, updated)
 
 
 def steps(model_config: Path, cases: list[Case]) -> list[Outcome]:

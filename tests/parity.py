@@ -15,9 +15,10 @@ import torch.distributed as dist
 from lacuna.config import UserError
 from lacuna.config.machine import SCHEDULES, ActivationCheckpointConfig
 from lacuna.model.build import build_model
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import build_optimizer, update
-from lacuna.train.step import accumulate_gradients, agree
+from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import FOUR_LAYERS, Case, configuration, own_batches, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 
@@ -77,11 +78,11 @@ def train(model_config: Path, case: Case) -> list[tuple[float, float]] | str:
     results = []
     for step in range(STEPS):
         batches = own_batches(case, mesh, seed=step)
-        totals = agree(batches, False, False, built)
-        loss = accumulate_gradients(built, batches, totals[1])
+        trained = total_counts(built, batches)["trained_tokens"]
+        loss = accumulate_gradients(built, batches, LanguageModelling.loss, trained)[0]
         dist.all_reduce(loss)
-        norm, _ = update(built, optimizer, totals[1])
-        results.append((loss.item() / totals[1].item(), norm.item()))
+        norm, _ = update(built, optimizer, trained)
+        results.append((loss.item() / trained.item(), norm.item()))
     return results
 
 

@@ -1,5 +1,6 @@
 """The example loop trains as `lacuna train` does, and goes on from its own checkpoint."""
 
+import math
 import re
 import subprocess
 import sys
@@ -44,3 +45,28 @@ def test_the_loop_of_your_own_runs_under_torchrun(world: Path, tmp_path: Path) -
     train(world, tmp_path / "reference", "--cpus", 2)
     assert weights(tmp_path / "own") == weights(tmp_path / "reference")
     assert steps(tmp_path / "reference") == [4, 8]
+
+
+def test_an_objective_of_your_own_trains_on_any_number_of_ranks_and_in_any_layout(world: Path, tmp_path: Path) -> None:
+    flags = ("--job.task", "own_objective:SmoothedModelling")
+    layouts = {
+        "one": (),
+        "two": ("--cpus", 2, "--training.batch_size", 2),
+        "pipeline": ("--cpus", 2, "--parallelism.pipeline_parallel_degree", 2),
+    }
+    together(
+        *(
+            lambda name=name: train(world, tmp_path / name, *flags, *layouts[name], cwd=EXAMPLE.parent)
+            for name in layouts
+        ),
+        lambda: train(world, tmp_path / "plain"),
+    )
+    one, two, piped = (curve(tmp_path / name, "loss", "z_loss") for name in layouts)
+    assert two == [pytest.approx(row, rel=1e-5) for row in one]
+    assert piped == [pytest.approx(row, rel=1e-5) for row in one]
+    (_, first, z_loss), *_ = one
+    ((_, plain), *_) = curve(tmp_path / "plain", "loss")
+    # Before the first update both see the same logits, of 257 nearly equal probabilities.
+    assert z_loss == pytest.approx(math.log(257) ** 2, rel=0.05)
+    assert first - 1e-4 * z_loss == pytest.approx(plain, rel=0.01)
+    assert first != pytest.approx(plain, rel=1e-6)

@@ -71,6 +71,19 @@ def test_a_room_imports_only_from_rooms_below() -> None:
     assert wrong == []
 
 
+def test_the_loop_and_its_layouts_name_no_objective() -> None:
+    """They are given one, found by its task, and nothing in them speaks of what it minimises."""
+    tasks = ("language_modelling", "cross_entropy", "distill", "preference", "grpo", "ppo", '"sft"', '"pretrain"')
+    named = [
+        f"{path.relative_to(PACKAGE)}: {task}"
+        for path in modules()
+        if room_of(path) in ("train", "parallel")
+        for task in tasks
+        if task in path.read_text()
+    ]
+    assert named == []
+
+
 def test_no_file_has_more_than_300_lines() -> None:
     lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in modules()}
     assert {name: length for name, length in lengths.items() if length > 300} == {}

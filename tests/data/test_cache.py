@@ -95,7 +95,7 @@ def test_rows_are_slices_of_all_documents_laid_end_to_end(tmp_path: Path, tokeni
         for number in (0, 1, 3, 25):
             tokens = np.concatenate([span.tokens for span in row(number)])
             assert tokens.tolist() == laid[number * 50 : number * 50 + 50]
-        assert pack([row(30)], plan.config, sources=1, padding=END).text_bytes < 50
+        assert pack([row(30)], plan.config, sources=1, padding=END).counts["text_bytes"] < 50
 
 
 def test_the_documents_of_several_sources_stand_behind_each_other(

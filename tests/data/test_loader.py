@@ -61,10 +61,12 @@ def loader_of(config: Config, tokenizer: PreTrainedTokenizerFast, rank: int, wor
 
 def rows_of(batch: Batch) -> list[Tensor]:
     """Each row of a batch with everything that says what it trains on."""
-    bounds = torch.zeros(batch.input_ids.numel() + 1, dtype=torch.int64)
+    bounds = torch.zeros(batch.columns["input_ids"].numel() + 1, dtype=torch.int64)
     bounds[batch.cu_seqlens.long()] = 1
-    starts = bounds[:-1].view_as(batch.input_ids)
-    return list(torch.stack([batch.input_ids, batch.labels, batch.position_ids, starts], dim=1))
+    starts = bounds[:-1].view_as(batch.columns["input_ids"])
+    return list(
+        torch.stack([batch.columns["input_ids"], batch.columns["labels"], batch.columns["position_ids"], starts], dim=1)
+    )
 
 
 def take_steps(loaders: list[Loader], steps: int) -> list[Tensor]:
@@ -149,12 +151,13 @@ def test_shares_are_realised(way: dict, folders: tuple[Path, Path], tokenizer: P
     """Shares are of documents drawn; the mean lengths of the two sources turn them into shares of tokens."""
     loader = loader_of(mixed(folders, way), tokenizer, rank=0, world=1, micro=8)
     batches = list(islice(loader, 60))
-    tokens = torch.tensor([batch.source_tokens for batch in batches]).sum(dim=0)
+    tokens = [sum(batch.counts[f"source_{n}"] for batch in batches) for n in range(2)]
     lengths = [mean_length(folder) for folder in folders]
-    drawn = [float(tokens[n]) / lengths[n] for n in range(2)]
+    drawn = [tokens[n] / lengths[n] for n in range(2)]
     assert drawn[0] / sum(drawn) == pytest.approx(0.75, abs=0.03)
-    assert all(sum(batch.source_tokens) == batch.tokens == 8 * 160 for batch in batches)
-    assert all(0 < batch.text_bytes < batch.tokens for batch in batches)
+    for counts in (batch.counts for batch in batches):
+        assert counts["source_0"] + counts["source_1"] == counts["tokens"] == 8 * 160
+    assert all(0 < batch.counts["text_bytes"] < batch.counts["tokens"] for batch in batches)
 
 
 def mean_length(folder: Path) -> float:
@@ -206,10 +209,17 @@ def test_fitted_rows_hold_every_document_whole(way: dict, tmp_path: Path, tokeni
     data = DataConfig(dataset=(str(tmp_path),), num_workers=0, **way)
     config = Config(data=data, packing=PackingConfig(mode="best_fit"), training=TrainingConfig(seq_len=512))
     batches = list(islice(loader_of(config, tokenizer, rank=0, world=1, micro=8), 130))
-    assert all(batch.position_ids[:, 0].eq(0).all() for batch in batches)
-    seen = {document for batch in batches for row in batch.input_ids for document in bytes_between_ends(row.tolist())}
+    assert all(batch.columns["position_ids"][:, 0].eq(0).all() for batch in batches)
+    seen = {
+        document
+        for batch in batches
+        for row in batch.columns["input_ids"]
+        for document in bytes_between_ends(row.tolist())
+    }
     assert seen - {b""} == set(encoded(texts, tokenizer))
-    full = sum(batch.tokens for batch in batches) / sum(batch.input_ids.numel() for batch in batches)
+    full = sum(batch.counts["tokens"] for batch in batches) / sum(
+        batch.columns["input_ids"].numel() for batch in batches
+    )
     assert full > 0.975
 
 
@@ -252,7 +262,7 @@ def test_a_run_by_epochs_trains_each_document_as_often_and_no_more(
     size = once[0].rows_left
     first = filled(take_steps(once, -(-size // 8)))
     assert len(first) == size and once[0].rows_left == 0
-    assert sum(batch.tokens for batch in islice(once[0], 2)) == 0, "something comes after the last row"
+    assert sum(batch.counts["tokens"] for batch in islice(once[0], 2)) == 0, "something comes after the last row"
     rows = filled(take_steps(short, -(-3 * size // 8)))
     assert rows[:size] == first
     for n in size, 2 * size:  # where documents are cut at the ends of rows, each pass cuts them elsewhere
@@ -272,8 +282,8 @@ def test_what_is_left_for_the_last_step_is_shared_alike(tmp_path: Path, tokenize
     )  # fmt: skip
     for rank, left in enumerate([2, 1]):
         loader = build_loader(config, tokenizer, BatchPlan(2, 2, 8), rank)
-        assert [int(batch.real.any(1).sum()) for batch in islice(loader, 2)] == [2, 2] and loader.filled == 1
-        assert [int(batch.real.any(1).sum()) for batch in islice(loader, 2)] == [left, 0]
+        assert [int(batch.columns["real"].any(1).sum()) for batch in islice(loader, 2)] == [2, 2] and loader.filled == 1
+        assert [int(batch.columns["real"].any(1).sum()) for batch in islice(loader, 2)] == [left, 0]
 
 
 def sorted_and_not(rows: list[Tensor]) -> tuple[list[list[int]], list[list[int]]]:

@@ -43,7 +43,9 @@ def loader_of(
 
 def letters(loader: Loader, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
     """The documents of the first rows, a letter each."""
-    text = "".join(tokenizer.decode(next(loader).input_ids[0].tolist(), skip_special_tokens=True) for _ in range(rows))
+    text = "".join(
+        tokenizer.decode(next(loader).columns["input_ids"][0].tolist(), skip_special_tokens=True) for _ in range(rows)
+    )
     kept = [letter for letter in text if letter in "abcdefghij"]
     return "".join(letter for place, letter in enumerate(kept) if place == 0 or kept[place - 1] != letter)
 

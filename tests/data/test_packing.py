@@ -33,48 +33,48 @@ def packed(rows: list[list[Span]] = ROWS, padding: int = 0, pieces: int | None =
 
 def test_documents_are_apart() -> None:
     batch = packed()
-    assert batch.input_ids.tolist() == [[1, 2, 9, 3, 9, 4, 5, 6], [7, 8, 9, 5, 6, 7, 8, 9]]
-    assert batch.labels.tolist() == [[2, 9, NO, 9, NO, 5, 6, 7], [8, 9, NO, 6, 7, 8, 9, NO]]
-    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.columns["input_ids"].tolist() == [[1, 2, 9, 3, 9, 4, 5, 6], [7, 8, 9, 5, 6, 7, 8, 9]]
+    assert batch.columns["labels"].tolist() == [[2, 9, NO, 9, NO, 5, 6, 7], [8, 9, NO, 6, 7, 8, 9, NO]]
+    assert batch.columns["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4]]
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 8, 11, 16]
-    assert (batch.max_seqlen, batch.tokens, batch.trained_tokens) == (5, 16, 12)
-    assert batch.source_tokens == (9, 7)
-    assert batch.text_bytes == pytest.approx(12.5)
+    assert (batch.max_seqlen, batch.counts["tokens"], batch.counts["trained_tokens"]) == (5, 16, 12)
+    assert (batch.counts["source_0"], batch.counts["source_1"]) == (9, 7)
+    assert batch.counts["text_bytes"] == pytest.approx(12.5)
 
 
 def test_varlen_cuts_documents_and_trains_across_the_cut() -> None:
     batch = packed(pieces=2)
-    assert batch.labels.tolist() == packed().labels.tolist()
-    assert batch.position_ids.tolist() == [[0, 1, 0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
+    assert batch.columns["labels"].tolist() == packed().columns["labels"].tolist()
+    assert batch.columns["position_ids"].tolist() == [[0, 1, 0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 5, 7, 8, 10, 11, 13, 15, 16]
     assert batch.max_seqlen == 2
 
 
 def test_predicting_across_documents_stops_at_the_end_of_a_row() -> None:
-    labels = packed(predict_across_documents=True).labels
+    labels = packed(predict_across_documents=True).columns["labels"]
     assert labels.tolist() == [[2, 9, 3, 9, 4, 5, 6, 7], [8, 9, 5, 6, 7, 8, 9, NO]]
 
 
 def test_without_a_document_mask_only_rows_are_apart() -> None:
     batch = packed(document_mask=False)
-    assert batch.position_ids.tolist() == [list(range(8))] * 2
+    assert batch.columns["position_ids"].tolist() == [list(range(8))] * 2
     assert batch.cu_seqlens.tolist() == [0, 8, 16]
-    assert batch.labels.tolist() == packed().labels.tolist()
+    assert batch.columns["labels"].tolist() == packed().columns["labels"].tolist()
 
 
 def test_a_short_row_is_padded_and_padding_is_not_trained() -> None:
     batch = packed([[span([1, 2, 9])], []], padding=9)
-    assert batch.input_ids.tolist() == [[1, 2, 9, 9, 9, 9, 9, 9], [9] * 8]
-    assert batch.labels.tolist() == [[2, 9, NO, NO, NO, NO, NO, NO], [NO] * 8]
+    assert batch.columns["input_ids"].tolist() == [[1, 2, 9, 9, 9, 9, 9, 9], [9] * 8]
+    assert batch.columns["labels"].tolist() == [[2, 9, NO, NO, NO, NO, NO, NO], [NO] * 8]
     assert batch.cu_seqlens.tolist() == [0, 3, 8, 16]
-    assert (batch.tokens, batch.trained_tokens) == (3, 2)
+    assert (batch.counts["tokens"], batch.counts["trained_tokens"]) == (3, 2)
 
 
 def test_what_is_not_trained_is_read_but_not_predicted() -> None:
     batch = packed([[span([~1, ~2, 3, 9]), span([~3, ~4, 5, 6], following=~7)]])
-    assert batch.input_ids.tolist() == [[1, 2, 3, 9, 3, 4, 5, 6]]
-    assert batch.labels.tolist() == [[NO, 3, 9, NO, NO, 5, 6, NO]]
-    assert batch.trained_tokens == 4
+    assert batch.columns["input_ids"].tolist() == [[1, 2, 3, 9, 3, 4, 5, 6]]
+    assert batch.columns["labels"].tolist() == [[NO, 3, 9, NO, NO, 5, 6, NO]]
+    assert batch.counts["trained_tokens"] == 4
 
 
 @pytest.mark.parametrize(("tensor_parallel", "length"), [(1, 128), (2, 256)])
@@ -86,6 +86,8 @@ def test_rows_of_single_examples_end_with_the_longest_unless_ranks_share_them(
         parallelism=ParallelismConfig(tensor_parallel_degree=tensor_parallel),
     )  # fmt: skip
     batch = pack([[span([9] * 100)], [span([9] * 3)]], config, sources=1, padding=9)
-    assert batch.input_ids.shape == (2, length)
-    assert batch.tokens == 103 and batch.trained_tokens == 101  # what pads is the end of text as well, but not trained
+    assert batch.columns["input_ids"].shape == (2, length)
+    assert (
+        batch.counts["tokens"] == 103 and batch.counts["trained_tokens"] == 101
+    )  # what pads is the end of text as well, but not trained
     assert batch.cu_seqlens.tolist() == [0, 100, length, length + 3, 2 * length]

@@ -33,7 +33,9 @@ def batches(
 
 
 def same(one: Batch, other: Batch) -> bool:
-    return torch.equal(one.input_ids, other.input_ids) and torch.equal(one.labels, other.labels)
+    return torch.equal(one.columns["input_ids"], other.columns["input_ids"]) and torch.equal(
+        one.columns["labels"], other.columns["labels"]
+    )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
@@ -46,15 +48,15 @@ def test_every_token_comes_once_and_ranks_go_in_step(
     assert len({len(rank) for rank in ranks}) == 1
     documents = [[*tokenizer(text)["input_ids"], END] for text in TEXTS]
     in_order = [batch for group in zip(*ranks, strict=True) for batch in group]
-    tokens = torch.cat([batch.input_ids.flatten() for batch in in_order])
-    labels = torch.cat([batch.labels.flatten() for batch in in_order])
+    tokens = torch.cat([batch.columns["input_ids"].flatten() for batch in in_order])
+    labels = torch.cat([batch.columns["labels"].flatten() for batch in in_order])
     laid = [token for document in documents for token in document]
     assert tokens[: len(laid)].tolist() == laid
     assert labels[: len(laid)].tolist() == [t for document in documents for t in (*document[1:], IGNORED)]
     assert (labels[len(laid) :] == IGNORED).all()
-    assert sum(batch.tokens for batch in in_order) == len(laid)
-    assert sum(batch.trained_tokens for batch in in_order) == len(laid) - len(documents)
-    assert sum(batch.text_bytes for batch in in_order) == pytest.approx(sum(map(len, TEXTS)))
+    assert sum(batch.counts["tokens"] for batch in in_order) == len(laid)
+    assert sum(batch.counts["trained_tokens"] for batch in in_order) == len(laid) - len(documents)
+    assert sum(batch.counts["text_bytes"] for batch in in_order) == pytest.approx(sum(map(len, TEXTS)))
 
 
 @pytest.mark.parametrize("streaming", [False, True])

@@ -16,6 +16,7 @@ from lacuna.model import attention as attention_module
 from lacuna.model.attention import PACKED, attention_choices, packed_attention
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head
 from lacuna.model.inputs import Inputs, packing_arguments
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.context import causal_parts
 from lacuna.parallel.mesh import Layout
 from tiny import CPU, VOCABULARY, random_model, relative_error, run_ranks, tiny_config
@@ -60,11 +61,11 @@ def packed_results(model: PreTrainedModel, head: Head) -> tuple[Tensor, float, d
     """Hidden states, summed loss and gradients of the packed batch, as training makes them."""
     ids, positions, labels, bounds = packed_batch()
     told = packing_arguments(model.config._attn_implementation, bounds, 9, LENGTH, CPU)
-    inputs = Inputs({"input_ids": ids, "position_ids": positions, **told}, labels)
+    inputs = Inputs({"input_ids": ids, "position_ids": positions, **told}, {"labels": labels})
     with torch.no_grad():
         states = hidden_states(model, inputs)
     attach_loss(model)
-    loss = model.summed_loss(head, inputs)
+    loss = model.loss_sums(head, LanguageModelling.loss, inputs)[0]
     loss.backward()
     return states, loss.item(), gradients_of(model)
 

@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 from lacuna.model.head import attach_loss, probe_head
 from lacuna.model.inputs import Inputs
 from lacuna.model.specimen import specimen
+from lacuna.objective.language_modelling import LanguageModelling
 from tiny import VOCABULARY, own_loss, random_model, tiny_config
 
 IDS = torch.arange(36).view(2, 18) * 5 % VOCABULARY
 POSITIONS = torch.arange(18).expand(2, 18)
 LABELS = IDS.roll(-1, dims=1).masked_fill(IDS % 4 == 0, -100)
-INPUTS = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, LABELS)
+INPUTS = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, {"labels": LABELS})
 
 
 def prepared(architecture: str, change: Callable[[PreTrainedModel], None] = lambda model: None) -> PreTrainedModel:
@@ -39,7 +40,7 @@ def check_loss(model: PreTrainedModel, chunked: bool) -> None:
     assert head.chunked == chunked
     expected = own_loss(model, IDS, POSITIONS, LABELS)
     attach_loss(model)
-    loss = model.summed_loss(head, INPUTS)
+    loss = model.loss_sums(head, LanguageModelling.loss, INPUTS)[0]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = loss_and_gradients(model, loss)
     for name, gradient in loss_and_gradients(model, expected).items():
@@ -58,7 +59,7 @@ def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     attach_loss(model)
     with torch.no_grad():
         bare = replace(head, scale=1.0, soft_cap=None)
-        losses = [model.summed_loss(each, INPUTS)[0].item() for each in (head, bare)]
+        losses = [model.loss_sums(each, LanguageModelling.loss, INPUTS)[0].item() for each in (head, bare)]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 
 

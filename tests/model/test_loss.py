@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lacuna.model.head import IGNORED, Head, chunked_cross_entropy
+from lacuna.data.packing import IGNORED
+from lacuna.model.head import Head, TokenLoss, chunked_sums
+from lacuna.objective.language_modelling import LanguageModelling
 from tiny import relative_error
 
 TOKENS, WIDTH, WORDS = 50, 24, 97
@@ -36,8 +38,12 @@ def gradients_of(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def chunked(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int) -> Tensor:
+    return sums(tensors, labels, bias, head, chunk, LanguageModelling.loss)[0]
+
+
+def sums(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int, loss: TokenLoss) -> Tensor:
     linear = SimpleNamespace(weight=tensors["weight"], bias=tensors["bias"] if bias else None)
-    return chunked_cross_entropy(linear, head, tensors["hidden"], labels, chunk)
+    return chunked_sums(linear, head, loss, tensors["hidden"], {"labels": labels}, chunk)
 
 
 def truth(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head) -> tuple[float, dict[str, Tensor]]:
@@ -106,7 +112,7 @@ def test_the_loss_without_gradients_is_the_same_and_labels_that_are_likeliest_ar
         logits = head.logits(F.linear(tensors["hidden"], tensors["weight"], tensors["bias"]))
         labels[1::3] = logits.argmax(-1)[1::3]
         expected = F.cross_entropy(logits.double(), labels, ignore_index=IGNORED, reduction="sum").item()
-        loss, right = chunked(tensors, labels, True, head, 7)
+        loss, right = sums(tensors, labels, True, head, 7, LanguageModelling.held_out_loss)
     assert right == (logits.argmax(-1) == labels).sum() > 0
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     assert loss.dtype == torch.float32 and not loss.requires_grad

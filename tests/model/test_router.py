@@ -1,6 +1,5 @@
 """The load-balancing loss that a configuration asks for is trained as transformers trains it, or refused."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,9 @@ from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model, required_router
 from lacuna.model.router import check_router_loss, find_router, router_loss
 from lacuna.model.specimen import specimen
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.train.step import accumulate_gradients, agree
+from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import LENGTH, Case, micro_batch, outcomes, relative_error
 from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words
 
@@ -40,12 +40,13 @@ def whole_rows(padded: bool) -> Batch:
     batch = micro_batch(slice(0, 2))
     positions = torch.arange(LENGTH).expand(2, LENGTH)
     real = positions < torch.tensor([[LENGTH], [LENGTH * 3 // 4 if padded else LENGTH]])
-    labels = batch.input_ids.roll(-1, dims=1).masked_fill(~real.roll(-1, dims=1), -100)
+    labels = batch.columns["input_ids"].roll(-1, dims=1).masked_fill(~real.roll(-1, dims=1), -100)
     labels[:, -1] = -100
     bounds = torch.tensor([0, LENGTH, *([LENGTH + LENGTH * 3 // 4] if padded else []), 2 * LENGTH], dtype=torch.int32)
     trained = int((labels != -100).sum())
-    changes = {"labels": labels, "position_ids": positions, "real": real, "cu_seqlens": bounds}
-    return replace(batch, **changes, max_seqlen=LENGTH, trained_tokens=trained)
+    columns = batch.columns | {"labels": labels, "position_ids": positions, "real": real}
+    counts = batch.counts | {"trained_tokens": trained}
+    return Batch(columns, counts, bounds, LENGTH)
 
 
 def ours(folder: str, padded: bool) -> tuple[float, dict[str, Tensor]]:
@@ -53,8 +54,8 @@ def ours(folder: str, padded: bool) -> tuple[float, dict[str, Tensor]]:
     built = build_model(config, tokenizer_of_words(), build_mesh(Layout(), "cpu"), CPU)
     built.model.eval()  # some shake their routers while they train
     batch = whole_rows(padded)
-    trained = agree([batch], False, False, built)[1]
-    loss = accumulate_gradients(built, [batch], trained) / trained
+    trained = total_counts(built, [batch])["trained_tokens"]
+    loss = accumulate_gradients(built, [batch], LanguageModelling.loss, trained)[0] / trained
     return loss.item(), {name: one.grad for name, one in built.model.named_parameters() if one.grad is not None}
 
 
@@ -63,9 +64,9 @@ def ours(folder: str, padded: bool) -> tuple[float, dict[str, Tensor]]:
 def test_the_total_is_that_of_transformers(kind: str, padded: bool, tmp_path: Path) -> None:
     saved(kind, tmp_path)
     model, batch = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), whole_rows(padded)
-    labels = batch.input_ids.masked_fill(~batch.real, -100)
-    mask = batch.real.long() if padded else None
-    total = model(input_ids=batch.input_ids, labels=labels, attention_mask=mask, use_cache=False).loss
+    labels = batch.columns["input_ids"].masked_fill(~batch.columns["real"], -100)
+    mask = batch.columns["real"].long() if padded else None
+    total = model(input_ids=batch.columns["input_ids"], labels=labels, attention_mask=mask, use_cache=False).loss
     total.backward()
     [(loss, gradients)] = run_ranks(1, ours, str(tmp_path), padded)
     assert loss == pytest.approx(total.item(), rel=1e-5)

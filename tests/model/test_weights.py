@@ -15,6 +15,7 @@ from lacuna.export import huggingface
 from lacuna.export.huggingface import export_model, save_model_description
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.fsdp import inference
 from tiny import (
     VOCABULARY,
@@ -47,9 +48,9 @@ def check_loaded(folder: Path, model: PreTrainedModel) -> None:
     assert differing(parameters, dict(reference.named_parameters())) == [], folder
     assert differing(dict(model.named_buffers()), dict(reference.named_buffers())) == [], folder
     labels = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
-    inputs = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, labels)
+    inputs = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, {"labels": labels})
     with inference(model):
-        loss = model.summed_loss(Head(), inputs)[0] / (labels != -100).sum()
+        loss = model.loss_sums(Head(), LanguageModelling.loss, inputs)[0] / (labels != -100).sum()
         expected = reference(input_ids=IDS, labels=IDS).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6), folder
 

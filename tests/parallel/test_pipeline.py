@@ -14,9 +14,10 @@ from lacuna.config import Config, UserError
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.build import build_model
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.pipeline import balanced_stages, check_pipeline, cut, stage_ranges
-from lacuna.train.step import accumulate_gradients, agree
+from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import Case, check_same, configuration, outcomes, own_batches, pipeline, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 
@@ -69,8 +70,8 @@ def shapes_of_the_loss(model_config: Path) -> tuple[list[int], list[int]]:
     built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU)
     batch, _ = own_batches(case, mesh)
     with torch.no_grad():
-        judged = built.pipeline.evaluate(built.inputs(batch))
-        hidden = torch.zeros(*batch.input_ids.shape, built.pipeline.width)
+        judged = built.pipeline.evaluate(built.inputs(batch), LanguageModelling.held_out_loss)
+        hidden = torch.zeros(*batch.columns["input_ids"].shape, built.pipeline.width)
         given = built.stages[0].module(hidden, torch.zeros(1, dtype=torch.int64))
     return [*given.shape], [*judged.shape]
 
@@ -132,7 +133,7 @@ def most_kept(model_config: Path) -> tuple[float, int]:
     for layer in [layer for stage in built.stages for layer in stage.layers]:
         layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
         layer.register_forward_hook(lambda *_: hooks.__exit__())
-    accumulate_gradients(built, batches, agree(batches, False, False, built)[1])
+    accumulate_gradients(built, batches, LanguageModelling.loss, total_counts(built, batches)["trained_tokens"])
     return max(counts) / len(counts) * 8, len(kept)
 
 

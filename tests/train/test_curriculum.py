@@ -164,7 +164,7 @@ def test_stages_draw_in_orders_of_their_own(staged: Path) -> None:
     config = load_config(str(staged / "run.toml"), ["--training.seq_len", "16", "--data.data_probs", "1,1"])
     config = config.model_copy(update={"curriculum": CurriculumConfig(stages=({"from_step": 1, "batch_size": 2},))})
     batches = [next(build_loader(stage, tokenizer, first, dp_rank=0)) for stage in config.stages()]
-    assert not torch.equal(batches[0].input_ids, batches[1].input_ids)
+    assert not torch.equal(batches[0].columns["input_ids"], batches[1].columns["input_ids"])
 
 
 def test_what_has_no_trained_token_comes_last(world: Path, tmp_path: Path) -> None:

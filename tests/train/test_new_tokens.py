@@ -12,9 +12,10 @@ from lacuna.config import Config
 from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
 from lacuna.data import Batch, run_tokenizer
 from lacuna.model.build import build_model
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import build_optimizer, update
-from lacuna.train.step import accumulate_gradients, agree
+from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import LENGTH, Case, own_batches, pipelined
 from runs import lacuna, together, train, weights, write_model
 from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
@@ -38,7 +39,8 @@ def thinking(batch: Batch) -> Batch:
     def thought(ids: Tensor) -> Tensor:
         return ids.where((ids < 20) | (ids > 49), 9).where((ids < 50) | (ids > 79), 97)
 
-    return replace(batch, input_ids=thought(batch.input_ids), labels=thought(batch.labels))
+    columns = {name: thought(batch.columns[name]) for name in ("input_ids", "labels")}
+    return replace(batch, columns=batch.columns | columns)
 
 
 def trained(case: Case, folder: Path, implementation: str) -> tuple[dict[str, Tensor], list[float], float]:
@@ -55,13 +57,13 @@ def trained(case: Case, folder: Path, implementation: str) -> tuple[dict[str, Te
     norms, square = [], 0.0
     for step in range(2):
         batches = [thinking(batch) for batch in own_batches(case, mesh)]
-        totals = agree(batches, False, False, built)
-        accumulate_gradients(built, batches, totals[1])
+        trained = total_counts(built, batches)["trained_tokens"]
+        accumulate_gradients(built, batches, LanguageModelling.loss, trained)
         for name, weight in built.model.named_parameters():
             gradient = whole(weight.grad).double()
             ends = "embed_tokens" in name or "lm_head" in name
             square += float(gradient[IDS if ends else ...].square().sum()) if step == 0 else 0.0
-        norm, _ = update(built, optimizer, totals[1])
+        norm, _ = update(built, optimizer, trained)
         norms.append(norm.item())
     return {name: whole(weight).detach() for name, weight in built.model.named_parameters()}, norms, square**0.5
 

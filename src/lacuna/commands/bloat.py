@@ -18,6 +18,8 @@ EXTENSIONS = {
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
     "experts": ("model/router.py",),
+    "plans": ("plan/dry_run.py", "plan/examples.py"),
+    "rollouts": ("rollout/generate.py",),
 }
 
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

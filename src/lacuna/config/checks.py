@@ -23,7 +23,6 @@ _ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".g
 # pattern of settings) that is on (not false, 0, empty or left out), or whose value fits a pattern; `no` negates it. Of
 # several that are parted by `|` each counts.
 CONTRADICTIONS: dict[str, str] = {
-    "job.task = [dg]* | job.task = preference | job.task = ppo": "only pretrain and sft are available yet",
     "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
     "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
     "training.steps & training.epochs": "both are given; keep one (--training.steps none takes the file's away)",

@@ -138,7 +138,8 @@ def _canonical(name: str, where: str) -> str:
 def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
     """A line for one finding of pydantic: the setting, what is wanted, what was given and where."""
     part = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
-    wanted = detail["msg"].removeprefix("Input ").partition(", unable")[0].replace("valid tuple", "list")
+    said = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
+    wanted = said.partition(", unable")[0].replace("valid tuple", "list")
     value, kind, hint = detail["input"], detail["type"], ""
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         hint = "; write it without quotes"

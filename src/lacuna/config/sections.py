@@ -13,19 +13,20 @@ from lacuna.config import machine
 from lacuna.config.documents import ChatConfig, CurriculumConfig, DataConfig, PackingConfig, ValidationConfig
 from lacuna.config.errors import explained, refuse
 from lacuna.config.fields import Names, Path, Paths, Section, also, packaged, read_value
+from lacuna.config.task import known_task, trains_on
 
 
 class JobConfig(Section):
     """What kind of run this is and where it writes.
 
-    task: What is trained for: pretrain on texts, or sft on conversations; the others are not available yet.
+    task: What is trained for: pretrain on texts, sft on conversations, or an objective of your own, as module:name.
     name: Name of the run. Unset: that of job.dump_folder, else of the TOML file without .toml.
     dump_folder: Folder that everything is written to. Unset: outputs/<name>.
     description: A note for the reader of config.toml; it changes nothing.
     print_args: Print every resolved setting at the start.
     """
 
-    task: Literal["pretrain", "sft", "distill", "preference", "grpo", "ppo"] = "pretrain"
+    task: Annotated[str, AfterValidator(known_task)] = "pretrain"
     name: str = "run"
     dump_folder: Path = Field(default_factory=lambda given: f"outputs/{given['name']}")
     description: str = ""
@@ -274,7 +275,7 @@ class Config(Section):
     @property
     def conversations(self) -> ChatConfig | None:
         """How conversations become tokens; None where the task is to train on texts."""
-        return self.chat if self.job.task == "sft" else None
+        return self.chat if trains_on(self.job.task) == "conversations" else None
 
     def stages(self) -> "list[Config]":
         """The configuration of each stage of the curriculum, beginning with that before the first of its tables.

@@ -46,33 +46,34 @@ class Batch:
     """One micro-batch of one data-parallel rank; B sequences of T tokens; tensors on the CPU.
 
     Attributes:
-        input_ids: int64 [B, T].
-        labels: int64 [B, T], already shifted: the target of position t; -100 where nothing is trained.
-        position_ids: int64 [B, T], from 0 in each piece (from 0 in each row when documents are not masked).
-        real: bool [B, T], whether a token is one of a document, and not padding.
+        columns: by name [B, T], one value a token. What every batch has:
+            input_ids: int64.
+            labels: int64, already shifted: the target of position t; -100 where nothing is trained.
+            position_ids: int64, from 0 in each piece (from 0 in each row when documents are not masked).
+            real: bool, whether a token is one of a document, and not padding.
+        counts: by name, what is summed over micro-batches and ranks. What every batch has:
+            tokens: input tokens that are not padding.
+            trained_tokens: labels that are not -100.
+            text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are known).
+            source_0 and so on: real tokens from each source, in the order of the configuration.
         cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end is one.
         max_seqlen: tokens in the longest piece.
-        tokens: input tokens that are not padding.
-        trained_tokens: labels that are not -100.
-        text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are known).
-        source_tokens: real tokens from each source, in the order of the configuration.
     """
 
-    input_ids: Tensor
-    labels: Tensor
-    position_ids: Tensor
-    real: Tensor
+    columns: dict[str, Tensor]
+    counts: dict[str, float]
     cu_seqlens: Tensor
     max_seqlen: int
-    tokens: int
-    trained_tokens: int
-    text_bytes: float
-    source_tokens: tuple[int, ...]
+
+    @property
+    def shape(self) -> torch.Size:
+        """[B, T]"""
+        return self.columns["input_ids"].shape
 
 
 def packing_mode(config: Config) -> str:
     """`packing.mode`, by default that of the task: conversations are not cut, texts laid end to end."""
-    automatic = "best_fit" if config.job.task == "sft" else "concatenate"
+    automatic = "best_fit" if config.conversations is not None else "concatenate"
     return automatic if config.packing.mode == "auto" else config.packing.mode
 
 
@@ -166,17 +167,17 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
     labels[labels < 0] = IGNORED
     bounds = np.unique([*starts, len(input_ids)])
     positions = np.arange(len(input_ids)) - np.repeat(bounds[:-1], np.diff(bounds))
+    columns = {"input_ids": input_ids, "labels": labels, "position_ids": positions, "real": real}
+    counts = {
+        "tokens": sum(source_tokens),
+        "trained_tokens": int((labels != IGNORED).sum()),
+        "text_bytes": text_bytes,
+    }
     return Batch(
-        input_ids=torch.from_numpy(input_ids).view(-1, length),
-        labels=torch.from_numpy(labels).view(-1, length),
-        position_ids=torch.from_numpy(positions).view(-1, length),
-        real=torch.from_numpy(real).view(-1, length),
+        columns={name: torch.from_numpy(one).view(-1, length) for name, one in columns.items()},
+        counts=counts | {f"source_{place}": count for place, count in enumerate(source_tokens)},
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(np.diff(bounds).max()),
-        tokens=sum(source_tokens),
-        trained_tokens=int((labels != IGNORED).sum()),
-        text_bytes=text_bytes,
-        source_tokens=tuple(source_tokens),
     )
 
 

@@ -14,7 +14,7 @@ from lacuna.config.sections import described_adapter
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention import attention_choices, choose_kernels
-from lacuna.model.head import Head, attach_loss, hidden_states, probe_head, summed_loss
+from lacuna.model.head import Head, TokenLoss, attach_loss, hidden_states, loss_sums, probe_head
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.lora import add_adapters, begin_as_lost, initialize_adapters, load_adapters, trained_names
 from lacuna.model.probe import find_attention
@@ -248,9 +248,9 @@ def _clear(rows: Tensor, weight: Tensor) -> None:
     local(weight.grad).masked_fill_(rows, 0)  # so that AdamW, without decay, leaves them as they are
 
 
-def _run_stage(head: Head, stage: Stage, inputs: Inputs) -> Tensor:
-    """What a pipeline hands on: hidden states, and from the last stage the summed loss."""
+def _run_stage(head: Head, stage: Stage, inputs: Inputs, loss: TokenLoss) -> Tensor:
+    """What a pipeline hands on: hidden states, and from the last stage the sums of `loss`."""
     if stage.is_last:
-        return summed_loss(stage.module, head, inputs)
+        return loss_sums(stage.module, head, loss, inputs)
     hidden = hidden_states(stage.module, inputs)
     return hidden.clone() if hidden._is_view() else hidden  # zero-bubble schedules detach it in place

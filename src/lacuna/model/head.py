@@ -1,8 +1,9 @@
 """From a micro-batch to its loss, for any Hugging Face causal LM: how its head makes logits is found out by asking it.
 
-Their cross-entropy is taken a chunk of tokens at a time: the (tokens × vocabulary) matrix never exists.
+A loss of tokens sees the logits of a chunk of them at a time: the (tokens × vocabulary) matrix never exists.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -19,14 +20,30 @@ from lacuna.model.router import Router, router_loss
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.tensor import gather_sequence_slices
 
-IGNORED = -100
 # Logits of a chunk take about this much memory in float32; larger chunks gain no speed.
 CHUNK_BYTES = 1024 * 2**20
 
 
+Columns = Mapping[str, Tensor]
+Sums = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss that is a sum over tokens, each of which has one by its own logits.
+
+    Attributes:
+        of: makes of logits [tokens, vocabulary], float32, and columns [tokens] sums over the tokens, float32 scalars.
+        names: theirs. The first, `loss`, is minimised; the others have no gradient and are reported.
+    """
+
+    of: Callable[[Tensor, Columns], Sums]
+    names: tuple[str, ...] = ("loss",)
+
+
 @dataclass(frozen=True)
 class Head:
-    """How the loss is made: chunk by chunk from the head's weight, or from the model's own logits.
+    """How logits are made: chunk by chunk from the head's weight, or by the model itself.
 
     What a model does to the logits after its head's matrix product is to scale, then to cap them softly, as Gemma-2,
     Cohere and Granite do: `cap * tanh(scale * logits / cap)`. With a `router` its load-balancing
@@ -44,21 +61,24 @@ class Head:
         logits = product.float() * self.scale if self.scale != 1.0 else product.float()
         return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
 
-    def loss(self, product: Tensor, labels: Tensor) -> Tensor:
-        """The summed cross-entropy of tokens whose head's product is `product` [tokens, vocabulary].
-
-        Without gradients float32 [2]: that, and of how many labels the likeliest token is right.
-        """
-        loss = F.cross_entropy(self.logits(product), labels, ignore_index=IGNORED, reduction="sum")
-        return loss if torch.is_grad_enabled() else torch.stack([loss, (product.argmax(-1) == labels).sum()])
+    def sums(self, product: Tensor, columns: Columns, loss: TokenLoss) -> Tensor:
+        """The sums of tokens whose head's product is `product` [tokens, vocabulary], float32 [names]."""
+        sums = loss.of(self.logits(product), columns)
+        return torch.stack([sums[name].float() for name in loss.names])
 
 
-def _gradient_and_loss(product: Tensor, labels: Tensor, head: Head) -> tuple[Tensor, Tensor]:
-    """The gradient of a chunk's loss with respect to `product`, and the loss."""
-    return torch.func.grad_and_value(head.loss)(product, labels)
+def _gradient_and_sums(product: Tensor, columns: Columns, head: Head, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+    """The gradient of a chunk's loss with respect to `product`, and the sums."""
+
+    def with_sums(product: Tensor) -> tuple[Tensor, Tensor]:
+        sums = head.sums(product, columns, loss)
+        return sums[0], sums
+
+    gradient, (_, sums) = torch.func.grad_and_value(with_sums, has_aux=True)(product)
+    return gradient, sums
 
 
-_compiled_gradient_and_loss = torch.compile(_gradient_and_loss, fullgraph=True, dynamic=False)
+_compiled_gradient_and_sums = torch.compile(_gradient_and_sums, fullgraph=True, dynamic=False)
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -69,22 +89,24 @@ def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
         total.addmm_(left.float(), right.float())
 
 
-class _ChunkedLinearCrossEntropy(torch.autograd.Function):
+class _ChunkedTokenLoss(torch.autograd.Function):
     """Computes gradients along with the loss: one product fewer than recomputing, and no logits kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head, chunk: int
-    ) -> Tensor:
-        step = _compiled_gradient_and_loss if head.compiled and hidden.is_cuda else _gradient_and_loss
-        loss = torch.zeros((), dtype=torch.float32, device=hidden.device)
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Columns, head: Head, loss: TokenLoss,
+        chunk: int,
+    ) -> Tensor:  # fmt: skip
+        step = _compiled_gradient_and_sums if head.compiled and hidden.is_cuda else _gradient_and_sums
+        total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
-            gradient, chunk_loss = step(F.linear(hidden[part], weight, bias), labels[part], head)
-            loss += chunk_loss
+            of_part = {name: column[part] for name, column in columns.items()}
+            gradient, sums = step(F.linear(hidden[part], weight, bias), of_part, head, loss)
+            total += sums
             torch.mm(gradient, weight, out=hidden_gradient[part])
             if weight_gradient is not None:
                 _accumulate_product(weight_gradient, gradient.t(), hidden[part])
@@ -92,35 +114,42 @@ class _ChunkedLinearCrossEntropy(torch.autograd.Function):
                 bias_gradient += gradient.sum(0, dtype=torch.float32)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
         ctx.dtype = weight.dtype
-        return loss
+        return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in float32 and rounded once; not in place: zero-bubble pipelines come here twice.
         scaled = (
-            None if gradient is None else torch.mul(gradient, upstream, out=torch.empty_like(gradient, dtype=ctx.dtype))
+            None
+            if gradient is None
+            else torch.mul(gradient, upstream[0], out=torch.empty_like(gradient, dtype=ctx.dtype))
             for gradient in ctx.saved_tensors
         )
-        return (*scaled, None, None, None)
+        return (*scaled, None, None, None, None)
 
 
-def chunked_cross_entropy(linear: nn.Linear, head: Head, hidden: Tensor, labels: Tensor, chunk: int = 0) -> Tensor:
-    """Summed cross-entropy (nats) of `head.logits(linear(hidden))` against `labels`, in float32.
+def chunked_sums(
+    linear: nn.Linear, head: Head, loss: TokenLoss, hidden: Tensor, columns: Columns, chunk: int = 0
+) -> Tensor:
+    """The sums of `loss` over tokens whose logits are `head.logits(linear(hidden))`, float32 [names].
 
-    `hidden` [tokens, width], the weight [vocabulary, width], `labels` int64 [tokens], `IGNORED` where not trained.
-    Equals `F.cross_entropy(..., reduction="sum")`; logits exist for `chunk` tokens at a time (0: as many as
-    fit `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32. `head.compiled` fuses the
-    elementwise work (GPU). Gradients are computed in the forward pass, as in Liger (arXiv 2410.10989). Where none are
-    wanted the result is as that of `head.loss`.
+    `hidden` [tokens, width], the weight [vocabulary, width], `columns` [tokens]. Only the first, which is minimised,
+    has a gradient. Logits exist for `chunk` tokens at a time (0: as many as fit `CHUNK_BYTES`), and the weight's
+    gradient is accumulated over the chunks in float32. `head.compiled` fuses the elementwise work (GPU). Gradients are
+    computed in the forward pass, as in Liger (arXiv 2410.10989).
     """
     weight, bias = linear.weight, linear.bias
     hidden = hidden.to(weight.dtype)  # some models keep their head in float32
     size = CHUNK_BYTES if weight.requires_grad else CHUNK_BYTES // 4  # a frozen head has no gradient to add to
     chunk = chunk or max(256, size // (4 * len(weight)) // 256 * 256)
     if torch.is_grad_enabled():
-        return _ChunkedLinearCrossEntropy.apply(hidden, weight, bias, labels, head, chunk)
-    parts = zip(hidden.split(chunk), labels.split(chunk), strict=True)
-    return torch.stack([head.loss(F.linear(states, weight, bias), targets) for states, targets in parts]).sum(0)
+        return _ChunkedTokenLoss.apply(hidden, weight, bias, columns, head, loss, chunk)
+    total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk):
+        part = slice(start, start + chunk)
+        of_part = {name: column[part] for name, column in columns.items()}
+        total += head.sums(F.linear(hidden[part], weight, bias), of_part, loss)
+    return total
 
 
 def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:
@@ -128,12 +157,13 @@ def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:
     return backbone(model)(**inputs.arguments).last_hidden_state
 
 
-def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs, trained: Tensor | None = None) -> Tensor:
-    """The summed cross-entropy (nats, float32) of the labels of `inputs`.
+def loss_sums(
+    model: PreTrainedModel, head: Head, loss: TokenLoss, inputs: Inputs, divisor: Tensor | None = None
+) -> Tensor:
+    """The sums of `loss` over the tokens of `inputs`, float32 [names].
 
-    Where hidden states of the whole sequence are gathered first, every rank takes its share of the same loss. Without
-    gradients the result has two elements: the loss, and of how many labels the likeliest token is right. Where the
-    head has a router and `trained` says by how many tokens the loss will be divided, its own loss is added as often.
+    Where hidden states of the whole sequence are gathered first, every rank takes its share of the same loss. Where the
+    head has a router and `divisor` says by what the loss will be divided, its own loss is added as often.
     """
     if head.chunked:
         output = backbone(model)(**inputs.arguments)
@@ -143,26 +173,29 @@ def summed_loss(model: PreTrainedModel, head: Head, inputs: Inputs, trained: Ten
         states = output.logits
     if inputs.gather is not None:
         states = gather_sequence_slices(states, inputs.gather)
-    states, labels = states.flatten(0, 1), inputs.labels.flatten()
-    linear = model.get_output_embeddings()
-    loss = linear.summed_loss(head, states, labels) if head.chunked else head.loss(states, labels)
+    states = states.flatten(0, 1)
+    columns = {name: column.flatten() for name, column in inputs.columns.items()}
+    if head.chunked:
+        sums = model.get_output_embeddings().loss_sums(head, loss, states, columns)
+    else:
+        sums = head.sums(states, columns, loss)
     if inputs.gather is not None:
-        loss = loss / inputs.gather.size()
-    if head.router is not None and trained is not None:
-        balance = router_loss(head.router, output.router_logits, inputs.real.flatten())
-        loss = loss + balance * trained
-    return loss
+        sums = sums / inputs.gather.size()
+    if head.router is not None and divisor is not None:
+        balance = router_loss(head.router, output.router_logits, columns["real"])
+        sums = sums + F.pad((balance * divisor)[None], (0, len(loss.names) - 1))
+    return sums
 
 
 def attach_loss(model: PreTrainedModel) -> None:
-    """Gives `model` the method `summed_loss(head, inputs, trained)`, in place.
+    """Gives `model` the method `loss_sums(head, loss, inputs, divisor)`, in place.
 
     Methods of the model and of its head and not functions around them, so that sharding gathers what they need.
     """
-    for module, method in ((model, summed_loss), (model.get_output_embeddings(), chunked_cross_entropy)):
+    for module, method in ((model, loss_sums), (model.get_output_embeddings(), chunked_sums)):
         if module is not None:
-            module.summed_loss = MethodType(method, module)
-            register_fsdp_forward_method(module, "summed_loss")
+            module.loss_sums = MethodType(method, module)
+            register_fsdp_forward_method(module, "loss_sums")
 
 
 def relative_difference(left: Tensor, right: Tensor) -> float:

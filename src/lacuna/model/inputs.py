@@ -25,15 +25,13 @@ class Inputs:
         arguments: those of the model. Among them are `input_ids`, int64 [B, T], this rank's share of the sequences, and
             `position_ids`, int64 [B, T·tp]: layers see the share of all tensor-parallel ranks. There is no mask and no
             cache: either would let documents see each other.
-        labels: int64 [B, T], the same share as `input_ids`.
-        real: bool [B, T], where there is no padding, for what looks at all tokens.
-        gather: the mesh over which hidden states are gathered before the head; labels are then as `position_ids`.
+        columns: all others of the batch, [B, T], the same share as `input_ids`.
+        gather: the mesh over which hidden states are gathered before the head; columns are then as `position_ids`.
     """
 
     arguments: dict[str, Any]
-    labels: Tensor
+    columns: dict[str, Tensor]
     gather: DeviceMesh | None = None
-    real: Tensor | None = None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -75,23 +73,23 @@ def prepare_inputs(
     is to say what its routers do.
     """
     layout = Layout() if mesh is None else mesh.layout
-    tensors = (batch.input_ids, batch.labels, batch.position_ids)
+    columns = dict(batch.columns)
     if attention.startswith("flash_attention"):  # transformers' own wants one row
-        tensors = tuple(tensor.reshape(1, -1) for tensor in tensors)
+        columns = {name: column.reshape(1, -1) for name, column in columns.items()}
     if layout.cp > 1:
-        tensors = tuple(shard_sequence(tensor, 1, mesh.layout.cp, mesh.rank("cp")) for tensor in tensors)
-    input_ids, labels, position_ids = (to_device(tensor, device) for tensor in tensors)
-    own_labels = labels
+        rank = mesh.rank("cp")
+        columns = {name: shard_sequence(column, 1, layout.cp, rank) for name, column in columns.items()}
+    columns = {name: to_device(column, device) for name, column in columns.items()}
+    position_ids = columns.pop("position_ids")
+    input_ids = columns.pop("input_ids")
+    gather = gather and layout.tp > 1
     if layout.tp > 1:
-        place = mesh.rank("tp")
-        input_ids, own_labels = (one.chunk(layout.tp, dim=1)[place] for one in (input_ids, labels))
-    told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, batch.input_ids.shape[1], device, mesh)
+        rank = mesh.rank("tp")
+        input_ids = input_ids.chunk(layout.tp, dim=1)[rank]
+        if not gather:
+            columns = {name: column.chunk(layout.tp, dim=1)[rank] for name, column in columns.items()}
+    told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, batch.shape[1], device, mesh)
     arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
     if routed:
-        real = batch.real
-        if layout.cp > 1:
-            real = shard_sequence(real, 1, layout.cp, mesh.rank("cp"))
-        return Inputs(arguments | {"output_router_logits": True}, labels, real=to_device(real, device))
-    if gather and layout.tp > 1:
-        return Inputs(arguments, labels, mesh.tensor)
-    return Inputs(arguments, own_labels)
+        arguments["output_router_logits"] = True
+    return Inputs(arguments, columns, mesh.tensor if gather else None)

@@ -1,6 +1,5 @@
 """Tries a model in small before a run: does it compute here what transformers' own code computes?"""
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -123,18 +122,13 @@ def trial_of(rows: Rows) -> Trial:
         documents.insert(1, (0, first, LENGTH))
     bounds = torch.tensor([0, first, LENGTH, 2 * LENGTH]).unique()
     positions = torch.cat([torch.arange(int(size)) for size in bounds.diff()])
-    batch = Batch(
-        input_ids=ids,
-        labels=torch.full_like(ids, IGNORED),
-        position_ids=positions.view_as(ids),
-        real=torch.ones_like(ids, dtype=torch.bool),
-        cu_seqlens=bounds.int(),
-        max_seqlen=int(bounds.diff().max()),
-        tokens=ids.numel(),
-        trained_tokens=0,
-        text_bytes=math.nan,
-        source_tokens=(ids.numel(),),
-    )
+    columns = {
+        "input_ids": ids,
+        "labels": torch.full_like(ids, IGNORED),
+        "position_ids": positions.view_as(ids),
+        "real": torch.ones_like(ids, dtype=torch.bool),
+    }
+    batch = Batch(columns, {}, bounds.int(), int(bounds.diff().max()))
     return Trial(batch, tuple(documents))
 
 
@@ -187,7 +181,7 @@ def own_result(
     """Every document alone, by transformers' own code and the attention that it chooses."""
     model, _ = specimen_and_layers(model_config, _own_attention(model_config), longest, least)
     model = model.to(device)
-    rows = trial.batch.input_ids.to(device)
+    rows = trial.batch.columns["input_ids"].to(device)
     with _runs_by_itself(model):
         alone = (rows[row : row + 1, start:stop] for row, start, stop in trial.documents)
         return _result(model, torch.cat([_own_states(model, ids)[0] for ids in alone]))
@@ -215,7 +209,7 @@ def _our_result(
 
 def result_in_rows(model: PreTrainedModel, states: Tensor, trial: Trial) -> Result:
     """The result of a model whose hidden states of the rows of a trial are `states`."""
-    rows = states.reshape(*trial.batch.input_ids.shape, -1)
+    rows = states.reshape(*trial.batch.shape, -1)
     return _result(model, torch.cat([rows[row, start:stop] for row, start, stop in trial.documents]))
 
 

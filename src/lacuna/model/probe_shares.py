@@ -91,8 +91,8 @@ def _states_by_shares(model: PreTrainedModel, _: nn.ModuleList, batch: Batch) ->
     """Hidden states of whole rows, computed in the shares of two ranks."""
     bounds = (batch.cu_seqlens, batch.max_seqlen, LENGTH)
     told = packing_arguments(PACKED, *bounds, model.device)
-    shares = (_shares(one.to(model.device)) for one in (batch.input_ids, batch.position_ids))
-    arguments = dict(zip(("input_ids", "position_ids"), shares, strict=True))
+    names = ("input_ids", "position_ids")
+    arguments = {name: _shares(batch.columns[name].to(model.device)) for name in names}
     states = backbone(model)(**arguments, use_cache=False, **told).last_hidden_state
     return join_sequence(states.chunk(RANKS), 1)
 

@@ -1,1 +1,1 @@
-"""What is minimised: pairs of data and loss over the one loop."""
+"""What is minimised, and what is told of it: all that the one loop is given of a task."""

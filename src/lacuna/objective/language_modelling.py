@@ -1,18 +1,69 @@
-"""Next-token prediction: the summed cross-entropy of one micro-batch."""
+"""Next-token prediction: the cross-entropy of trained tokens, and what is told of held-out text."""
 
+import math
+from collections.abc import Sequence
+
+import torch.nn.functional as F
 from torch import Tensor
 
 from lacuna.data import Batch
+from lacuna.data.packing import IGNORED
 from lacuna.model.build import BuiltModel
+from lacuna.model.head import Columns, Sums, TokenLoss
 
 
-def language_modelling_loss(built: BuiltModel, batch: Batch, trained: Tensor | None = None) -> Tensor:
-    """Summed loss (nats, float32 scalar) over this rank's share of the trained tokens of `batch`.
+def cross_entropy(logits: Tensor, columns: Columns) -> Sums:
+    """The summed cross-entropy (nats) of the labels that are not `IGNORED`."""
+    labels = columns["labels"]
+    return {"loss": F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")}
 
-    Without gradients [2]: that, and of how many trained tokens the likeliest is right. With how
-    many are `trained` in the whole step, losses that are no sum over tokens are in it as often.
-    """
-    inputs = built.inputs(batch)
-    if built.pipeline is not None:
-        return built.pipeline.evaluate(inputs)
-    return built.model.summed_loss(built.head, inputs, trained)
+
+def judged_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
+    """The same, and of how many labels the likeliest token is right."""
+    right = (logits.argmax(-1) == columns["labels"]).sum()
+    return cross_entropy(logits, columns) | {"right_tokens": right}
+
+
+class LanguageModelling:
+    """Trains on the next token of texts; of conversations where `trains_on` says so."""
+
+    trains_on = "texts"
+    denominator = "trained_tokens"
+    loss = TokenLoss(cross_entropy)
+    held_out_loss = TokenLoss(judged_cross_entropy, ("loss", "right_tokens"))
+
+    def annotate(self, policy: BuiltModel, batches: Sequence[Batch]) -> Sequence[Batch]:
+        """The batches as they are: nothing is to be known of them before the loss."""
+        return batches
+
+    def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
+        """What a row of the log has of a step's `sums` over all ranks: the loss in nats per trained token."""
+        return {"loss": sums["loss"] / max(counts["trained_tokens"], 1)}
+
+    def report_held_out(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
+        """What is told of held-out data.
+
+        That is the loss in nats per trained token, the share of trained tokens that are the likeliest, and bits per
+        byte of text (None where the bytes are unknown; those that the untrained first token of each document stands
+        for are taken out in proportion).
+        """
+        trained = counts["trained_tokens"]
+        mean = sums["loss"] / trained if trained else math.nan
+        accuracy = sums["right_tokens"] / trained if trained else math.nan
+        bits_per_byte = None
+        if counts["text_bytes"] > 0:
+            bits_per_byte = mean / math.log(2) * counts["tokens"] / counts["text_bytes"]
+        return {"val_loss": mean, "val_bits_per_byte": bits_per_byte, "val_token_accuracy": accuracy}
+
+    def state_dict(self) -> dict[str, object]:
+        """Nothing: all that this objective knows is in the configuration."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Takes what `state_dict` gave."""
+
+
+class ChatModelling(LanguageModelling):
+    """Trains on the answers of conversations."""
+
+    trains_on = "conversations"

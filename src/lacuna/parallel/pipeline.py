@@ -155,12 +155,13 @@ def stage_ranges(points: Sequence[str], stages: int, model: PreTrainedModel, lay
 class Pipeline:
     """The stages of this rank in torch's schedules. Every rank of a pipeline must make the same calls.
 
-    `run(stage, inputs)` computes a stage: hidden states [..., width], or of the last stage the summed loss.
+    `run(stage, inputs, loss)` computes a stage: hidden states [..., width], or of the last one the sums of `loss`, of
+    which the first is minimised.
     """
 
     def __init__(
         self, config: Config, mesh: Mesh, device: torch.device, stages: Sequence[Stage],
-        run: Callable[[Stage, Any], Tensor],
+        run: Callable[[Stage, Any, Any], Tensor],
     ) -> None:  # fmt: skip
         self.settings, self.mesh, self.device, self.run = config.parallelism, mesh, device, run
         self.dtype = compute_dtype(config, device.type)
@@ -169,6 +170,7 @@ class Pipeline:
         self.total = len(self.owners)
         self.stages = {stage.index: stage for stage in stages}
         self.planned: tuple[int, torch.Size] | None = None
+        self.sums: dict[int, Tensor] = {}
         for stage in stages:
             stage.module.forward = partial(self._forward, stage)
 
@@ -189,9 +191,11 @@ class Pipeline:
     def _forward(self, stage: Stage, received: Tensor, index: Tensor, judged: bool = False) -> Tensor:
         """torch hands tensors only from stage to stage; what else a micro-batch has is looked up by its number."""
         stage.entrance.received = received
-        result = self.run(stage, self.inputs[int(index)])
-        # torch 2.11 learns the shapes of a step without gradients, where the loss comes with a count of guesses.
-        return result[0] if result.dim() == 1 and not judged else result
+        result = self.run(stage, self.inputs[int(index)], self.loss)
+        if not stage.is_last or judged:
+            return result
+        self.sums[int(index)] = result.detach()  # anew, where torch went through it before to learn shapes
+        return result[0]
 
     def _scaled(self, loss: Tensor, _: Tensor) -> Tensor:
         loss = loss / self.divisor
@@ -200,12 +204,15 @@ class Pipeline:
         self.graphs.append(loss.grad_fn)
         return loss
 
-    def step(self, inputs: Sequence[Any], divisor: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches of a step; returns the summed loss (0 but for the last stage).
+    def step(self, inputs: Sequence[Any], loss: Any, divisor: Tensor) -> Tensor:
+        """Forward and backward of all micro-batches of a step; returns the sums of `loss` (0 but for the last stage).
 
-        Gradients are those of the summed loss over `divisor`.
+        Gradients are those of the first of them over `divisor`.
         """
-        self.inputs, self.divisor = inputs, divisor
+        self.inputs = inputs
+        self.loss = loss
+        self.divisor = divisor
+        self.sums.clear()
         form = len(inputs), inputs[0].arguments["input_ids"].shape
         if form != self.planned:
             self._plan(len(inputs))
@@ -214,15 +221,20 @@ class Pipeline:
             # Else the backward pass of one stage shards another's parameters, which zero-bubble schedules then miss.
             stage.module.set_reshard_after_backward(False)
         numbers = torch.arange(len(inputs))
-        losses: list[Tensor] = []
         first = (numbers,) if 0 in self.stages else ()
-        self.schedule.step(*first, index=numbers, target=numbers, losses=losses, return_outputs=False)
+        self.schedule.step(*first, index=numbers, target=numbers, return_outputs=False)
         self.graphs.clear()
-        return torch.stack(losses).detach().sum() * divisor if losses else torch.zeros((), device=self.device)
+        return torch.stack([*self.sums.values()]).sum(0) if self.sums else self._nothing()
 
-    def evaluate(self, inputs: Any) -> Tensor:
-        """What the last stage computes of one micro-batch, forward only (zeros [2] on other ranks)."""
-        self.inputs, group = [inputs], self.mesh.named.get_group("pp")
+    def _nothing(self) -> Tensor:
+        """The sums of a rank that does not have the last stage."""
+        return torch.zeros(len(self.loss.names), device=self.device)
+
+    def evaluate(self, inputs: Any, loss: Any) -> Tensor:
+        """The sums of `loss` over one micro-batch, forward only (0 but for the last stage)."""
+        self.inputs = [inputs]
+        self.loss = loss
+        group = self.mesh.named.get_group("pp")
         shape = (*inputs.arguments["input_ids"].shape, self.width)
         hidden = torch.zeros((), device=self.device)
         for index, stage in self.stages.items():
@@ -232,7 +244,7 @@ class Pipeline:
             hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64), judged=True)
             if not stage.is_last and index + 1 not in self.stages:
                 dist.send(hidden, group=group, group_dst=self.owners[index + 1])
-        return hidden if self.total - 1 in self.stages else torch.zeros(2, device=self.device)
+        return hidden if self.total - 1 in self.stages else self._nothing()
 
 
 def tied_weights(model: PreTrainedModel, mesh: Mesh) -> list[nn.Parameter]:

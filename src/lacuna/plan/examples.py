@@ -64,11 +64,12 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
         table.add_row(f"below {1 << size:,} tokens", f"{count:,} examples", "█" * -(-_BAR * count // counts.max()))
     if whole:
         table.add_row("longer than a row", f"{(lengths > length).sum():,} of {len(lengths):,} examples")
-    name, tokens, count, room = "first step", batch.tokens, len(rows), batch.input_ids.numel()
+    name, tokens, count, room = "first step", batch.counts["tokens"], len(rows), batch.shape.numel()
     if plan.rows_per_pass is not None:
         name, count, room = "epoch", plan.rows_per_pass, plan.rows_per_pass * length
         tokens = sum((stops - starts).sum() for _, starts, stops in plan.bins) if plan.fits else lengths.sum()
         table.add_row("steps", f"{-(-count // len(rows)):,} an epoch", f"{len(rows)} rows each")
-    trained = f"{batch.trained_tokens / max(batch.tokens, 1):.1%} of the first step's tokens are trained"
+    share = batch.counts["trained_tokens"] / max(batch.counts["tokens"], 1)
+    trained = f"{share:.1%} of the first step's tokens are trained"
     table.add_row(name, f"{tokens:,} tokens in {count:,} rows", f"fill {tokens / room:.2%}; {trained}")
     return table

@@ -136,6 +136,7 @@ def _run_of(path: str, description: str, base: str | None, trust_remote_code: bo
         settings = tomllib.loads(run.read_text())
         settings["lora"] |= {"adapter": ()}  # what it began as may be gone, and its tensors are here
         settings["model"] |= {"trust_remote_code": trust_remote_code}  # for who opens it to say
+        del settings["job"]["task"]  # maybe a module of the user's, which opening the model need not have
         return Config.model_validate(settings)
     if not adapter.exists():
         return None

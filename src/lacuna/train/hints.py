@@ -55,7 +55,7 @@ def _on_other_data(config: Config, model: str, adapter: str | None) -> Iterator[
     else:
         yield from ("--model.name_or_path", model)
         yield from ("--lora.rank", config.lora.rank) if adapter else ()
-    yield from ("--job.task", "sft") if config.conversations else ()
+    yield from ("--job.task", config.job.task) if config.job.task != Config().job.task else ()
     yield from ("--data.dataset", "my.jsonl", "--training.epochs", 1)
     for setting in _KEPT:
         section, name = setting.split(".")

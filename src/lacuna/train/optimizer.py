@@ -139,15 +139,15 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     return norm.to(built.device)
 
 
-def update(built: BuiltModel, optimizer: torch.optim.AdamW, trained: Tensor) -> tuple[Tensor, Tensor]:
+def update(built: BuiltModel, optimizer: torch.optim.AdamW, divisor: Tensor) -> tuple[Tensor, Tensor]:
     """Clips and updates in place. Returns the gradient norm before clipping, and whether the step was skipped (1, 0).
 
-    A step without trained tokens is skipped; so is one whose norm is not finite, with `training.skip_nan_inf`. The
-    fused kernel reads that on the device, so that nobody waits; the others have to ask.
+    A step with nothing to learn from, a `divisor` of 0, is skipped; so is one whose norm is not finite, with
+    `training.skip_nan_inf`. The fused kernel reads that on the device, so that nobody waits; the others have to ask.
     """
     norm = clip_gradients(built, built.config.training.max_norm)
     broken = ~torch.isfinite(norm) & built.config.training.skip_nan_inf
-    skip = ((trained == 0) | broken).float()
+    skip = ((divisor == 0) | broken).float()
     if optimizer.defaults["fused"]:
         optimizer.found_inf = skip
     if optimizer.defaults["fused"] or not skip.item():

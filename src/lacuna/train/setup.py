@@ -19,6 +19,7 @@ from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_t
 from lacuna.data.disk import replace_text
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.build import build_model
+from lacuna.objective.find import find_objective
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, on_first
 from lacuna.parallel.schedule import held_stages, pipeline_order
@@ -169,13 +170,14 @@ class Run:
     """
 
     interval: Interval
-    pending: tuple[torch.Tensor, Any] | None = None
+    pending: tuple[list[str], torch.Tensor, Any] | None = None
     stopping = save_wanted = False
     after_checkpoint: Callable[[], None] | None = None
     skipped_in_a_row = 0
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.config, self.process = config, process
+        self.objective = find_objective(config.job.task)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
             torch.use_deterministic_algorithms(True)
@@ -223,6 +225,7 @@ class Run:
         if self.state.stage or self.state.ranked is not None:
             self.open_data()
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
+        self.objective.load_state_dict(saved.get("objective", {}))
         self.loader.load_state_dict(saved["data"])
 
     def load_model(self, mesh: Mesh, start: str | None, saved: dict[str, Any] | None) -> None:

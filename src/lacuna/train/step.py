@@ -1,7 +1,6 @@
 """Batches through the model: gradients summed over ranks, or the losses of held-out ones or of documents."""
 
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,67 +13,75 @@ from lacuna.data import Batch
 from lacuna.data.packing import Span
 from lacuna.data.plan import Plan
 from lacuna.model.build import BuiltModel
+from lacuna.model.head import TokenLoss
 from lacuna.model.inputs import to_device
-from lacuna.objective.language_modelling import language_modelling_loss
 from lacuna.parallel.fsdp import exchange_gradients, inference
 from lacuna.parallel.pipeline import add_tied_gradients
 
 
-def agree(batches: list[Batch], stop: bool, save: bool, built: BuiltModel) -> Tensor:
-    """Float64 [tokens, trained tokens, tokens of each source..., stop, save] on the device.
+def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> dict[str, Tensor]:
+    """The counts of a step's batches by name, summed over micro-batches and ranks; float64 scalars on the device.
 
-    All are summed over micro-batches and data-parallel ranks.
+    So are the `votes` of the ranks: how many of them wanted something.
     """
-    counts = zip(*((each.tokens, each.trained_tokens, *each.source_tokens) for each in batches), strict=True)
-    totals = to_device(torch.tensor([*map(sum, counts), stop, save], dtype=torch.float64), built.device)
-    dist.all_reduce(totals)
-    return totals / built.mesh.layout.sharing  # ranks that share sequences or layers all count the same
+    totals = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts} | votes
+    summed = to_device(torch.tensor([*totals.values()], dtype=torch.float64), built.device)
+    dist.all_reduce(summed)
+    # Ranks that share sequences or layers all count the same.
+    return dict(zip(totals, summed / built.mesh.layout.sharing, strict=True))
 
 
-def accumulate_gradients(built: BuiltModel, batches: list[Batch], trained: Tensor) -> Tensor:
-    """Backward over the micro-batches; returns this rank's summed loss.
+def sums_of(built: BuiltModel, batch: Batch, loss: TokenLoss, divisor: Tensor | None = None) -> Tensor:
+    """The sums of `loss` over this rank's share of the tokens of `batch`, float32 [names].
 
-    Every micro-batch's summed loss is divided by the trained tokens of the whole step over all ranks, and gradients
-    are summed over ranks, so that neither accumulation nor the number of ranks weighs tokens differently
-    (transformers issue 34191).
+    Losses that are no sum over tokens are in the first of them as often as `divisor` says, by which it is divided.
     """
-    total = torch.zeros((), dtype=torch.float64, device=built.device)
-    divisor = trained.clamp(min=1).float()
+    inputs = built.inputs(batch)
     if built.pipeline is not None:
-        total += built.pipeline.step([built.inputs(batch) for batch in batches], divisor)
+        return built.pipeline.evaluate(inputs, loss)
+    return built.model.loss_sums(built.head, loss, inputs, divisor)
+
+
+def accumulate_gradients(built: BuiltModel, batches: Sequence[Batch], loss: TokenLoss, divisor: Tensor) -> Tensor:
+    """Backward over the micro-batches; returns this rank's sums of `loss`, float64 [names].
+
+    Every micro-batch's summed loss is divided by a count of the whole step over all ranks, and gradients are summed
+    over ranks, so that neither accumulation nor the number of ranks weighs tokens differently (transformers issue
+    34191).
+    """
+    total = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
+    divisor = divisor.clamp(min=1).float()
+    if built.pipeline is not None:
+        total += built.pipeline.step([built.inputs(batch) for batch in batches], loss, divisor)
         add_tied_gradients(built.model, built.mesh)
         return total
     for index, batch in enumerate(batches):
         exchange_gradients(built.model, built.config, index == len(batches) - 1)
-        loss = language_modelling_loss(built, batch, divisor)
-        (loss / divisor).backward()
-        total += loss.detach()
+        sums = sums_of(built, batch, loss, divisor)
+        (sums[0] / divisor).backward()
+        total += sums.detach()
     return total
 
 
-def evaluate(built: BuiltModel, batches: Iterable[Batch]) -> dict[str, float | None]:
-    """What is reported of held-out data, over all ranks.
-
-    That is the loss in nats per trained token, the share of trained tokens that are the likeliest, and bits per byte
-    of text (None where the bytes are unknown; those that the untrained first token of each document stands for are
-    taken out in proportion).
-    """
-    measured = torch.zeros(2, dtype=torch.float64, device=built.device)
-    counts = torch.zeros(3, dtype=torch.float64)
+def evaluate(built: BuiltModel, batches: Iterable[Batch], loss: TokenLoss) -> tuple[dict[str, float], dict[str, float]]:
+    """The sums of `loss` over held-out batches, and their counts, of all ranks by name."""
+    measured = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
+    counts: dict[str, float] = {}
     with inference(*(stage.module for stage in built.stages)):
         for batch in batches:
-            measured += language_modelling_loss(built, batch)
-            counts += torch.tensor([batch.trained_tokens, batch.tokens, batch.text_bytes], dtype=torch.float64)
-    totals = torch.cat([measured, counts.to(built.device) / built.mesh.layout.sharing])
+            measured += sums_of(built, batch, loss)
+            counts = {name: counts.get(name, 0.0) + count for name, count in batch.counts.items()}
+    counted = torch.tensor([*counts.values()], dtype=torch.float64, device=built.device)
+    totals = torch.cat([measured, counted / built.mesh.layout.sharing])
     dist.all_reduce(totals)
-    nats, right, trained, tokens, text_bytes = totals.tolist()
-    mean, accuracy = (nats / trained, right / trained) if trained else (math.nan, math.nan)
-    bits_per_byte = mean / math.log(2) * tokens / text_bytes if text_bytes > 0 else None
-    return {"val_loss": mean, "val_bits_per_byte": bits_per_byte, "val_token_accuracy": accuracy}
+    by_name = dict(zip((*loss.names, *counts), totals.tolist(), strict=True))
+    return {name: by_name[name] for name in loss.names}, {name: by_name[name] for name in counts}
 
 
-def document_losses(built: BuiltModel, plan: Plan, documents: np.ndarray) -> np.ndarray:
-    """The mean loss in nats of the trained tokens of these documents of the plan's table, nan where none is trained.
+def document_losses(
+    built: BuiltModel, plan: Plan, documents: np.ndarray, loss: TokenLoss, denominator: str
+) -> np.ndarray:
+    """The loss of these documents of the plan's table over their own count, nan where that is none.
 
     Each has a row of its own. Float64 [documents], the same on all ranks.
     """
@@ -86,6 +93,6 @@ def document_losses(built: BuiltModel, plan: Plan, documents: np.ndarray) -> np.
             document, source = plan.table.document(int(documents[min(place, len(documents) - 1)]))
             batch = alone.batch([[Span(document, source, 0, plan.config.training.seq_len)]])
             # Nothing beyond the last, which others have: all must make the same calls.
-            losses[place : place + 1] = language_modelling_loss(built, batch)[0] / batch.trained_tokens
+            losses[place : place + 1] = sums_of(built, batch, loss)[0] / batch.counts[denominator]
     dist.all_reduce(losses)
     return losses.cpu().numpy()

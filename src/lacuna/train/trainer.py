@@ -16,12 +16,11 @@ from lacuna.data.disk import sync
 from lacuna.data.mixture import random_key
 from lacuna.data.rows import documents_begun
 from lacuna.parallel.processes import gather_objects, on_first, tighten_timeout
-from lacuna.rollout.generate import generate_text
 from lacuna.train.checkpoint import model_tensors
 from lacuna.train.metrics import peak_memory, profiled
 from lacuna.train.optimizer import learning_rate, optimizer_tensors, update
 from lacuna.train.setup import Interval, Run, ranking_file
-from lacuna.train.step import accumulate_gradients, agree, document_losses, evaluate
+from lacuna.train.step import accumulate_gradients, document_losses, evaluate, total_counts
 
 
 def train(run: Run, stop: list[int]) -> bool:
@@ -54,21 +53,24 @@ def train(run: Run, stop: list[int]) -> bool:
 def _step(run: Run, stop: bool) -> None:
     """Trains one step, then does what falls due after it; `stop` makes it the last one, on all ranks."""
     config, state, saving = run.config, run.state, run.config.checkpoint
-    batches = _next_batches(run)
+    objective = run.objective
+    batches = objective.annotate(run.built, _next_batches(run))
     overdue = time.monotonic() - run.saver.last_time >= saving.interval and saving.interval_type == "seconds"
-    totals = agree(batches, stop, overdue and run.process.rank == 0, run.built)  # clocks differ: the first's counts
+    overdue = overdue and run.process.rank == 0  # clocks differ: the first's counts
+    totals = total_counts(run.built, batches, stop=stop, save=overdue)
+    divisor = totals[objective.denominator]
     rate = learning_rate(config, state.step, run.total_steps)
     for group in run.optimizer.param_groups:  # before the backward pass, which may be what updates
         group["lr"] = rate
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
     _seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
-    loss = accumulate_gradients(run.built, batches, totals[1])
-    norm, skip = update(run.built, run.optimizer, totals[1])
+    sums = accumulate_gradients(run.built, batches, objective.loss, divisor)
+    norm, skip = update(run.built, run.optimizer, divisor)
     state.step += 1
-    _tell(run, torch.stack([*totals, torch.isfinite(norm).double(), skip.double()]))
+    _send_to_host(run, totals | {"finite": torch.isfinite(norm).double(), "skipped": skip.double()})
     run.metrics.advance(completed=state.step)
     if state.step % config.metrics.log_freq == 0 or state.step in (1, run.total_steps):
-        _log(run, loss, totals[1], norm, rate)
+        _log(run, sums, totals, norm, rate)
     if state.step == run.first_step:
         tighten_timeout(config, run.process)
     if state.step % config.training.gc_freq == 0:
@@ -82,7 +84,7 @@ def _step(run: Run, stop: bool) -> None:
     best = saving.keep_best and state.best_step == state.step
     run.save_wanted |= by_steps or best
     if run.save_wanted and not run.stopping and state.step < run.total_steps:
-        _take(run)
+        _act_on_numbers(run)
         if best or not run.skipped_in_a_row:  # else after the next step that is made, if these weights can make one
             _save(run)
             if run.after_checkpoint is not None:
@@ -104,35 +106,39 @@ def _next_batches(run: Run) -> list[Batch]:
     batches = [next(run.loader) for _ in range(run.plan.accumulation)][:filled]
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
-        run.interval.flops += built.flops(batch.tokens, batch.cu_seqlens.diff()) / built.mesh.layout.sharing
+        run.interval.flops += built.flops(batch.counts["tokens"], batch.cu_seqlens.diff()) / built.mesh.layout.sharing
     return batches
 
 
-def _tell(run: Run, news: Tensor) -> None:
+def _send_to_host(run: Run, numbers: dict[str, Tensor]) -> None:
     """Sends a step's numbers to the host, which reads them a step late, so that it never waits for a GPU."""
-    _take(run)
-    sent = torch.get_device_module(news.device).Event()
-    run.pending = news.to("cpu", non_blocking=True), sent  # into page-locked memory
+    _act_on_numbers(run)
+    stacked = torch.stack([*numbers.values()])
+    sent = torch.get_device_module(stacked.device).Event()
+    run.pending = [*numbers], stacked.to("cpu", non_blocking=True), sent  # into page-locked memory
     sent.record()
-    if not news.is_cuda:
-        _take(run)
+    if not stacked.is_cuda:
+        _act_on_numbers(run)
 
 
-def _take(run: Run) -> None:
+def _act_on_numbers(run: Run) -> None:
     """Acts on the numbers that were sent to the host, if any; every rank gets the same, at the same step."""
     if run.pending is None:
         return
-    state, training, (news, sent), run.pending = run.state, run.config.training, run.pending, None
+    state, training = run.state, run.config.training
+    names, stacked, sent = run.pending
+    run.pending = None
     sent.synchronize()
-    tokens, _, *sources, stop, save, finite, skipped = news.tolist()
-    state.tokens += int(tokens)
-    state.source_tokens = [seen + int(more) for seen, more in zip(state.source_tokens, sources, strict=True)]
-    state.skipped_steps += int(skipped)
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if skipped else 0
-    run.interval.tokens += tokens
-    run.stopping |= stop > 0
-    run.save_wanted |= save > 0
-    if not finite and not training.skip_nan_inf:
+    numbers = dict(zip(names, stacked.tolist(), strict=True))
+    state.tokens += int(numbers["tokens"])
+    for source in range(len(state.source_tokens)):
+        state.source_tokens[source] += int(numbers[f"source_{source}"])
+    state.skipped_steps += int(numbers["skipped"])
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
+    run.interval.tokens += numbers["tokens"]
+    run.stopping |= numbers["stop"] > 0
+    run.save_wanted |= numbers["save"] > 0
+    if not numbers["finite"] and not training.skip_nan_inf:
         raise RunError(
             f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from before that. "
             f"training.skip_nan_inf = true would leave such steps out; a lower optimizer.lr or a longer "
@@ -145,16 +151,17 @@ def _take(run: Run) -> None:
         )
 
 
-def _log(run: Run, loss: Tensor, trained: Tensor, norm: Tensor, rate: float) -> None:
+def _log(run: Run, sums: Tensor, totals: dict[str, Tensor], norm: Tensor, rate: float) -> None:
     state, interval = run.state, run.interval
-    summed = torch.stack([loss, torch.tensor(interval.waited, dtype=torch.float64, device=loss.device)])
+    summed = torch.cat([sums, sums.new_tensor([interval.waited])])
     dist.all_reduce(summed)
-    _take(run)
-    total_loss, waited = summed.tolist()
+    _act_on_numbers(run)
+    *over_ranks, waited = summed.tolist()
+    counts = {name: count.item() for name, count in totals.items()}
     seconds = time.perf_counter() - interval.started
     row = {
         "step": state.step,
-        "loss": total_loss / max(trained.item(), 1),
+        **run.objective.report(dict(zip(run.objective.loss.names, over_ranks, strict=True)), counts),
         "grad_norm": None if run.config.optimizer.early_step_in_backward else norm.item(),
         "lr": rate,
         "tokens": state.tokens,
@@ -173,9 +180,10 @@ def _log(run: Run, loss: Tensor, trained: Tensor, norm: Tensor, rate: float) -> 
 
 def _validate(run: Run) -> None:
     """Measures the held-out loss, samples text, and ends the run early if asked."""
-    state, config, settings = run.state, run.config, run.config.validation
+    state, settings = run.state, run.config.validation
     if run.validation is not None:
-        measured = evaluate(run.built, run.validation())
+        sums, counts = evaluate(run.built, run.validation(), run.objective.held_out_loss)
+        measured = run.objective.report_held_out(sums, counts)
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
         if measured["val_loss"] < state.best_loss:
@@ -184,9 +192,21 @@ def _validate(run: Run) -> None:
             logger.info("stopping early: no better validation loss for %d validations", settings.patience)
             run.total_steps = state.step
         _follow(run, measured["val_loss"])
-    sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, config.job.task == "sft")
+    if settings.prompts:
+        _sample(run)
+
+
+def _sample(run: Run) -> None:
+    """Writes what the model makes of the prompts."""
+    from lacuna.rollout.generate import generate_text
+
+    config = run.config
+    settings = config.validation
+    as_chat = config.conversations is not None
+    sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, as_chat)
     for prompt in settings.prompts:
-        run.metrics.write_sample(state.step, prompt, generate_text(run.built.model, run.tokenizer, prompt, *sampling))
+        text = generate_text(run.built.model, run.tokenizer, prompt, *sampling)
+        run.metrics.write_sample(run.state.step, prompt, text)
 
 
 def _follow(run: Run, loss: float = np.inf) -> None:
@@ -224,7 +244,7 @@ def _rank(run: Run) -> None:
     uses = uses + run.loader.documents_begun()
     begun = usable & (uses == uses.max(where=usable, initial=0))
     left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
-    losses[left] = document_losses(run.built, plan, left)
+    losses[left] = document_losses(run.built, plan, left, run.objective.loss, run.objective.denominator)
     state.ranked = state.step
     path = ranking_file(run.config, state.step)
 
@@ -242,7 +262,7 @@ def _rank(run: Run) -> None:
 def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     """Writes a checkpoint of the present step, unless there is one."""
     state, settings = run.state, run.config.checkpoint
-    _take(run)
+    _act_on_numbers(run)
     run.save_wanted = False
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
@@ -251,6 +271,7 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     saved["skipped_in_a_row"] = run.skipped_in_a_row
     if not weights_only:
         tensors |= optimizer_tensors(run.built.model, run.optimizer)
+        saved["objective"] = run.objective.state_dict()
         saved["data"] = merge_states(gather_objects(run.process, run.loader.state_dict()))
         saved["started_with"] = run.started_with | {"rate": run.optimizer.param_groups[0]["lr"]}
     run.saver.save(state.step, tensors, saved, wait)
