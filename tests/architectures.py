@@ -138,7 +138,7 @@ def export(folder: str, packed: bool) -> str:
     opened = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32).eval()
     trained = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     trained.load_state_dict(built.model.state_dict())
-    ids = micro_batch(slice(0, 1)).input_ids
+    ids = micro_batch(slice(0, 1)).columns["input_ids"]
     with torch.no_grad():
         logits = [model(input_ids=ids, use_cache=False).logits for model in (opened, trained)]
     return shown(relative_error({"logits": logits[0]}, {"logits": logits[1]}))
