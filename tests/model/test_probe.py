@@ -5,7 +5,7 @@ import torch
 from transformers import PretrainedConfig
 from transformers.models.gemma2.modeling_gemma2 import Gemma2PreTrainedModel
 
-from every_model import configuration_class, small_config
+from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.config.sections import TrainingConfig
@@ -48,6 +48,8 @@ def test_chunks_and_sparse_attention_are_never_silently_left_out(kind: str) -> N
 
 @pytest.mark.parametrize("kind", ["granite_swa", "mimo_v2_flash", "flint"])
 def test_sinks_and_windows_of_every_kind_are_ours(kind: str) -> None:
+    if kind not in model_types():
+        pytest.skip(f"the installed transformers has no {kind}")
     assert found(kind, PACKED) == PACKED
 
 

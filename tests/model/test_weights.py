@@ -238,8 +238,9 @@ def save_all(kinds: list[str], root: Path) -> None:
 
 
 def test_what_files_have_in_several_tensors_is_joined_before_it_is_cut(tmp_path: Path) -> None:
-    save_all([*JOINED], tmp_path)
-    assert run_ranks(2, loaded_otherwise, str(tmp_path), [*JOINED]) == [{}, {}]
+    known = sorted({*JOINED} & {*model_types()})  # by the installed transformers
+    save_all(known, tmp_path)
+    assert run_ranks(2, loaded_otherwise, str(tmp_path), known) == [{}, {}]
 
 
 @pytest.mark.slow
