@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
@@ -133,3 +133,15 @@ def test_padding_counts_for_nothing() -> None:
     real = torch.tensor([True] * 5 + [False] * 3)
     alone = router_loss(router, [layer[:5] for layer in logits], real[:5])
     assert router_loss(router, logits, real).item() == pytest.approx(alone.item())
+
+
+def test_a_loss_that_transformers_own_code_cannot_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Granite-MoE's of transformers 5.17, which takes a list of no logits for a tensor."""
+    own = tiny_config("qwen3_moe", output_router_logits=True)
+
+    def fails(*_: object, **__: object) -> None:
+        raise AttributeError("'int' object has no attribute 'to'")
+
+    monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", fails)
+    with pytest.raises(UserError, match="does not train by transformers' own code"):
+        required_router(Config(model=ModelConfig(config="x")), own, Layout(), CPU)

@@ -2,6 +2,10 @@
 
 from pathlib import Path
 
+import pytest
+
+from lacuna.config.task import PARTS, TASKS
+from lacuna.objective.find import Objective, find_objective
 from runs import curve, train
 
 OWN = '''
@@ -58,3 +62,13 @@ def test_columns_counts_report_and_state_are_the_objectives_own(world: Path, tmp
     assert curve(resumed, "loss", "steps_seen") == curve(straight, "loss", "steps_seen")
     for (step, ours), (_, theirs) in zip(curve(halves, "loss"), curve(straight, "loss"), strict=True):
         assert abs(ours / theirs - 1) < 1e-5, step
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_of_ours_trains_on_what_the_settings_take_it_to(task: str) -> None:
+    assert find_objective(task).trains_on == TASKS[task]
+
+
+def test_the_settings_ask_for_all_that_the_loop_does() -> None:
+    methods = {name for name in vars(Objective) if not name.startswith("_")}
+    assert methods | Objective.__annotations__.keys() == {*PARTS}

@@ -4,9 +4,9 @@ from lacuna.config.errors import did_you_mean
 from lacuna.config.imported import imported
 
 # What the tasks that come with lacuna are trained on.
-_TASKS = {"pretrain": "texts", "sft": "conversations"}
+TASKS = {"pretrain": "texts", "sft": "conversations"}
 # What the loop asks of an objective.
-_PARTS = (
+PARTS = (
     "trains_on",
     "denominator",
     "loss",
@@ -23,17 +23,17 @@ def known_task(task: str) -> str:
     """The task, if it can be had. Raises `ValueError` otherwise."""
     if ":" in task:
         objective = imported(task)
-        missing = [part for part in _PARTS if not hasattr(objective, part)]
+        missing = [part for part in PARTS if not hasattr(objective, part)]
         if missing:
             raise ValueError(f"{task} has no {', '.join(missing)}, which the loop asks for")
-        if objective.trains_on not in _TASKS.values():
+        if objective.trains_on not in TASKS.values():
             raise ValueError(f"{task}.trains_on is {objective.trains_on!r}; set texts or conversations")
-    elif task not in _TASKS:
-        mend = did_you_mean(task, _TASKS) or "; choose one, or an objective of your own as module:name"
-        raise ValueError(f"only {' and '.join(_TASKS)} are available yet{mend}")
+    elif task not in TASKS:
+        mend = did_you_mean(task, TASKS) or "; choose one, or an objective of your own as module:name"
+        raise ValueError(f"only {' and '.join(TASKS)} are available yet{mend}")
     return task
 
 
 def trains_on(task: str) -> str:
     """Whether a task learns from texts or conversations."""
-    return _TASKS[task] if task in _TASKS else imported(task).trains_on
+    return TASKS[task] if task in TASKS else imported(task).trains_on

@@ -17,7 +17,7 @@ from lacuna.model.attention import attention_choices, choose_kernels
 from lacuna.model.head import Head, TokenLoss, attach_loss, hidden_states, loss_sums, probe_head
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.lora import add_adapters, begin_as_lost, initialize_adapters, load_adapters, trained_names
-from lacuna.model.probe import find_attention
+from lacuna.model.probe import find_attention, runs_by_itself
 from lacuna.model.probe_shares import require_shareable
 from lacuna.model.quantization import check_stored, pack_layers, quantize_layers, quantized_modules
 from lacuna.model.rotation import fix_rotations
@@ -170,7 +170,9 @@ def required_router(
     """
     if not asks_for_router_loss(model_config):
         return None
-    router = find_router(specimen(model_config).to(device))
+    model = specimen(model_config).to(device)
+    with runs_by_itself(model):
+        router = find_router(model)
     if router is not None:
         check_router_loss(config, layout)
     return router

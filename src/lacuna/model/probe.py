@@ -138,7 +138,7 @@ def _require_causal(model_config: PretrainedConfig, longest: int) -> None:
     ids = torch.arange(LENGTH)[None] % (VOCABULARY - 5) + 3
     changed = ids.clone()
     changed[:, -4:] += 1
-    with _runs_by_itself(model), torch.no_grad():
+    with runs_by_itself(model), torch.no_grad():
         states = [_own_states(model, each)[:, :-4] for each in (ids, changed)]
     if relative_difference(*states) > _EXACT:
         raise UserError(
@@ -154,7 +154,7 @@ def _own_attention(model_config: PretrainedConfig) -> str | None:
 
 
 @contextmanager
-def _runs_by_itself(model: PreTrainedModel) -> Iterator[None]:
+def runs_by_itself(model: PreTrainedModel) -> Iterator[None]:
     """Within it, whatever transformers' own code raises is a `UserError`."""
     try:
         yield
@@ -182,7 +182,7 @@ def own_result(
     model, _ = specimen_and_layers(model_config, _own_attention(model_config), longest, least)
     model = model.to(device)
     rows = trial.batch.columns["input_ids"].to(device)
-    with _runs_by_itself(model):
+    with runs_by_itself(model):
         alone = (rows[row : row + 1, start:stop] for row, start, stop in trial.documents)
         return _result(model, torch.cat([_own_states(model, ids)[0] for ids in alone]))
 

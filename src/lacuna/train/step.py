@@ -74,8 +74,11 @@ def evaluate(built: BuiltModel, batches: Iterable[Batch], loss: TokenLoss) -> tu
     counted = torch.tensor([*counts.values()], dtype=torch.float64, device=built.device)
     totals = torch.cat([measured, counted / built.mesh.layout.sharing])
     dist.all_reduce(totals)
-    by_name = dict(zip((*loss.names, *counts), totals.tolist(), strict=True))
-    return {name: by_name[name] for name in loss.names}, {name: by_name[name] for name in counts}
+    sums, counted = totals.tensor_split([len(loss.names)])
+    return (
+        dict(zip(loss.names, sums.tolist(), strict=True)),
+        dict(zip(counts, counted.tolist(), strict=True)),
+    )
 
 
 def document_losses(

@@ -151,17 +151,19 @@ def _act_on_numbers(run: Run) -> None:
         )
 
 
-def _log(run: Run, sums: Tensor, totals: dict[str, Tensor], norm: Tensor, rate: float) -> None:
+def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, rate: float) -> None:
     state, interval = run.state, run.interval
-    summed = torch.cat([sums, sums.new_tensor([interval.waited])])
+    summed = torch.cat([own_sums, own_sums.new_tensor([interval.waited])])
     dist.all_reduce(summed)
     _act_on_numbers(run)
-    *over_ranks, waited = summed.tolist()
-    counts = {name: count.item() for name, count in totals.items()}
+    names = run.objective.loss.names
+    *over_ranks, waited = torch.cat([torch.stack([*totals.values()]), summed]).tolist()  # one wait for a GPU
+    counts = dict(zip(totals, over_ranks, strict=False))
+    sums = dict(zip(names, over_ranks[len(totals) :], strict=True))
     seconds = time.perf_counter() - interval.started
     row = {
         "step": state.step,
-        **run.objective.report(dict(zip(run.objective.loss.names, over_ranks, strict=True)), counts),
+        **run.objective.report(sums, counts),
         "grad_norm": None if run.config.optimizer.early_step_in_backward else norm.item(),
         "lr": rate,
         "tokens": state.tokens,
