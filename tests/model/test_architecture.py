@@ -144,6 +144,13 @@ def test_a_model_of_which_transformers_makes_no_causal_one_is_refused(tmp_path: 
         load_model_config(config, tokenizer_of_words())
 
 
+def test_a_model_of_several_lists_of_layers_is_refused(tmp_path: Path) -> None:
+    small_config(configuration_class("blt")).save_pretrained(tmp_path)
+    config = Config(model=ModelConfig(config=str(tmp_path)))
+    with pytest.raises(UserError, match=r"model\.config: .* is a 'blt' model, which has no single list"):
+        load_model_config(config, tokenizer_of_words())
+
+
 def test_the_layers_of_what_sees_are_not_those_of_the_language_model() -> None:
     model = meta_model(small_config(configuration_class("gemma3")), "eager", torch.float32)
     assert len(model.model.vision_tower.encoder.layers) == len(model.model.language_model.layers)

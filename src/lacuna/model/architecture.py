@@ -51,6 +51,11 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
     if any(kind not in AutoModelForCausalLM._model_mapping for kind in kinds):
         raise UserError(f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM.")
     text_config = model_config.get_text_config()
+    if not hasattr(text_config, "num_hidden_layers"):
+        raise UserError(
+            f"{setting}: {source!r} is a {model_config.model_type!r} model, which has no single list of decoder "
+            "layers (no num_hidden_layers in its configuration): choose another model."
+        )
     tokens, known, multiple = len(tokenizer), text_config.vocab_size, config.model.vocabulary_multiple
     if config.model.name_or_path and tokens > known and not config.model.new_tokens:
         both = f"the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}"
