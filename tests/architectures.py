@@ -281,10 +281,8 @@ def print_table(table: dict[str, dict[str, str]]) -> None:
     refusals: list[str] = []
 
     def short(text: str) -> str:
-        if text.startswith("FAILS") or is_exact(text):
+        if text.startswith("FAILS") or re.fullmatch(r"\d+e[+-]\d+", text):
             return text
-        if re.fullmatch(r"\d+e[+-]\d+", text):
-            return f"**{text}**"
         reason = generalised(text)
         if reason not in refusals:
             refusals.append(reason)
@@ -292,7 +290,8 @@ def print_table(table: dict[str, dict[str, str]]) -> None:
 
     lines = []
     for kind, cells in table.items():
-        lines.append(f"| {kind} | " + " | ".join(short(cells[name]) for name in COLUMNS) + " |")
+        texts = [cells[ROUNDING], *(short(cells[name]) for name in COLUMNS[1:])]
+        lines.append(f"| {kind} | " + " | ".join(texts) + " |")
     measured = [cells for cells in table.values() if not cells[ROUNDING].startswith("transformers")]
     counts = [f"{name} {sum(is_exact(cells[name]) for cells in measured)}" for name in COLUMNS[1:]]
     print("# Every causal language model of transformers\n")

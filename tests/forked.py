@@ -11,9 +11,10 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Sequence
-from multiprocessing import resource_tracker
+from multiprocessing import connection, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ import torch
 FIRST_UNKNOWN = 3  # file descriptors from here on are the parent's business
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+# A status can be read once, and starting a process reads that of any other that has ended: one thread at a time.
+_STATUSES = threading.Lock()
 
 
 class Forked:
@@ -36,21 +39,24 @@ class Forked:
         self._printed = tempfile.TemporaryDirectory()
         self._files = [Path(self._printed.name, name) for name in ("output", "errors" if apart else "output")]
         self._process = _CONTEXT.Process(target=_begin, args=(words, environment, folder, *self._files))
-        self._process.start()
+        with _STATUSES:
+            self._process.start()
         self.pid = self._process.pid
 
     @property
     def returncode(self) -> int | None:
-        return self._process.exitcode
+        return self.poll()
 
     def poll(self) -> int | None:
-        return self._process.exitcode
+        with _STATUSES:
+            return self._process.exitcode
 
     def wait(self, timeout: float | None = None) -> int:
-        self._process.join(timeout)
-        if self.returncode is None:
+        connection.wait([self._process.sentinel], timeout)
+        status = self.poll()
+        if status is None:
             raise subprocess.TimeoutExpired("lacuna", timeout or 0.0)
-        return self.returncode
+        return status
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str | None]:
         self.wait(timeout)
