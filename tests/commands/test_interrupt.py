@@ -42,12 +42,12 @@ def interrupted(folder: Path, seconds: float, *words: object) -> tuple[int, str]
 def test_ctrl_c_before_the_first_step_is_one_message_and_130(
     world: Path, tmp_path: Path, flags: tuple[object, ...]
 ) -> None:
-    moments = (0, 0.1, 0.5, 1, 2)
+    moments = {seconds: tmp_path / f"{seconds} s" for seconds in (0, 0.1, 0.5, 1, 2)}  # no name begins another
     long = ("--training.gradient_accumulation_steps", 20_000)
     ends = together(*(
-        partial(interrupted, tmp_path / f"{moment}", moment,
-                "train", world / "run.toml", "--job.dump_folder", tmp_path / f"{moment}" / "run", *long, *flags)
-        for moment in moments
+        partial(interrupted, folder, seconds,
+                "train", world / "run.toml", "--job.dump_folder", folder / "run", *long, *flags)
+        for seconds, folder in moments.items()
     ))  # fmt: skip
     assert ends == [(130, f"{MESSAGE}\n")] * len(moments)
 
