@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
 from lacuna.model import attention as attention_module
-from lacuna.model.attention import PACKED, choose_kernels, use_flash_attention_4
+from lacuna.model.attention import PACKED, install_fastest_kernels, use_flash_attention_4
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 
@@ -121,7 +121,7 @@ def test_the_package_is_used_where_it_is_installed_and_tried(tmp_path: Path, mon
         model_config = tiny_config("llama", **changes)
         model_config._attn_implementation = attention
         used.clear()
-        return "FlashAttention 4" in choose_kernels(model_config, layout) and used == [True]
+        return "FlashAttention 4" in install_fastest_kernels(model_config, layout) and used == [True]
 
     install("flash_attn")
     assert not chosen(), "FlashAttention 2 has a module of the same name"

@@ -206,7 +206,7 @@ def _has_dropout(model_config: PretrainedConfig) -> bool:
     return any(getattr(text_config, name, 0.0) for name in ("attention_dropout", "attn_pdrop"))
 
 
-def choose_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
+def install_fastest_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
     """Has FlashAttention 4 compute our attention where that can be; says what computes the model's.
 
     Not with context or pipeline parallelism, whose empty pieces of documents it has not been tried on, and not with
@@ -235,12 +235,12 @@ def use_flash_attention_4(device_type: str = "cuda") -> Library:
     warnings.filterwarnings("ignore", message="Argument aux_data")  # of its compiler, on its own code
 
     def forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, ...]:
-        output, lse, *_ = _flash_attn_fwd(query, key, value, **_told(*settings, **options), return_lse=True)
+        output, lse, *_ = _flash_attn_fwd(query, key, value, **_flash_arguments(*settings, **options), return_lse=True)
         return output, lse, *[query.new_empty(0)] * 3  # torch's state of the dropout, of which there is none
 
     def backward(grad: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
         query, key, value, output, lse, *settings = given
-        told = _told(*settings, **options) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        told = _flash_arguments(*settings, **options) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
         return _flash_attn_bwd(query, key, value, output, grad, lse, **told)
 
     library = Library("aten", "IMPL")
@@ -249,7 +249,7 @@ def use_flash_attention_4(device_type: str = "cuda") -> Library:
     return library
 
 
-def _told(
+def _flash_arguments(
     cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, dropout: float, causal: bool, *_: Any,
     scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None, **__: Any,
 ) -> dict[str, Any]:  # fmt: skip

@@ -13,13 +13,19 @@ from lacuna.config import Config, UserError, of_stage, refuse
 from lacuna.config.sections import described_adapter
 from lacuna.data import Batch
 from lacuna.model import architecture
-from lacuna.model.attention import attention_choices, choose_kernels
+from lacuna.model.attention import attention_choices, install_fastest_kernels
 from lacuna.model.head import Head, TokenLoss, attach_loss, hidden_states, loss_sums, probe_head
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.lora import add_adapters, begin_as_lost, initialize_adapters, load_adapters, trained_names
+from lacuna.model.lora import (
+    add_adapters,
+    initialize_adapters,
+    initialize_from_quantization_error,
+    load_adapters,
+    trained_names,
+)
 from lacuna.model.probe import find_attention, runs_by_itself
 from lacuna.model.probe_shares import require_shareable
-from lacuna.model.quantization import check_stored, pack_layers, quantize_layers, quantized_modules
+from lacuna.model.quantization import pack_layers, quantize_layers, quantized_modules, take_off_quantization
 from lacuna.model.rotation import fix_rotations
 from lacuna.model.router import Router, asks_for_router_loss, check_router_loss, find_router
 from lacuna.model.specimen import specimen
@@ -107,7 +113,7 @@ def plan_model(
     """
     model_config, base = architecture.load_model_config(config, tokenizer), config.quantization.base
     is_packed = bool(getattr(model_config, "quantization_config", None))  # which is taken off
-    left = check_stored(model_config, base)
+    left = take_off_quantization(model_config, base)
     for number, stage in enumerate(config.stages()):
         with of_stage(number):
             check_layout(stage, model_config, layout)
@@ -186,7 +192,7 @@ def build_model(
     Raises `UserError` for whatever the configuration gets wrong.
     """
     model = plan_model(config, tokenizer, mesh.layout, device.type, device)
-    logger.info("attention: %s", choose_kernels(model.config, mesh.layout))
+    logger.info("attention: %s", install_fastest_kernels(model.config, mesh.layout))
     router = required_router(config, model.config, mesh.layout, device)
     if router is not None:
         logger.info("load-balancing loss: times %g; layers are not compiled", router.coefficient)
@@ -205,7 +211,7 @@ def build_model(
     if fill:
         initialize_adapters(model, config.training.seed)
         if config.lora.init == "loftq":
-            begin_as_lost(model, stored_slices(str(config.model.name_or_path)), device)
+            initialize_from_quantization_error(model, stored_slices(str(config.model.name_or_path)), device)
         if config.lora.adapter:
             load_adapters(model, trained, config.lora)
     if is_alone(config, mesh.layout) or casts_by_itself(model, config, device.type):

@@ -218,7 +218,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 @torch.no_grad()
-def begin_as_lost(model: nn.Module, slices: Mapping[str, Any], device: torch.device) -> None:
+def initialize_from_quantization_error(model: nn.Module, slices: Mapping[str, Any], device: torch.device) -> None:
     """Has adapters begin as the low-rank part of what quantisation took, in place (LoftQ, arXiv 2310.08659, one round).
 
     `slices` is what the model's files hold. Where nothing was taken, they stay as they are, since zeros never learn.

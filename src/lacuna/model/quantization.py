@@ -200,7 +200,7 @@ def dense_weight(module: nn.Module, weight: Tensor) -> Tensor:
     return dequantize(weight if weight.ndim == 1 else quantize(weight, base), base, shape, torch.float32)
 
 
-def check_stored(model_config: PretrainedConfig, asked: str) -> list[str]:
+def take_off_quantization(model_config: PretrainedConfig, asked: str) -> list[str]:
     """The modules that the files of a quantised model leave as they were; none for other models.
 
     Takes the description of that off the configuration, since what lacuna writes is not quantised. Raises `UserError`

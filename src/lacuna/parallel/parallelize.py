@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from lacuna.config import Config
 from lacuna.parallel.fsdp import is_alone, shard_model
 from lacuna.parallel.mesh import Mesh
-from lacuna.parallel.pipeline import Stage, cut
+from lacuna.parallel.pipeline import Stage, keep_own_stages
 from lacuna.parallel.recompute import offload_inputs, recompute
 from lacuna.parallel.schedule import splits_backward
 from lacuna.parallel.tensor import overlap_communication, slice_positions, split_layers
@@ -24,7 +24,7 @@ def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, confi
 
     Raises `UserError` for a model that cannot be spread like that.
     """
-    stages = cut(model, layers, mesh, config)
+    stages = keep_own_stages(model, layers, mesh, config)
     own = [layer for stage in stages for layer in stage.layers]
     if mesh.layout.tp > 1:
         slice_positions(model, mesh.tensor)

@@ -56,7 +56,7 @@ def balanced_stages(layers: int, stages: int, head_cost: float) -> list[range]:
     return [range(*bounds) for bounds in pairwise(accumulate(counts, initial=0))]
 
 
-def cut(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config) -> list[Stage]:
+def keep_own_stages(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config) -> list[Stage]:
     """Leaves in `model`, in place, only what this rank's stages need; returns these stages.
 
     Every stage is a shallow copy of the model, so that the model keeps all parameters under their names. Hugging

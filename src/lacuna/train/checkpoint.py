@@ -137,7 +137,7 @@ def write_checkpoint(
         dcp.save(tensors, storage_writer=_Writer(unfinished), process_group=process.control)
         own = {file.name: _checksum(file) for file in Path(unfinished).glob(f"__{process.rank}_*")}
         manifest = {name: checksum for part in gather_objects(process, own) for name, checksum in part.items()}
-        on_first(process, lambda: _seal(path, unfinished, state, describe, manifest))
+        on_first(process, lambda: _complete_checkpoint(path, unfinished, state, describe, manifest))
     except (Exception, CheckpointException) as error:  # of the disk, whatever type the libraries give it
         if of_other_ranks(error):
             raise
@@ -167,7 +167,7 @@ class _Writer(dcp.FileSystemWriter):
             raise error.__context__ or error from None
 
 
-def _seal(
+def _complete_checkpoint(
     path: str, unfinished: str, state: dict[str, Any], describe: Callable[[str], None], manifest: dict[str, list[int]]
 ) -> None:
     """Adds state, description and manifest, which has the checksums of tensors, then gives the folder its name."""

@@ -33,7 +33,7 @@ def train(run: Run, stop: list[int]) -> bool:
     with profiled(run.config, run.process.rank, run.state.step) as after_step:
         if run.state.step == 0:
             _validate(run)
-        _follow(run)  # also where a run that had come to its end is made longer
+        _advance_curriculum(run)  # also where a run that had come to its end is made longer
         run.interval = Interval()
         while run.state.step < run.total_steps and not run.stopping:
             _step(run, bool(stop))
@@ -79,7 +79,7 @@ def _step(run: Run, stop: bool) -> None:
     if state.step % config.validation.freq == 0:
         _validate(run)
     if not run.stopping:
-        _follow(run)
+        _advance_curriculum(run)
     by_steps = saving.interval_type == "steps" and state.step % saving.interval == 0
     best = saving.keep_best and state.best_step == state.step
     run.save_wanted |= by_steps or best
@@ -193,7 +193,7 @@ def _validate(run: Run) -> None:
         if settings.patience is not None and state.worse_validations >= settings.patience:
             logger.info("stopping early: no better validation loss for %d validations", settings.patience)
             run.total_steps = state.step
-        _follow(run, measured["val_loss"])
+        _advance_curriculum(run, measured["val_loss"])
     if settings.prompts:
         _sample(run)
 
@@ -211,7 +211,7 @@ def _sample(run: Run) -> None:
         run.metrics.write_sample(run.state.step, prompt, text)
 
 
-def _follow(run: Run, loss: float = np.inf) -> None:
+def _advance_curriculum(run: Run, loss: float = np.inf) -> None:
     """Between two steps: opens the data anew where a stage begins, by the steps done or the validation `loss`.
 
     So it does where a ranking is due, which it makes first.
