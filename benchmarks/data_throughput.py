@@ -17,12 +17,18 @@ _WARM_UP = 4
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data-files", nargs="*", default=[], help="JSON lines; default: python-stdlib")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data-files", nargs="*", default=[], help="JSON lines; default: python-stdlib"
+    )
     parser.add_argument("--tokenizer", default="python-stdlib")
     parser.add_argument("--seq-len", type=int, default=8192)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--consumer", type=float, default=500_000, help="tokens per second of the simulated trainer")
+    parser.add_argument(
+        "--consumer", type=float, default=500_000, help="tokens per second of the simulated trainer"
+    )
     parser.add_argument("--seconds", type=float, default=10, help="time per measurement")
     given = parser.parse_args()
     waits = f"waits at {given.consumer:,.0f} tokens/s"
@@ -41,13 +47,17 @@ def main() -> None:
 
 def loader_of(given: argparse.Namespace, way: str, workers: int) -> Loader:
     source = (
-        Source(dataset="json", files=tuple(given.data_files)) if given.data_files else Source(dataset="python-stdlib")
+        Source(dataset="json", files=tuple(given.data_files))
+        if given.data_files
+        else Source(dataset="python-stdlib")
     )
     config = Config(
         data=DataConfig(sources=(source,), tokenization=way, num_workers=workers),
         training=TrainingConfig(seq_len=given.seq_len),
     )
-    return build_loader(config, load_tokenizer(given.tokenizer), BatchPlan(given.batch_size, 1, given.batch_size), 0)
+    return build_loader(
+        config, load_tokenizer(given.tokenizer), BatchPlan(given.batch_size, 1, given.batch_size), 0
+    )
 
 
 def consume(loader: Loader, seconds: float, consumer: float | None) -> tuple[float, float]:

@@ -17,7 +17,9 @@ Z_LOSS = 1e-4  # PaLM (arXiv 2204.02311), section 5
 def smoothed_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
     """Sums over tokens, by their logits [tokens, vocabulary] and columns [tokens]; a chunk of tokens at a time."""
     labels = columns["labels"]
-    nats = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=SMOOTHING)
+    nats = F.cross_entropy(
+        logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=SMOOTHING
+    )
     z_loss = (logits.logsumexp(-1).square() * (labels != IGNORED)).sum()
     return {"loss": nats + Z_LOSS * z_loss, "z_loss": z_loss}
 

@@ -1,9 +1,10 @@
 """The table of architectures: python tests/architectures.py > docs/architectures.md (an hour on two cores).
 
-Every causal language model of the installed transformers, in small and with random weights, trains three steps here and
-in a plain loop of transformers' and torch's own code (adapters: peft's). Losses, gradient norms and the first gradients
-are compared. A cell is the largest relative difference, or why lacuna refuses the combination when it reads the
-configuration. With names of kinds behind it, it prints these alone.
+Every causal language model of the installed transformers, in small and with random weights, trains
+three steps here and in a plain loop of transformers' and torch's own code (adapters: peft's).
+Losses, gradient norms and the first gradients are compared. A cell is the largest relative
+difference, or why lacuna refuses the combination when it reads the configuration. With names of
+kinds behind it, it prints these alone.
 """
 
 import multiprocessing
@@ -67,21 +68,29 @@ def own_steps(model: nn.Module, packed: bool) -> Outcome:
     """Loss and gradient norm of each step of a plain loop, document by document, and the gradients of the first."""
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
-    optimizer = torch.optim.AdamW(trained.values(), OPTIMIZER.lr, betas, OPTIMIZER.eps, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(
+        trained.values(), OPTIMIZER.lr, betas, OPTIMIZER.eps, weight_decay=0.0
+    )
     curve: Curve = []
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
         batch = micro_batch(slice(0, SEQUENCES), seed=step, packed=packed)
         ids, labels = batch.columns["input_ids"].flatten(), batch.columns["labels"].flatten()
         total = torch.zeros(())
-        for start, stop in zip(batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True):
+        for start, stop in zip(
+            batch.cu_seqlens[:-1].tolist(), batch.cu_seqlens[1:].tolist(), strict=True
+        ):
             logits = model(input_ids=ids[None, start:stop], use_cache=False).logits[0]
-            total = total + F.cross_entropy(logits.float(), labels[start:stop], ignore_index=-100, reduction="sum")
+            total = total + F.cross_entropy(
+                logits.float(), labels[start:stop], ignore_index=-100, reduction="sum"
+            )
         loss = total / batch.counts["trained_tokens"]
         optimizer.zero_grad()
         loss.backward()
         if not first:
-            first = {name: one.grad.clone() for name, one in trained.items() if one.grad is not None}
+            first = {
+                name: one.grad.clone() for name, one in trained.items() if one.grad is not None
+            }
         norm = nn.utils.clip_grad_norm_(trained.values(), Case().max_norm)
         optimizer.step()
         curve.append((loss.item(), norm.item()))
@@ -136,7 +145,9 @@ def adapt(folder: str, packed: bool) -> str:
         raise UserError("hf/adapter: peft, the reference, does not find some tensors, as runs say.")
     ours, _ = our_steps(built, Case(), packed)
     base = reference(folder)
-    theirs, _ = own_steps(PeftModel.from_pretrained(base, start, is_trainable=True).train(base.training), packed)
+    theirs, _ = own_steps(
+        PeftModel.from_pretrained(base, start, is_trainable=True).train(base.training), packed
+    )
     return shown(curve_difference(ours, theirs))
 
 
@@ -172,7 +183,9 @@ def alone(folder: str) -> dict[str, str]:
     fresh = reference(folder)
     moved = [compared(own_steps(nudged(fresh), packed=False), references[False]) for _ in range(3)]
     cells = {ROUNDING: max(moved, key=float)} | {
-        name: cell(lambda packed=packed: compared(train(folder, Case(), packed), references[packed]))
+        name: cell(
+            lambda packed=packed: compared(train(folder, Case(), packed), references[packed])
+        )
         for name, packed in (("one document a row", False), ("packed", True))
     }
     torch.save(references, os.path.join(folder, "references"))
@@ -186,7 +199,9 @@ def shared(folder: str, packed: bool) -> dict[str, str]:
     """The cells of two processes."""
     expected = torch.load(os.path.join(folder, "references"))[packed]
     return {
-        name: cell(lambda case=case: compared(train(folder, case, packed), expected, case.layout.pp > 1))
+        name: cell(
+            lambda case=case: compared(train(folder, case, packed), expected, case.layout.pp > 1)
+        )
         for name, case in SHARED.items()
     }
 
@@ -202,7 +217,11 @@ def compared(ours: Outcome, theirs: Outcome, parted: bool = False) -> str:
 
 def curve_difference(ours: Curve, theirs: Curve) -> float:
     """The largest relative difference of losses and norms."""
-    pairs = zip((number for row in ours for number in row), (number for row in theirs for number in row), strict=True)
+    pairs = zip(
+        (number for row in ours for number in row),
+        (number for row in theirs for number in row),
+        strict=True,
+    )
     return max(abs(one - other) / max(abs(other), 1e-12) for one, other in pairs)
 
 
@@ -215,7 +234,9 @@ def nudged(model: nn.Module) -> nn.Module:
     copy = deepcopy(model)
     with torch.no_grad():
         for weight in copy.parameters():
-            weight.mul_(1 + (torch.randint_like(weight, 0, 2) * 2 - 1) * torch.finfo(torch.float32).eps)
+            weight.mul_(
+                1 + (torch.randint_like(weight, 0, 2) * 2 - 1) * torch.finfo(torch.float32).eps
+            )
     return copy
 
 
@@ -229,7 +250,9 @@ def row(kind: str) -> dict[str, str]:
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
         try:
-            model = AutoModelForCausalLM.from_config(small_config(configuration_class(kind)), dtype=torch.float32)
+            model = AutoModelForCausalLM.from_config(
+                small_config(configuration_class(kind)), dtype=torch.float32
+            )
             with torch.no_grad():
                 for weight in model.parameters():
                     weight.add_(torch.randn_like(weight), alpha=0.05)
@@ -250,9 +273,17 @@ def rows(kinds: Sequence[str]) -> Iterator[tuple[str, dict[str, str]]]:
     """Each row as it is done; each takes two cores at most."""
     at_once = max(len(os.sched_getaffinity(0)) // 2, 1)
     fresh = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(at_once, fresh, initializer=transformers.logging.set_verbosity_error) as pool:
+    with ProcessPoolExecutor(
+        at_once, fresh, initializer=transformers.logging.set_verbosity_error
+    ) as pool:
         for kind, cells in zip(kinds, pool.map(row, kinds), strict=True):
-            print(kind, *(cells[name][:160] for name in COLUMNS), sep=" | ", file=sys.stderr, flush=True)
+            print(
+                kind,
+                *(cells[name][:160] for name in COLUMNS),
+                sep=" | ",
+                file=sys.stderr,
+                flush=True,
+            )
             yield kind, cells
 
 

@@ -11,7 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported: no test may wait fo
 
 from runs import SOURCE, make_world
 
-# Imported once, in a server that has no threads and no groups: ranks and whole runs are forked from it.
+# Imported once, in a server that has no threads and no groups: ranks and whole runs are forked from
+# it.
 multiprocessing.set_forkserver_preload(["preloaded"])
 # Where that server, which is told no paths, finds it.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(SOURCE)])

@@ -35,23 +35,38 @@ class FakeHub:
             return {"url": f"{self.address}/{self.made[-1]}"}
         if "/preupload/" in path:
             names = [file["path"] for file in json.loads(sent)["files"]]
-            return {"files": [{"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names]}
+            return {
+                "files": [
+                    {"path": name, "uploadMode": "regular", "shouldIgnore": False} for name in names
+                ]
+            }
         if "/commit/" in path:
             time.sleep(self.seconds)
             lines = [json.loads(line) for line in sent.splitlines()]
             files = [line["value"] for line in lines if line["key"] == "file"]
             contents = {file["path"]: base64.b64decode(file["content"]) for file in files}
             self.commits.append((lines[0]["value"]["summary"], contents))
-            return {"commitUrl": f"{self.address}/org/model/commit/0", "commitOid": "0", "success": True}
+            return {
+                "commitUrl": f"{self.address}/org/model/commit/0",
+                "commitOid": "0",
+                "success": True,
+            }
         if "/tag/" in path:
             self.tags.append(json.loads(sent)["tag"])
         return {}
 
     def environment(self, home: Path, token: bool = True) -> dict[str, str]:
         """That of a process that takes this for the Hub."""
-        more = {"HF_ENDPOINT": self.address, "HF_HUB_OFFLINE": "0", "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+        more = {
+            "HF_ENDPOINT": self.address,
+            "HF_HUB_OFFLINE": "0",
+            "HF_HOME": str(home),
+            "HF_HUB_DISABLE_XET": "1",
+        }
         held = environment(**more, **{"HF_TOKEN": TOKEN} if token else {})
-        return {name: value for name, value in held.items() if token or not name.startswith("HF_TOKEN")}
+        return {
+            name: value for name, value in held.items() if token or not name.startswith("HF_TOKEN")
+        }
 
 
 @contextmanager
@@ -63,7 +78,9 @@ def fake_hub(**settings: Any) -> Iterator[FakeHub]:
         def do_POST(self) -> None:
             hub.tokens.add(self.headers.get("Authorization"))
             sent = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            body = json.dumps(hub.answer(self.path, sent) if hub.status == 200 else {"error": "no room"}).encode()
+            body = json.dumps(
+                hub.answer(self.path, sent) if hub.status == 200 else {"error": "no room"}
+            ).encode()
             self.send_response(hub.status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(body)))

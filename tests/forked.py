@@ -1,6 +1,7 @@
 """`lacuna` in processes forked from one that has imported its libraries: seconds less a process than starting anew.
 
-So are the ranks that such a process launches. Each has the environment, folder and output that it would have had.
+So are the ranks that such a process launches. Each has the environment, folder and output that it
+would have had.
 """
 
 import contextlib
@@ -23,7 +24,8 @@ import torch
 FIRST_UNKNOWN = 3  # file descriptors from here on are the parent's business
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-# A status can be read once, and starting a process reads that of any other that has ended: one thread at a time.
+# A status can be read once, and starting a process reads that of any other that has ended: one
+# thread at a time.
 _STATUSES = threading.Lock()
 
 
@@ -35,10 +37,16 @@ class Forked:
 
     stdout = None  # what is printed goes to files
 
-    def __init__(self, words: Sequence[str], environment: dict[str, str], folder: Path, apart: bool) -> None:
+    def __init__(
+        self, words: Sequence[str], environment: dict[str, str], folder: Path, apart: bool
+    ) -> None:
         self._printed = tempfile.TemporaryDirectory()
-        self._files = [Path(self._printed.name, name) for name in ("output", "errors" if apart else "output")]
-        self._process = _CONTEXT.Process(target=_begin, args=(words, environment, folder, *self._files))
+        self._files = [
+            Path(self._printed.name, name) for name in ("output", "errors" if apart else "output")
+        ]
+        self._process = _CONTEXT.Process(
+            target=_begin, args=(words, environment, folder, *self._files)
+        )
         with _STATUSES:
             self._process.start()
         self.pid = self._process.pid
@@ -71,7 +79,9 @@ class Forked:
         self.send_signal(signal.SIGKILL)
 
 
-def _begin(words: Sequence[str], environment: dict[str, str], folder: Path, output: Path, errors: Path) -> None:
+def _begin(
+    words: Sequence[str], environment: dict[str, str], folder: Path, output: Path, errors: Path
+) -> None:
     with open(os.devnull) as nothing, open(output, "ab") as printed, open(errors, "ab") as told:
         for ours, standard in ((nothing, 0), (printed, 1), (told, 2)):
             os.dup2(ours.fileno(), standard)
@@ -96,7 +106,9 @@ def _become_lacuna(words: Sequence[str], environment: dict[str, str], folder: Pa
 class _ForkingPopen(subprocess.Popen):
     """Starts ranks of lacuna by forking this process, anything else as ever."""
 
-    def _execute_child(self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any) -> None:
+    def _execute_child(
+        self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any
+    ) -> None:
         if isinstance(args, str) or list(args[:3]) != [sys.executable, "-m", "lacuna"]:
             return super()._execute_child(args, executable, preexec_fn, close_fds, *rest)
         pass_fds, cwd, env = rest[:3]
@@ -130,7 +142,9 @@ def _status_of(words: Sequence[str], environment: dict[str, str], folder: Path |
 
 
 def _close_all_but(kept: Sequence[int]) -> None:
-    trackers = resource_tracker._resource_tracker._fd  # which knows of the semaphores that we were forked with
+    trackers = (
+        resource_tracker._resource_tracker._fd
+    )  # which knows of the semaphores that we were forked with
     for name in os.listdir("/proc/self/fd"):
         if int(name) >= FIRST_UNKNOWN and int(name) not in (*kept, trackers):
             with contextlib.suppress(OSError):  # the listing itself had one, closed by now

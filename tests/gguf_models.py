@@ -4,7 +4,17 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import AutoConfig, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.tokenization_utils_base import generate_merges
 
@@ -20,10 +30,21 @@ CHATML = (
 ROWS = 640  # more than any of the tokenizers has tokens
 
 _SIZES = {
-    "vocab_size": ROWS, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512,
-}  # fmt: skip
-_LLAMA3 = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    "vocab_size": ROWS,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+_LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 5e5,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+}
 _LLAMA3 |= {"original_max_position_embeddings": 8192}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama": ("llama", "sentencepiece", {}),
@@ -57,7 +78,9 @@ _SPLITS = {
 
 def python_source(files: int) -> list[str]:
     """The text of some files of the standard library that no tokenizer was trained on."""
-    return [Path(file).read_text(errors="replace") for file in stdlib_files()["validation"][-files:]]
+    return [
+        Path(file).read_text(errors="replace") for file in stdlib_files()["validation"][-files:]
+    ]
 
 
 def tiny_gguf_model(family: str, **changes: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
@@ -65,7 +88,9 @@ def tiny_gguf_model(family: str, **changes: Any) -> tuple[PreTrainedModel, PreTr
     model_type, tokenizer, settings = FAMILIES[family]
     ends = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     attention = "eager" if family == "gemma2" else "sdpa"
-    model = random_model(AutoConfig.for_model(model_type, **_SIZES | ends | settings | changes), attention)
+    model = random_model(
+        AutoConfig.for_model(model_type, **_SIZES | ends | settings | changes), attention
+    )
     return model, tokenizer_like(tokenizer)
 
 
@@ -77,7 +102,9 @@ def tokenizer_like(kind: str) -> PreTrainedTokenizerFast:
         backend = _sentencepiece(texts, prefix=kind == "sentencepiece")
     else:
         backend = _byte_level(texts, kind)
-    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (END, ASK, ANSWERED)])
+    backend.add_special_tokens(
+        [AddedToken(token, special=True, normalized=False) for token in (END, ASK, ANSWERED)]
+    )
     backend.add_tokens([AddedToken("<think>", normalized=False)])
     names = {"eos_token": END, "chat_template": CHATML}
     if kind in ("sentencepiece", "gemma", "llama-bpe"):
@@ -95,7 +122,10 @@ def _byte_level(texts: list[str], kind: str) -> Tokenizer:
     if kind == "gpt-2":
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif kind == "smollm":
-        parts = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        parts = [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
         backend.pre_tokenizer = pre_tokenizers.Sequence(parts)
     else:
         split = pre_tokenizers.Split(Regex(_SPLITS[kind]), "isolated")
@@ -115,17 +145,25 @@ def _sentencepiece(texts: list[str], prefix: bool) -> Tokenizer:
     """Llama 2's way, or without the blank before a text Gemma's: any pair whose whole is a token may merge."""
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
-    trained.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=350, show_progress=False, limit_alphabet=90))
+    trained.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=350, show_progress=False, limit_alphabet=90)
+    )
     pieces = [
         "<unk>",
         *(f"<0x{byte:02X}>" for byte in range(256)),
         *sorted(trained.get_vocab(), key=trained.token_to_id),
     ]
     tokens = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
-    merges = generate_merges({piece: tokens[piece] for piece in tokens if not piece.startswith("<")})
-    backend = Tokenizer(models.BPE(tokens, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    merges = generate_merges(
+        {piece: tokens[piece] for piece in tokens if not piece.startswith("<")}
+    )
+    backend = Tokenizer(
+        models.BPE(tokens, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+    )
     blank = normalizers.Replace(" ", "▁")
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), blank]) if prefix else blank
+    backend.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), blank]) if prefix else blank
+    )
     parts = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*parts, *[decoders.Strip(" ", 1, 0)] * prefix])
     backend.add_special_tokens([AddedToken("<unk>", special=True, normalized=False)])

@@ -12,20 +12,42 @@ from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from lacuna.config.sections import LoraConfig, ModelConfig, OptimizerConfig, QuantizationConfig, TrainingConfig
+from lacuna.config.sections import (
+    LoraConfig,
+    ModelConfig,
+    OptimizerConfig,
+    QuantizationConfig,
+    TrainingConfig,
+)
 from lacuna.data import Batch
 from lacuna.model.build import build_model
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.train.optimizer import build_optimizer, update
 from lacuna.train.step import accumulate_gradients, total_counts
-from tiny import CPU, VOCABULARY, differing, mesh_of, relative_error, run_ranks, tokenizer_of_words, whole
+from tiny import (
+    CPU,
+    VOCABULARY,
+    differing,
+    mesh_of,
+    relative_error,
+    run_ranks,
+    tokenizer_of_words,
+    whole,
+)
 
 LOSS = LanguageModelling.loss
 LENGTH = 24
 SEQUENCES = 8
 FOUR_LAYERS = {
-    "gemma3": {"layer_types": ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]}
+    "gemma3": {
+        "layer_types": [
+            "sliding_attention",
+            "full_attention",
+            "full_attention",
+            "sliding_attention",
+        ]
+    }
 }
 """What else an architecture wants to have four layers."""
 
@@ -60,7 +82,9 @@ class Outcome:
     updated: dict[str, Tensor]
 
 
-def pipeline(schedule: str, ranks: int, file: Path | None = None, points: Sequence[str] = ()) -> ParallelismConfig:
+def pipeline(
+    schedule: str, ranks: int, file: Path | None = None, points: Sequence[str] = ()
+) -> ParallelismConfig:
     """The settings of a pipeline."""
     return ParallelismConfig(
         pipeline_parallel_degree=ranks,
@@ -100,7 +124,11 @@ def micro_batch(rows: slice, seed: int = 3, packed: bool = True) -> Batch:
     bounds = torch.cat([starts, torch.tensor([ids.numel()])]).int()
     real = torch.ones_like(ids, dtype=torch.bool)
     columns = {"input_ids": ids, "labels": labels, "position_ids": positions, "real": real}
-    counts = {"tokens": ids.numel(), "trained_tokens": int((labels != -100).sum()), "text_bytes": 0.0}
+    counts = {
+        "tokens": ids.numel(),
+        "trained_tokens": int((labels != -100).sum()),
+        "text_bytes": 0.0,
+    }
     return Batch(columns, counts | {"source_0": ids.numel()}, bounds, int(bounds.diff().max()))
 
 
@@ -131,7 +159,10 @@ def own_batches(case: Case, mesh: Mesh, seed: int = 3, packed: bool = True) -> l
     """This rank's micro-batches of the eight sequences."""
     size = SEQUENCES // case.layout.data_parallel // case.accumulation
     starts = range(mesh.data_rank * size * case.accumulation, SEQUENCES, size)
-    return [micro_batch(slice(start, start + size), seed, packed) for start in starts[: case.accumulation]]
+    return [
+        micro_batch(slice(start, start + size), seed, packed)
+        for start in starts[: case.accumulation]
+    ]
 
 
 def one_step(model_config: Path, case: Case) -> Outcome:
@@ -145,14 +176,17 @@ def one_step(model_config: Path, case: Case) -> Outcome:
     dist.all_reduce(loss)
     parameters = dict(built.model.named_parameters())
     gradients = {
-        name: whole(parameter.grad).clone() for name, parameter in parameters.items() if parameter.grad is not None
+        name: whole(parameter.grad).clone()
+        for name, parameter in parameters.items()
+        if parameter.grad is not None
     }
     norm, skip = update(built, optimizer, trained)
     assert not skip
     updated = {name: whole(parameter).detach().clone() for name, parameter in parameters.items()}
     if case.base != "none":  # bytes that pass for numbers may look like no number
         updated = {
-            name: one if parameters[name].requires_grad else one.view(torch.uint8) for name, one in updated.items()
+            name: one if parameters[name].requires_grad else one.view(torch.uint8)
+            for name, one in updated.items()
         }
     return Outcome(loss.item() / trained.item(), norm.item(), trained.item(), gradients, updated)
 
@@ -174,9 +208,17 @@ def merge(of_ranks: Sequence[Outcome]) -> Outcome:
     first, *others = of_ranks
     for other in others:
         assert (other.loss, other.norm, other.tokens) == (first.loss, first.norm, first.tokens)
-        for mine, whole_model in ((other.gradients, first.gradients), (other.updated, first.updated)):
+        for mine, whole_model in (
+            (other.gradients, first.gradients),
+            (other.updated, first.updated),
+        ):
             both = mine.keys() & whole_model.keys()
-            assert differing({name: mine[name] for name in both}, {name: whole_model[name] for name in both}) == []
+            assert (
+                differing(
+                    {name: mine[name] for name in both}, {name: whole_model[name] for name in both}
+                )
+                == []
+            )
             whole_model.update(mine)
     return first
 

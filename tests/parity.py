@@ -1,7 +1,8 @@
 """The parity table: python tests/parity.py > docs/parity.md (15 minutes on two cores).
 
-Every layout trains five steps of every architecture as one process does; a cell is the largest relative difference of
-the loss and of the gradient norm over them, or why lacuna refuses the combination when it reads the configuration.
+Every layout trains five steps of every architecture as one process does; a cell is the largest
+relative difference of the loss and of the gradient norm over them, or why lacuna refuses the
+combination when it reads the configuration.
 """
 
 import os
@@ -37,7 +38,9 @@ CASES: dict[str, Case] = {
     "dp_shard 2, checkpointing by operation": Case(Layout(dp_shard=2), 2, recompute=BY_OPERATION),
     "dp_shard 2, full checkpointing, offloaded": Case(Layout(dp_shard=2), 2, recompute=OFFLOADED),
     "tp 2": Case(Layout(tp=2), 2),
-    "tp 2, loss of whole sequences": Case(Layout(tp=2), 2, parallelism={"disable_loss_parallel": True}),
+    "tp 2, loss of whole sequences": Case(
+        Layout(tp=2), 2, parallelism={"disable_loss_parallel": True}
+    ),
     "cp 2, all-gather": Case(Layout(cp=2), 2),
     "cp 2, ring": Case(Layout(cp=2, ring=True), 2, parallelism=RING),
     **{f"pp 2, {schedule}": pipelined(Layout(pp=2), 4, schedule) for schedule in SCHEDULES},
@@ -59,7 +62,9 @@ CASES: dict[str, Case] = {
     "dp_shard 2 × tp 2 × pp 2": pipelined(Layout(dp_shard=2, tp=2, pp=2), 4),
     "dp_shard 2 × cp 2 × tp 2": Case(Layout(dp_shard=2, cp=2, tp=2), 2),
     "dp_shard 2 × cp 2 × pp 2": pipelined(Layout(dp_shard=2, cp=2, pp=2), 4),
-    "cp 2 × tp 2 × pp 2, Interleaved1F1B": pipelined(Layout(cp=2, tp=2, pp=2), 4, "Interleaved1F1B"),
+    "cp 2 × tp 2 × pp 2, Interleaved1F1B": pipelined(
+        Layout(cp=2, tp=2, pp=2), 4, "Interleaved1F1B"
+    ),
     "dp_replicate 2 × dp_shard 2 × tp 2": Case(Layout(2, 2, tp=2), 2),
     "dp_shard 2 × tp 2 × pp 2 × cp 2": pipelined(Layout(dp_shard=2, cp=2, tp=2, pp=2), 4),
     "dp_replicate 2 × dp_shard 2 × tp 2 × pp 2": pipelined(Layout(2, 2, tp=2, pp=2), 2),
@@ -69,7 +74,9 @@ CASES: dict[str, Case] = {
 def train(model_config: Path, case: Case) -> list[tuple[float, float]] | str:
     """Loss and gradient norm of each step, or the refusal."""
     config, mesh = configuration(model_config, case), build_mesh(case.layout, "cpu")
-    config = config.model_copy(update={"optimizer": config.optimizer.model_copy(update={"lr": 0.01})})
+    config = config.model_copy(
+        update={"optimizer": config.optimizer.model_copy(update={"lr": 0.01})}
+    )
     try:
         built = build_model(config, tokenizer_of_words(), mesh, CPU)
     except UserError as error:
@@ -94,11 +101,18 @@ def column(architecture: str, cases: dict[str, Case]) -> dict[str, str]:
     """The cells of an architecture; layouts over equally many ranks share their processes."""
     cells = {}
     with tempfile.TemporaryDirectory() as folder:
-        tiny_config(architecture, num_hidden_layers=4, **FOUR_LAYERS.get(architecture, {})).save_pretrained(folder)
+        tiny_config(
+            architecture, num_hidden_layers=4, **FOUR_LAYERS.get(architecture, {})
+        ).save_pretrained(folder)
         [expected] = run_ranks(1, train_all, Path(folder), [Case(Layout())])[0]
-        for ranks in sorted({case.layout.data_parallel * case.layout.sharing for case in cases.values()}):
-            own = {name: case for name, case in cases.items()
-                   if case.layout.data_parallel * case.layout.sharing == ranks}  # fmt: skip
+        for ranks in sorted(
+            {case.layout.data_parallel * case.layout.sharing for case in cases.values()}
+        ):
+            own = {
+                name: case
+                for name, case in cases.items()
+                if case.layout.data_parallel * case.layout.sharing == ranks
+            }
             results = run_ranks(ranks, train_all, Path(folder), list(own.values()))
             for name, result in zip(own, results[0], strict=True):
                 cells[name] = result if isinstance(result, str) else difference(result, expected)
@@ -112,7 +126,9 @@ def difference(results: list[tuple[float, float]], expected: list[tuple[float, f
         list(zip(*rows, strict=True))
         for rows in zip(zip(*results, strict=True), zip(*expected, strict=True), strict=True)
     ]
-    return " / ".join(f"{max(abs(value / right - 1) for value, right in kind):.0e}" for kind in pairs)
+    return " / ".join(
+        f"{max(abs(value / right - 1) for value, right in kind):.0e}" for kind in pairs
+    )
 
 
 def main() -> None:

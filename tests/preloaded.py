@@ -6,7 +6,11 @@ from lacuna.cli import _quiet_libraries
 
 _quiet_libraries()
 for _name in (
-    "lacuna.commands.train", "lacuna.commands.generate", "lacuna.commands.convert", "lacuna.train.session",
-    "transformers.models.llama.modeling_llama", "forked",
-):  # fmt: skip
+    "lacuna.commands.train",
+    "lacuna.commands.generate",
+    "lacuna.commands.convert",
+    "lacuna.train.session",
+    "transformers.models.llama.modeling_llama",
+    "forked",
+):
     importlib.import_module(_name)

@@ -18,7 +18,9 @@ def texts_of(path: Path) -> list[str]:
     return [json.loads(line)["text"] for line in path.read_text().splitlines()]
 
 
-def rows_of(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int) -> Iterator[list[Piece]]:
+def rows_of(
+    texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
+) -> Iterator[list[Piece]]:
     """The documents in their order, each followed by the end token, in rows of `length` tokens; the last is shorter."""
     row: list[Piece] = []
     space = length
@@ -50,7 +52,9 @@ def train_plainly(
 ) -> list[tuple[float, float]]:
     """Trains `model` in place with lacuna's default optimizer; (loss, gradient norm) of each step."""
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
-    others = [weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)]
+    others = [
+        weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)
+    ]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     steps = []

@@ -24,11 +24,27 @@ from lacuna.cli import main
 SOURCE = Path(__file__).parent.parent / "src"
 SENTENCE = "the a cat dog bird fish sat ran flew swam on under over near mat house tree river and then but so"
 WORDS = SENTENCE.split()
-LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NGPU")
+LAUNCHER_VARIABLES = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NGPU",
+)
 METRICS = (
-    "step", "loss", "grad_norm", "lr", "tokens", "tokens_per_second", "mfu", "memory_gib", "data_wait_fraction",
+    "step",
+    "loss",
+    "grad_norm",
+    "lr",
+    "tokens",
+    "tokens_per_second",
+    "mfu",
+    "memory_gib",
+    "data_wait_fraction",
     "skipped_steps",
-)  # fmt: skip
+)
 """The keys of a row about training, in their order."""
 
 Process = Forked | subprocess.Popen[str]
@@ -72,16 +88,24 @@ def make_world(folder: Path) -> Path:
 
 def write_model(folder: Path, **settings: Any) -> Path:
     """A tiny Llama's configuration and a tokenizer of bytes."""
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     backend = Tokenizer(models.BPE(vocabulary | {"<end>": len(vocabulary)}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>").save_pretrained(folder)
     shape = {
-        "vocab_size": 257, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
-        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256,
-        "bos_token_id": None, "eos_token_id": 256,
-    }  # fmt: skip
+        "vocab_size": 257,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 256,
+        "bos_token_id": None,
+        "eos_token_id": 256,
+    }
     LlamaConfig(**(shape | settings)).save_pretrained(folder)
     return folder
 
@@ -101,27 +125,40 @@ def environment(**more: str) -> dict[str, str]:
         if name not in LAUNCHER_VARIABLES and not name.startswith("SLURM_")
     }
     return kept | {
-        "PYTHONPATH": str(SOURCE), "LACUNA_DEVICE": "cpu", "HF_HUB_OFFLINE": "1", "COLUMNS": "250",
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), **more,
-    }  # fmt: skip
+        "PYTHONPATH": str(SOURCE),
+        "LACUNA_DEVICE": "cpu",
+        "HF_HUB_OFFLINE": "1",
+        "COLUMNS": "250",
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        **more,
+    }
 
 
-def start(*words: object, apart: bool = False, cwd: Path | None = None, env: dict[str, str] | None = None) -> Process:
+def start(
+    *words: object, apart: bool = False, cwd: Path | None = None, env: dict[str, str] | None = None
+) -> Process:
     """Starts `lacuna <words>`, forked if it may be, with standard error `apart` or among the output."""
     plain = environment()
     told = env or plain
     if any(told.get(name) != plain.get(name) for name in READ_AT_IMPORT):
-        return start_anew(*words, cwd=cwd, env=told, stderr=subprocess.PIPE if apart else subprocess.STDOUT)
+        return start_anew(
+            *words, cwd=cwd, env=told, stderr=subprocess.PIPE if apart else subprocess.STDOUT
+        )
     return Forked([*map(str, words)], told, cwd or Path.cwd(), apart)
 
 
 def start_anew(*words: object, **options: Any) -> subprocess.Popen[str]:
     """The same in a process that begins with nothing, as a user's does, and is called what it is."""
     settings = {
-        "env": environment(), "text": True, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT,
+        "env": environment(),
+        "text": True,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
         "stdin": subprocess.DEVNULL,
-    }  # fmt: skip
-    return subprocess.Popen([sys.executable, "-m", "lacuna", *map(str, words)], **(settings | options))
+    }
+    return subprocess.Popen(
+        [sys.executable, "-m", "lacuna", *map(str, words)], **(settings | options)
+    )
 
 
 class Ended(NamedTuple):
@@ -147,13 +184,17 @@ def run_to_end(*words: object, timeout: float = 300, **options: Any) -> Ended:
 def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any) -> str:
     """Runs `lacuna <words>` to its end and returns what it printed, after checking its exit status."""
     outcome = run_to_end(*words, timeout=timeout, **options)
-    assert outcome.status == status, f"exit status {outcome.status}, not {status}:\n{outcome.output}"
+    assert outcome.status == status, (
+        f"exit status {outcome.status}, not {status}:\n{outcome.output}"
+    )
     return outcome.output
 
 
 def train(world: Path, folder: Path, *flags: object, status: int = 0, **options: Any) -> str:
     """`lacuna train` of the world's run.toml into `folder`; returns what it printed."""
-    return lacuna("train", world / "run.toml", "--job.dump_folder", folder, *flags, status=status, **options)
+    return lacuna(
+        "train", world / "run.toml", "--job.dump_folder", folder, *flags, status=status, **options
+    )
 
 
 def refused(*words: object) -> str:
@@ -164,7 +205,9 @@ def refused(*words: object) -> str:
     return said.getvalue()
 
 
-def wait_until(condition: Callable[[], bool], process: Process, timeout: float = 180, pause: float = 0.005) -> None:
+def wait_until(
+    condition: Callable[[], bool], process: Process, timeout: float = 180, pause: float = 0.005
+) -> None:
     """Waits for `condition`, looking every `pause` seconds, while `process` lives."""
     deadline = time.monotonic() + timeout
     while not condition():
@@ -173,7 +216,9 @@ def wait_until(condition: Callable[[], bool], process: Process, timeout: float =
         time.sleep(pause)
 
 
-def stop_after(step: int, world: Path, folder: Path, *flags: object, number: int = signal.SIGTERM) -> str:
+def stop_after(
+    step: int, world: Path, folder: Path, *flags: object, number: int = signal.SIGTERM
+) -> str:
     """Starts a run, signals it once it has logged `step`, and returns what it printed; its status must tell of it."""
     process = start("train", world / "run.toml", "--job.dump_folder", folder, *flags)
     wait_until(lambda: any(row["step"] >= step for row in rows(folder)), process)
@@ -192,13 +237,19 @@ def together(*calls: Callable[[], Any]) -> list[Any]:
 def rows(folder: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl, training and validation."""
     path = folder / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
+        if path.exists()
+        else []
+    )
 
 
 def curve(folder: Path, *keys: str) -> list[tuple[Any, ...]]:
     """(step, loss, grad_norm), or the given keys, of every training row."""
     return [
-        tuple(row[key] for key in ("step", *(keys or ("loss", "grad_norm")))) for row in rows(folder) if "loss" in row
+        tuple(row[key] for key in ("step", *(keys or ("loss", "grad_norm"))))
+        for row in rows(folder)
+        if "loss" in row
     ]
 
 
@@ -214,7 +265,9 @@ def checkpoint(folder: Path, step: int) -> Path:
 
 def steps(folder: Path) -> list[int]:
     """The steps of the run's checkpoints, oldest first."""
-    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*"))
+    return sorted(
+        int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*")
+    )
 
 
 def processes_naming(text: str) -> list[int]:

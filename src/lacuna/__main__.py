@@ -17,7 +17,9 @@ def end_at_once(number: int, _: object) -> None:
 def main() -> int:
     """The command line, where Ctrl-C ends everything at once until a command asks otherwise."""
     signal.signal(signal.SIGINT, end_at_once)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the launcher holds it back until we are here
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGINT}
+    )  # the launcher holds it back until we are here
     from lacuna.cli import main
     from lacuna.config.orphans import end_children_with_us
 

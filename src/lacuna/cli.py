@@ -23,7 +23,9 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= thread_settings(int(os.environ.get("LOCAL_WORLD_SIZE", 1))) | dict(os.environ)
     _quiet_libraries()
     if command in ("-h", "--help", "help"):
-        print(f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n")
+        print(
+            f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n"
+        )
         for name in COMMANDS:
             about, *_ = str(importlib.import_module(f"lacuna.commands.{name}").__doc__).splitlines()
             print(" ", about.replace("`", ""))
@@ -49,14 +51,17 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        return _complain(f"the disk is full: {error}. Checkpoints are intact; make room and start it again.", 1)
+        return _complain(
+            f"the disk is full: {error}. Checkpoints are intact; make room and start it again.", 1
+        )
 
 
 def _complain(error: Exception | str, status: int) -> int:
     """Prints the message, once for all ranks where it is likely the same on each."""
     print(f"lacuna: {error}", file=sys.stderr, flush=True)
     if "RANK" in os.environ:
-        # Other ranks may still wait in a collective that will never come: leave without their consent.
+        # Other ranks may still wait in a collective that will never come: leave without their
+        # consent.
         failed = GAVE_UP if isinstance(error, UnansweredError) else RUN_FAILED
         os._exit(failed if status == 1 and LAUNCHED in os.environ else status)
     return status
@@ -67,6 +72,8 @@ def _quiet_libraries() -> None:
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # it is, for convert and generate
+    warnings.filterwarnings(
+        "ignore", message="torch.distributed is disabled"
+    )  # it is, for convert and generate
     # Fragmentation is what long runs die of; must be set before the first allocation.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -25,7 +25,9 @@ def shown() -> None:
 
 
 def test_the_core_is_the_sum_of_its_rooms_and_extensions_are_apart() -> None:
-    lines = [re.fullmatch(r"(\S+) +([\d,]+)( .*)?", line) for line in lacuna("bloat").splitlines()[:-1]]
+    lines = [
+        re.fullmatch(r"(\S+) +([\d,]+)( .*)?", line) for line in lacuna("bloat").splitlines()[:-1]
+    ]
     found = {line[1]: int(line[2].replace(",", "")) for line in lines}
     rooms = {name: count for name, count in found.items() if name not in {"core", *EXTENSIONS}}
     assert {".", "commands", "config", "data", "train"} <= rooms.keys()

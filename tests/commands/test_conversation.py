@@ -48,13 +48,21 @@ def expected(folder: Path, questions: list[str]) -> str:
     tokenizer.chat_template = TEMPLATE
     for question in questions:
         said.append({"role": "user", "content": question})
-        said.append({"role": "assistant", "content": generate_text(model, tokenizer, said, 5, 1.0, 0, top_k=3)})
+        said.append(
+            {
+                "role": "assistant",
+                "content": generate_text(model, tokenizer, said, 5, 1.0, 0, top_k=3),
+            }
+        )
     return "".join(f"{message['content']}\n" for message in said[1::2])
 
 
 @pytest.mark.parametrize("stdin", [io.StringIO, Terminal])
 def test_each_line_is_answered_with_all_that_was_said_before_until_the_end(
-    stdin: type[io.StringIO], model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stdin: type[io.StringIO],
+    model: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     questions = ["w5 w6", "w7", "w5 w6"]
     wanted = expected(model, questions)
@@ -101,7 +109,9 @@ def test_words_that_would_do_nothing_are_refused(model: Path) -> None:
     assert "give --prompt TEXT, or --chat" in refused("generate", model)
     assert "above 0 as well" in refused("generate", model, "--prompt", "w5", "--top-k", "3")
     assert "--top-p must be above 0" in refused("generate", model, "--prompt", "w5", "--top-p", "2")
-    assert "UTF-8" in refused("generate", model, "--prompt", b"w5 \xff".decode(errors="surrogateescape"))
+    assert "UTF-8" in refused(
+        "generate", model, "--prompt", b"w5 \xff".decode(errors="surrogateescape")
+    )
 
 
 def test_a_misspelt_folder_is_one_line_after_one_question_to_the_hub(model: Path) -> None:
@@ -120,7 +130,9 @@ def test_a_misspelt_folder_is_one_line_after_one_question_to_the_hub(model: Path
     outcome = run_to_end("generate", "run/hg", "--prompt", "w5", env=settings, cwd=model.parent)
     server.shutdown()
     assert outcome.status == 2
-    assert outcome.output.startswith("lacuna: run/hg: there is no such folder here, and no such model on the Hub")
+    assert outcome.output.startswith(
+        "lacuna: run/hg: there is no such folder here, and no such model on the Hub"
+    )
     assert outcome.output.count("\n") == 1, outcome.output
     assert len([path for path in asked if "run/hg" in path]) == 1
     assert "did you mean hf?" in refused("generate", model.with_name("hfs"), "--prompt", "w5")

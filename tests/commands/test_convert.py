@@ -8,7 +8,17 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from runs import SOURCE, checkpoint, curve, environment, lacuna, run_to_end, together, train, weights
+from runs import (
+    SOURCE,
+    checkpoint,
+    curve,
+    environment,
+    lacuna,
+    run_to_end,
+    together,
+    train,
+    weights,
+)
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +30,9 @@ def converted(trained: Path, world: Path, tmp_path_factory: pytest.TempPathFacto
     folder = tmp_path_factory.mktemp("converted")
     together(
         lambda: lacuna("convert", checkpoint(trained, 80), folder / "hf", "--to", "hf"),
-        lambda: lacuna("convert", trained / "hf", folder / "started" / "checkpoint" / "step-0", "--to", "dcp"),
+        lambda: lacuna(
+            "convert", trained / "hf", folder / "started" / "checkpoint" / "step-0", "--to", "dcp"
+        ),
     )
     step_0 = checkpoint(folder / "started", 0)
     _, output = together(
@@ -35,18 +47,26 @@ def converted(trained: Path, world: Path, tmp_path_factory: pytest.TempPathFacto
 def test_weights_survive_every_conversion_to_the_bit(
     name: str, dtype: torch.dtype, trained: Path, converted: Path
 ) -> None:
-    source, target = (load_file(folder / "model.safetensors") for folder in (trained / "hf", converted / name))
+    source, target = (
+        load_file(folder / "model.safetensors") for folder in (trained / "hf", converted / name)
+    )
     assert source.keys() == target.keys()
     assert all(torch.equal(target[key], weight.to(dtype)) for key, weight in source.items())
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("hf", torch.float32), ("half", torch.bfloat16)])
-def test_transformers_opens_what_is_written(name: str, dtype: torch.dtype, trained: Path, converted: Path) -> None:
+def test_transformers_opens_what_is_written(
+    name: str, dtype: torch.dtype, trained: Path, converted: Path
+) -> None:
     folder = converted / name
-    model, tokenizer = (kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(folder) for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     text = "the cat sat on"
-    assert tokenizer(text).input_ids == AutoTokenizer.from_pretrained(trained / "hf")(text).input_ids
+    assert (
+        tokenizer(text).input_ids == AutoTokenizer.from_pretrained(trained / "hf")(text).input_ids
+    )
     assert GenerationConfig.from_pretrained(folder).eos_token_id == 256
 
 
@@ -60,25 +80,41 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_touched(
     trained: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     (tmp_path / "there").mkdir()
-    absent = tmp_path_factory.mktemp("absent")  # before all else on the path, as if the package were not installed
-    (absent / "gguf.py").write_text("raise ModuleNotFoundError('No module named gguf', name='gguf')\n")
+    absent = tmp_path_factory.mktemp(
+        "absent"
+    )  # before all else on the path, as if the package were not installed
+    (absent / "gguf.py").write_text(
+        "raise ModuleNotFoundError('No module named gguf', name='gguf')\n"
+    )
     without_package = environment(PYTHONPATH=f"{absent}{os.pathsep}{SOURCE}")
     outcomes = together(
         lambda: run_to_end("convert", trained, tmp_path / "there", "--to", "hf"),
         lambda: run_to_end("convert", trained, tmp_path / "there", "--to", "gguf"),
         lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "onnx"),
         lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "hf", "--type", "F16"),
-        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", "--dtype", "float32"),
-        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", "--type", "Q4_K_M"),
+        lambda: run_to_end(
+            "convert", trained, tmp_path / "new", "--to", "gguf", "--dtype", "float32"
+        ),
+        lambda: run_to_end(
+            "convert", trained, tmp_path / "new", "--to", "gguf", "--type", "Q4_K_M"
+        ),
         lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", "--type", "Q8_0"),
         lambda: run_to_end("convert", tmp_path / "odd.gguf", tmp_path / "new", "--to", "hf"),
-        lambda: run_to_end("convert", trained, tmp_path / "new", "--to", "gguf", env=without_package),
+        lambda: run_to_end(
+            "convert", trained, tmp_path / "new", "--to", "gguf", env=without_package
+        ),
     )
     said = (
-        "there exists already", "there exists already", "onnx", "--type is for --to gguf",
-        "--to gguf takes --type", "Q4_K_M is left to llama.cpp's llama-quantize", "the tokenizer has no merges",
-        "odd.gguf: cannot be read as a GGUF model: No such file", "pip install 'lacuna-train[gguf]'",
-    )  # fmt: skip
+        "there exists already",
+        "there exists already",
+        "onnx",
+        "--type is for --to gguf",
+        "--to gguf takes --type",
+        "Q4_K_M is left to llama.cpp's llama-quantize",
+        "the tokenizer has no merges",
+        "odd.gguf: cannot be read as a GGUF model: No such file",
+        "pip install 'lacuna-train[gguf]'",
+    )
     for outcome, part in zip(outcomes, said, strict=True):
         assert outcome.status == 2, outcome.output
         assert part in outcome.output

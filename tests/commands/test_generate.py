@@ -12,7 +12,9 @@ PROMPT = "the cat sat "
 
 def generate(model: Path, *flags: object) -> tuple[str, str]:
     """What was printed to standard output and to standard error."""
-    ended = run_to_end("generate", model, "--prompt", PROMPT, "--max-new-tokens", 24, *flags, apart=True)
+    ended = run_to_end(
+        "generate", model, "--prompt", PROMPT, "--max-new-tokens", 24, *flags, apart=True
+    )
     assert ended.status == 0, ended.errors
     return ended.output, ended.errors
 
@@ -34,9 +36,13 @@ def texts(trained: Path) -> dict[str, tuple[str, str]]:
 def test_the_most_likely_text_is_the_same_from_every_form_and_transformers_own(
     texts: dict[str, tuple[str, str]], trained: Path
 ) -> None:
-    model, tokenizer = (kind.from_pretrained(trained / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(trained / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    ids = model.generate(**inputs, max_new_tokens=24, do_sample=False)[
+        0, inputs.input_ids.shape[1] :
+    ]
     assert texts["hf"][0] == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
     assert texts["step"] == texts["run"] == texts["hf"]
     assert texts["earlier step"] != texts["hf"]

@@ -14,7 +14,9 @@ def test_every_setting_and_section_has_its_help():
         heading, *settings = table.split("\n  --")
         told = {f"--{words.split()[0]}": words.partition("\n")[2].strip() for words in settings}
         assert told.keys() == {f"--{section}.{name}" for name in info.annotation.model_fields}
-        assert heading.endswith(".") and all(len(text) > 15 and text[0].isupper() for text in told.values()), told
+        assert heading.endswith(".") and all(
+            len(text) > 15 and text[0].isupper() for text in told.values()
+        ), told
 
 
 def test_the_docstring_of_a_section_tells_of_its_settings_and_no_others():
@@ -42,7 +44,9 @@ def test_only_train_lists_all_settings(capsys):
     assert "--lora.rank" in printed(capsys, "train", "--help")
     for command in ("plan", "data"):
         text = printed(capsys, command, "--help")
-        assert len(text.splitlines()) < 10 and "lacuna train --help" in text and "qlora.toml" in text
+        assert (
+            len(text.splitlines()) < 10 and "lacuna train --help" in text and "qlora.toml" in text
+        )
 
 
 def test_help_is_plain_lines_that_fit(capsys):

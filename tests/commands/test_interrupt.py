@@ -10,7 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from runs import ended, environment, processes_naming, start_anew, together, wait_until, write_documents
+from runs import (
+    ended,
+    environment,
+    processes_naming,
+    start_anew,
+    together,
+    wait_until,
+    write_documents,
+)
 
 MESSAGE = "lacuna: interrupted at once, without saving."
 
@@ -30,7 +38,10 @@ def nobody_left(folder: Path, patience: float = 5) -> bool:
 def interrupted(folder: Path, seconds: float, *words: object) -> tuple[int, str]:
     """How `lacuna <words>` ends that got SIGINT after so many seconds; its output goes to a file."""
     folder.mkdir()
-    with open(folder / "said", "w") as said, ended(start_anew(*words, stdout=said, preexec_fn=held_back)) as process:
+    with (
+        open(folder / "said", "w") as said,
+        ended(start_anew(*words, stdout=said, preexec_fn=held_back)) as process,
+    ):
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         process.wait(timeout=60)
@@ -42,13 +53,26 @@ def interrupted(folder: Path, seconds: float, *words: object) -> tuple[int, str]
 def test_ctrl_c_before_the_first_step_is_one_message_and_130(
     world: Path, tmp_path: Path, flags: tuple[object, ...]
 ) -> None:
-    moments = {seconds: tmp_path / f"{seconds} s" for seconds in (0, 0.1, 0.5, 1, 2)}  # no name begins another
+    moments = {
+        seconds: tmp_path / f"{seconds} s" for seconds in (0, 0.1, 0.5, 1, 2)
+    }  # no name begins another
     long = ("--training.gradient_accumulation_steps", 20_000)
-    ends = together(*(
-        partial(interrupted, folder, seconds,
-                "train", world / "run.toml", "--job.dump_folder", folder / "run", *long, *flags)
-        for seconds, folder in moments.items()
-    ))  # fmt: skip
+    ends = together(
+        *(
+            partial(
+                interrupted,
+                folder,
+                seconds,
+                "train",
+                world / "run.toml",
+                "--job.dump_folder",
+                folder / "run",
+                *long,
+                *flags,
+            )
+            for seconds, folder in moments.items()
+        )
+    )
     assert ends == [(130, f"{MESSAGE}\n")] * len(moments)
 
 
@@ -64,9 +88,17 @@ def tokenising(world: Path, folder: Path) -> subprocess.Popen[str]:
     data.write_text(data.read_text() * 100)
     flags = ("--job.dump_folder", folder / "run", "--data.dataset", data)
     with open(folder / "said", "w") as said:
-        process = start_anew("train", world / "run.toml", *flags, stdout=said, start_new_session=True,
-                        env=environment(HF_DATASETS_CACHE=str(folder / "cache")))  # fmt: skip
-    wait_until(lambda: len(processes_naming(str(folder))) > 3, process, timeout=120)  # two workers and their manager
+        process = start_anew(
+            "train",
+            world / "run.toml",
+            *flags,
+            stdout=said,
+            start_new_session=True,
+            env=environment(HF_DATASETS_CACHE=str(folder / "cache")),
+        )
+    wait_until(
+        lambda: len(processes_naming(str(folder))) > 3, process, timeout=120
+    )  # two workers and their manager
     return process
 
 
@@ -81,7 +113,10 @@ def killed(world: Path, folder: Path, seconds: float) -> bool:
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="tokenises in one process")
 def test_nothing_that_tokenises_outlives_its_parent(world: Path, tmp_path: Path) -> None:
     moments = (0, 0.3, 1)
-    assert together(*(partial(killed, world, tmp_path / f"{moment}", moment) for moment in moments)) == [True] * 3
+    assert (
+        together(*(partial(killed, world, tmp_path / f"{moment}", moment) for moment in moments))
+        == [True] * 3
+    )
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="tokenises in one process")

@@ -26,8 +26,20 @@ from runs import (
 
 
 def torchrun(world: Path, folder: Path) -> None:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "lacuna",
-               "train", str(world / "run.toml"), "--job.dump_folder", str(folder)]  # fmt: skip
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        "lacuna",
+        "train",
+        str(world / "run.toml"),
+        "--job.dump_folder",
+        str(folder),
+    ]
     done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Done: 8 steps") == 1
@@ -43,13 +55,22 @@ def free_job_number() -> int:
 
 
 def slurm(world: Path, folder: Path) -> None:
-    common = {"SLURM_JOB_ID": str(free_job_number()), "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
-              "MASTER_ADDR": "127.0.0.1"}  # fmt: skip
+    common = {
+        "SLURM_JOB_ID": str(free_job_number()),
+        "SLURM_NTASKS": "2",
+        "SLURM_NTASKS_PER_NODE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+    }
     tasks = [
-        start("train", world / "run.toml", "--job.dump_folder", folder,
-              env=environment(SLURM_PROCID=str(task), SLURM_LOCALID=str(task), **common))
+        start(
+            "train",
+            world / "run.toml",
+            "--job.dump_folder",
+            folder,
+            env=environment(SLURM_PROCID=str(task), SLURM_LOCALID=str(task), **common),
+        )
         for task in range(2)
-    ]  # fmt: skip
+    ]
     outputs = [task.communicate(timeout=120)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert "on 2 × cpu" in outputs[0]
@@ -87,14 +108,22 @@ def listening(process: int) -> set[str]:
     for entry in Path(f"/proc/{process}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
             sockets.add(os.readlink(entry))
-    table = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
-    return {row[1].split(":")[0] for row in table if row[3] == "0A" and f"socket:[{row[9]}]" in sockets}
+    table = [
+        line.split()
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()
+    ]
+    return {
+        row[1].split(":")[0] for row in table if row[3] == "0A" and f"socket:[{row[9]}]" in sockets
+    }
 
 
 def test_ranks_on_one_machine_listen_to_nobody_else(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ("--cpus", 2, "--training.steps", 100_000)
-    with ended(start_anew("train", world / "run.toml", "--job.dump_folder", folder, *flags)) as process:
+    with ended(
+        start_anew("train", world / "run.toml", "--job.dump_folder", folder, *flags)
+    ) as process:
         wait_until(lambda: len(rows(folder)) > 1, process)
         ranks = processes_naming(str(folder))
         addresses = set().union(*map(listening, ranks))

@@ -25,43 +25,81 @@ from runs import (
 )
 
 WRONG = {
-    "an unknown key": (("--training.sqe_len", 16), "training.sqe_len: there is no such setting", "training.seq_len"),
-    "a missing data file": (("--data.dataset", "/nowhere/train.jsonl"), "data.dataset: /nowhere/train.jsonl does not"),
+    "an unknown key": (
+        ("--training.sqe_len", 16),
+        "training.sqe_len: there is no such setting",
+        "training.seq_len",
+    ),
+    "a missing data file": (
+        ("--data.dataset", "/nowhere/train.jsonl"),
+        "data.dataset: /nowhere/train.jsonl does not",
+    ),
     "a batch that micro-batches do not divide": (
-        ("--training.global_batch_size", 6), "training.global_batch_size", "6 is no multiple of 4",
+        ("--training.global_batch_size", 6),
+        "training.global_batch_size",
+        "6 is no multiple of 4",
     ),
     "a value of the wrong kind": (("--optimizer.lr", "fast"), "optimizer.lr:", "fast"),
-    "a folder under a file": (("--job.dump_folder", "{world}/run.toml/run"), "job.dump_folder: cannot write to"),
-    "a file for a folder": (("--job.dump_folder", "{world}/run.toml", "--dry-run"), "is a file; choose another"),
-    "an unwritable folder": (("--job.dump_folder", "/proc/lacuna"), "job.dump_folder: cannot write to '/proc/lacuna"),
+    "a folder under a file": (
+        ("--job.dump_folder", "{world}/run.toml/run"),
+        "job.dump_folder: cannot write to",
+    ),
+    "a file for a folder": (
+        ("--job.dump_folder", "{world}/run.toml", "--dry-run"),
+        "is a file; choose another",
+    ),
+    "an unwritable folder": (
+        ("--job.dump_folder", "/proc/lacuna"),
+        "job.dump_folder: cannot write to '/proc/lacuna",
+    ),
     "no number of processes": (("--cpus", 0), "--cpus: wants a number of processes of at least 1"),
     "GPUs and CPUs": (("--gpus", 2, "--cpus", 2), "--cpus: not allowed with argument --gpus"),
-}  # fmt: skip
+}
 """Flags that are refused before anything is started, and what must be said."""
 
 LATER = {
-    "a missing tokenizer": (("--model.config", "{folder}/bare"), "model.tokenizer_path", "{folder}/bare"),
-    "more tokens than positions": (("--training.seq_len", 300), "training.seq_len: 300 is more than the 256 positions"),
-    "a setting for GPUs": (("--checkpoint.async_mode", "async_with_pinned_mem"), "async_with_pinned_mem", "GPU"),
+    "a missing tokenizer": (
+        ("--model.config", "{folder}/bare"),
+        "model.tokenizer_path",
+        "{folder}/bare",
+    ),
+    "more tokens than positions": (
+        ("--training.seq_len", 300),
+        "training.seq_len: 300 is more than the 256 positions",
+    ),
+    "a setting for GPUs": (
+        ("--checkpoint.async_mode", "async_with_pinned_mem"),
+        "async_with_pinned_mem",
+        "GPU",
+    ),
     "a budget for code that is not compiled": (
-        ("--activation_checkpoint.mode", "memory_budget"), "memory_budget", "compile.enable = true", "GPU",
+        ("--activation_checkpoint.mode", "memory_budget"),
+        "memory_budget",
+        "compile.enable = true",
+        "GPU",
     ),
     "a warmup longer than all epochs": (
         ("--training.steps", "none", "--training.epochs", 1, "--lr_scheduler.warmup_steps", 5000),
-        "lr_scheduler.warmup_steps: 5000 is more than the ", " steps of the run",
+        "lr_scheduler.warmup_steps: 5000 is more than the ",
+        " steps of the run",
     ),
     "a batch that ranks do not divide": (
         ("--training.global_batch_size", 4, "--parallelism.data_parallel_replicate_degree", 2),
-        "training.global_batch_size: 4 is no multiple", "4 × 2 = 8",
+        "training.global_batch_size: 4 is no multiple",
+        "4 × 2 = 8",
     ),
-}  # fmt: skip
+}
 """The same for what is only known by the processes of the run."""
 
 BY_RANKS = [
     ("a warmup longer than all epochs", 1),
-    ("a missing tokenizer", 1), ("more tokens than positions", 2), ("a setting for GPUs", 1),
-    ("a budget for code that is not compiled", 1), ("a setting for GPUs", 2), ("a batch that ranks do not divide", 2),
-]  # fmt: skip
+    ("a missing tokenizer", 1),
+    ("more tokens than positions", 2),
+    ("a setting for GPUs", 1),
+    ("a budget for code that is not compiled", 1),
+    ("a setting for GPUs", 2),
+    ("a batch that ranks do not divide", 2),
+]
 
 
 def flags_of_flame(world: Path) -> list[str]:
@@ -108,8 +146,13 @@ def outcomes(world: Path, folder: Path) -> dict[str, Ended]:
 
     calls = {
         "quickstart": lambda: run_to_end(
-            "train", "--training.steps", 2, "--validation.steps", 1,
-            cwd=folder / "elsewhere", env=environment(**caches),
+            "train",
+            "--training.steps",
+            2,
+            "--validation.steps",
+            1,
+            cwd=folder / "elsewhere",
+            env=environment(**caches),
         ),
         "dry": lambda: run("dry", "--dry-run", "--cpus", 2),
         "flags alone": lambda: run_to_end(
@@ -117,7 +160,7 @@ def outcomes(world: Path, folder: Path) -> dict[str, Ended]:
         ),
         "dry and wrong": lambda: run("dry and wrong", "--dry-run", "--training.seq_len", 300),
         "no GPU": lambda: run("no GPU", "--gpus", 3),
-    }  # fmt: skip
+    }
     for name, ranks in BY_RANKS:
         calls[f"{name} {ranks}"] = partial(run, f"{name} {ranks}", "--cpus", ranks, *LATER[name][0])
     return dict(zip(calls, together(*calls.values()), strict=True))
@@ -127,7 +170,9 @@ def outcomes(world: Path, folder: Path) -> dict[str, Ended]:
 def test_wrong_input_is_said_once_without_traceback_on_any_number_of_ranks(
     name: str, ranks: int, outcomes: dict[str, Ended], folder: Path
 ) -> None:
-    check_refused(outcomes[f"{name} {ranks}"], *(part.format(folder=folder) for part in LATER[name][1:]))
+    check_refused(
+        outcomes[f"{name} {ranks}"], *(part.format(folder=folder) for part in LATER[name][1:])
+    )
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -138,7 +183,10 @@ def test_what_can_be_known_at_once_is_refused_before_anything_is_started(
     flags = [str(flag).format(world=world) for flag in flags]
     folder = tmp_path / "run"
     for ranks in [()] if "--cpus" in flags else [(), ("--cpus", 2)]:
-        check_refused(run_to_end("train", world / "run.toml", "--job.dump_folder", folder, *flags, *ranks), *said)
+        check_refused(
+            run_to_end("train", world / "run.toml", "--job.dump_folder", folder, *flags, *ranks),
+            *said,
+        )
         assert not folder.exists()
 
 
@@ -154,9 +202,13 @@ def test_an_unknown_command_a_missing_file_and_gpus_that_are_not_there_are_refus
     tmp_path: Path, outcomes: dict[str, Ended], folder: Path
 ) -> None:
     check_refused(run_to_end("trian"), "'trian' is no command; did you mean train?")
-    check_refused(run_to_end("train", tmp_path / "rum.toml"), f"{tmp_path}/rum.toml: cannot be read: No such file")
     check_refused(
-        outcomes["no GPU"], "--gpus 3 (or NGPU): this machine has no usable GPU(s): ask for fewer, or use --cpus 3"
+        run_to_end("train", tmp_path / "rum.toml"),
+        f"{tmp_path}/rum.toml: cannot be read: No such file",
+    )
+    check_refused(
+        outcomes["no GPU"],
+        "--gpus 3 (or NGPU): this machine has no usable GPU(s): ask for fewer, or use --cpus 3",
     )
     assert not (folder / "no GPU").exists()
 
@@ -164,8 +216,19 @@ def test_an_unknown_command_a_missing_file_and_gpus_that_are_not_there_are_refus
 def test_help_groups_every_setting_with_its_default() -> None:
     output = lacuna("train", "--help")
     assert output.startswith("usage: lacuna train [RUN.toml]")
-    order = ["--cpus N", "--dry-run", "[training]", "--training.seq_len", "(default: 2048)", "[data]", "[optimizer]",
-             "--optimizer.lr", "(default: 0.0008)", "[checkpoint]", "--checkpoint.interval"]  # fmt: skip
+    order = [
+        "--cpus N",
+        "--dry-run",
+        "[training]",
+        "--training.seq_len",
+        "(default: 2048)",
+        "[data]",
+        "[optimizer]",
+        "--optimizer.lr",
+        "(default: 0.0008)",
+        "[checkpoint]",
+        "--checkpoint.interval",
+    ]
     places = [output.index(text) for text in order]
     assert places == sorted(places)
     assert "quickstart.toml" in output
@@ -184,22 +247,29 @@ def test_a_dry_run_shows_size_batch_length_and_memory_and_leaves_nothing(
     assert "8 sequences = 4 × 1 accumulated × 2 ranks" in lines["batch"]
     assert "256 (32 a sequence)" in lines["tokens a step"]
     assert "8, 2,048 tokens" in lines["steps"]
-    assert "peak 0.00263, in step 2 (optimizer.lr = 0.003, 1 steps of warmup)" in lines["learning rate"]
+    assert (
+        "peak 0.00263, in step 2 (optimizer.lr = 0.003, 1 steps of warmup)"
+        in lines["learning rate"]
+    )
     assert "GiB" in lines["memory a rank"]
     assert "Nothing was started." in lines
     check_refused(outcomes["dry and wrong"], "training.seq_len: 300 is more than the 256 positions")
     assert not (folder / "dry").exists() and not (folder / "dry and wrong").exists()
 
 
-def test_ctrl_c_saves_and_stops_with_the_status_of_shells_on_any_number_of_ranks(world: Path, tmp_path: Path) -> None:
+def test_ctrl_c_saves_and_stops_with_the_status_of_shells_on_any_number_of_ranks(
+    world: Path, tmp_path: Path
+) -> None:
     flags = ("--training.steps", 100_000, "--checkpoint.interval", 1_000_000)
     stop = partial(stop_after, 3, world, number=signal.SIGINT)
     outputs = together(
         lambda: stop(tmp_path / "one", *flags), lambda: stop(tmp_path / "two", *flags, "--cpus", 2)
-    )  # fmt: skip
+    )
     for name, output in zip(("one", "two"), outputs, strict=True):
         last = rows(tmp_path / name)[-1]["step"]
-        assert f"Stopped and saved after step {last}. The same command goes on from there." in output
+        assert (
+            f"Stopped and saved after step {last}. The same command goes on from there." in output
+        )
         assert steps(tmp_path / name) == [last]
         assert "Traceback" not in output
         assert not (tmp_path / name / "hf").exists()
@@ -255,8 +325,12 @@ def test_the_quickstart_is_small_enough_for_two_minutes_of_two_cores(tmp_path: P
     settings = environment(HF_DATASETS_CACHE=str(tmp_path / "cache"), OMP_NUM_THREADS="2")
     output = lacuna("train", timeout=1200, cwd=tmp_path, env=settings)
     after = os.times()
-    spent = after.children_user + after.children_system - before.children_user - before.children_system
+    spent = (
+        after.children_user + after.children_system - before.children_user - before.children_system
+    )
     assert spent < 200, "seconds of processor time, which do not depend much on what else runs"
-    losses = [row["val_loss"] for row in rows(tmp_path / "outputs" / "quickstart") if "val_loss" in row]
+    losses = [
+        row["val_loss"] for row in rows(tmp_path / "outputs" / "quickstart") if "val_loss" in row
+    ]
     assert losses[0] - losses[-1] > 2
     assert "sample after step 160" in output

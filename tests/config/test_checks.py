@@ -76,7 +76,11 @@ def error_of(flags="", **kwargs):
             "model.train_new_tokens_only",
             "optimizer.early_step_in_backward",
         ),
-        ("--optimizer.early_step_in_backward", "optimizer.early_step_in_backward", "training.max_norm"),
+        (
+            "--optimizer.early_step_in_backward",
+            "optimizer.early_step_in_backward",
+            "training.max_norm",
+        ),
         ("--data.dataset a/b,c/d", "data.dataset", "data.data_probs"),
         (
             "--data.dataset a/b,c/d --data.data_probs 1",
@@ -100,7 +104,11 @@ def error_of(flags="", **kwargs):
             "data.data_files",
             "has 2 values for 3 datasets",
         ),
-        ("--data.dataset a/b,c/d --data.data_probs 1,-1", "data.data_probs[1]", "greater than or equal to 0"),
+        (
+            "--data.dataset a/b,c/d --data.data_probs 1,-1",
+            "data.data_probs[1]",
+            "greater than or equal to 0",
+        ),
         ("--data.dataset a/b,c/d --data.data_probs 0,0", "data.data_probs", "not all 0"),
         ("--data.dataset none", "data.dataset", "data.sources"),
         ("--data.dataset ,", "data.dataset", "one of the 2 names is empty"),
@@ -134,7 +142,11 @@ def error_of(flags="", **kwargs):
             "-1 for all",
         ),
         ("--validation.steps 0", "validation.steps", "-1 for all"),
-        ("--training.warmup_steps 11 --training.steps 10", "lr_scheduler.warmup_steps", "more than the 10 steps"),
+        (
+            "--training.warmup_steps 11 --training.steps 10",
+            "lr_scheduler.warmup_steps",
+            "more than the 10 steps",
+        ),
         ("--job.task grpo", "job.task", "only pretrain and sft"),
         (
             "--activation_checkpoint.mode memory_budget --compile.enable false",
@@ -142,7 +154,11 @@ def error_of(flags="", **kwargs):
             "compile.enable",
         ),
         ("--float8.recipe_name rowwise", "float8.recipe_name", "not available yet"),
-        ("--parallelism.expert_parallel_degree 16", "parallelism.expert_parallel_degree", "not available yet"),
+        (
+            "--parallelism.expert_parallel_degree 16",
+            "parallelism.expert_parallel_degree",
+            "not available yet",
+        ),
     ],
 )
 def test_contradiction_names_both_settings(flags, first, second):
@@ -173,7 +189,10 @@ def test_two_spellings_of_sources_exclude_each_other():
 
 
 def test_sources_need_all_weights_or_whole_passes():
-    one, two = '[[data.sources]]\ndataset = "a/b"\n', '[[data.sources]]\ndataset = "c/d"\nweight = 2\n'
+    one, two = (
+        '[[data.sources]]\ndataset = "a/b"\n',
+        '[[data.sources]]\ndataset = "c/d"\nweight = 2\n',
+    )
     assert "weight" in error_of(text=one + two)
     assert "weight" in error_of(text=one + one)
     load("--training.epochs 1", text=one + one)
@@ -182,7 +201,9 @@ def test_sources_need_all_weights_or_whole_passes():
 
 
 def test_both_spellings_resolve_to_the_same_sources():
-    lists = DataConfig(dataset="a,b", dataset_name="x,", dataset_split="train", data_files="f,g", data_probs="1,3")
+    lists = DataConfig(
+        dataset="a,b", dataset_name="x,", dataset_split="train", data_files="f,g", data_probs="1,3"
+    )
     tables = DataConfig(
         sources=[
             {"dataset": "a", "name": "x", "files": ["f"], "weight": 1},
@@ -194,7 +215,10 @@ def test_both_spellings_resolve_to_the_same_sources():
 
 def test_one_of_several_datasets_takes_several_files():
     data = DataConfig(dataset="json,csv", data_files=["a.jsonl,b.jsonl", "c.csv"], data_probs="1,1")
-    assert [source.files for source in data.resolved_sources()] == [("a.jsonl", "b.jsonl"), ("c.csv",)]
+    assert [source.files for source in data.resolved_sources()] == [
+        ("a.jsonl", "b.jsonl"),
+        ("c.csv",),
+    ]
 
 
 def test_one_dataset_takes_all_files_and_needs_no_weight():
@@ -206,38 +230,56 @@ def test_one_dataset_takes_all_files_and_needs_no_weight():
     ("table", "message"),
     [
         ("seq_len = 9", "table 1: does not say when it begins; give from_step or from_loss"),
-        ("from_step = 3", "table 1: changes nothing; give data_probs, seq_len, batch_size or global_batch_size"),
+        (
+            "from_step = 3",
+            "table 1: changes nothing; give data_probs, seq_len, batch_size or global_batch_size",
+        ),
         (
             "from_step = 3\nseq_len = 9\n[[curriculum.stages]]\nfrom_step = 3\nseq_len = 8",
             "table 2: from_step = 3 is not after the 3 of the stage before",
         ),
-        ("from_loss = 2.5\nseq_len = 9", "table 1: from_loss needs the validation loss; set validation.dataset"),
-        ("from_step = 3\ndata_probs = [1, 2]", "table 1: data_probs needs a share for each of the 1 sources"),
+        (
+            "from_loss = 2.5\nseq_len = 9",
+            "table 1: from_loss needs the validation loss; set validation.dataset",
+        ),
+        (
+            "from_step = 3\ndata_probs = [1, 2]",
+            "table 1: data_probs needs a share for each of the 1 sources",
+        ),
         ("from_step = 3\ndata_probs = [0]", "and not all 0"),
         ("from_steps = 3\nseq_len = 9", "did you mean from_step?"),
     ],
 )
 def test_a_stage_that_cannot_be_meant_is_refused(table, message):
-    assert message in error_of(text=f'[data]\ndataset = "org/data"\n[[curriculum.stages]]\n{table}\n')
+    assert message in error_of(
+        text=f'[data]\ndataset = "org/data"\n[[curriculum.stages]]\n{table}\n'
+    )
 
 
 def test_stages_change_what_they_name_and_keep_the_rest():
     tables = "[[curriculum.stages]]\nfrom_step = 2\nseq_len = 64\n[[curriculum.stages]]\nfrom_step = 4\nbatch_size = 2"
     first, second, third = load(text='[data]\ndataset = "org/data"\n' + tables).stages()
-    lengths = [(config.training.seq_len, config.training.context_len) for config in (first, second, third)]
+    lengths = [
+        (config.training.seq_len, config.training.context_len) for config in (first, second, third)
+    ]
     assert lengths == [(2048, 2048), (64, 64), (64, 64)]
     assert [config.training.batch_size for config in (first, second, third)] == [8, 8, 2]
 
 
 def test_a_dataset_may_have_no_share_for_now():
     data = DataConfig(dataset="a,b", data_probs=(0.0, 1.0))
-    assert [(source.dataset, source.weight) for source in data.resolved_sources()] == [("a", 0.0), ("b", 1.0)]
+    assert [(source.dataset, source.weight) for source in data.resolved_sources()] == [
+        ("a", 0.0),
+        ("b", 1.0),
+    ]
 
 
 def test_validation_runs_when_a_source_is_given():
     assert ValidationConfig().resolved_source() is None
     assert ValidationConfig(dataset="a/b", enable=False).resolved_source() is None
-    assert ValidationConfig(dataset="a/b").resolved_source() == Source(dataset="a/b", split="validation")
+    assert ValidationConfig(dataset="a/b").resolved_source() == Source(
+        dataset="a/b", split="validation"
+    )
 
 
 def test_missing_local_files_are_named_with_the_nearest(folder):
@@ -247,10 +289,14 @@ def test_missing_local_files_are_named_with_the_nearest(folder):
     assert "did you mean llama_tiny.json?" in error_of("--model.config configs/lama_tiny.json")
     assert "there is no folder absent" in error_of("--model.config absent/tiny.json")
     message = error_of("--data.dataset json --data.data_files train.jsonl,tran.jsonl")
-    assert message == f"data.data_files: {folder}/tran.jsonl does not exist; did you mean train.jsonl?"
+    assert (
+        message == f"data.data_files: {folder}/tran.jsonl does not exist; did you mean train.jsonl?"
+    )
     assert "data.dataset: /nowhere/data" in error_of("--data.dataset /nowhere/data")
     assert "did you mean train.jsonl?" in error_of("--data.dataset trains.jsonl")
-    assert "validation.data_files" in error_of("--validation.dataset json --validation.data_files gone.jsonl")
+    assert "validation.data_files" in error_of(
+        "--validation.dataset json --validation.data_files gone.jsonl"
+    )
     assert "checkpoint.initial_load_path" in error_of("--checkpoint.initial_load_path runs/step-5")
     assert "model.tokenizer_path" in error_of("--model.tokenizer_path ./tokenizer")
     source = '[[data.sources]]\ndataset = "json"\nfiles = ["gone.jsonl"]\n'
@@ -268,11 +314,23 @@ def test_files_that_may_be_elsewhere_are_left_to_the_reader(folder):
 
 
 def test_adapters_are_by_default_those_that_training_starts_from(folder):
-    described = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "modules_to_save": None, "use_dora": True}
+    described = {
+        "r": 4,
+        "lora_alpha": 8,
+        "target_modules": ["q_proj"],
+        "modules_to_save": None,
+        "use_dora": True,
+    }
     described["peft_type"] = "LORA"
     (folder / "adapter_config.json").write_text(json.dumps(described))
     lora = load(f"--lora.adapter {folder} --lora.alpha 2").lora
-    assert (lora.rank, lora.alpha, lora.targets, lora.modules, lora.dora) == (4, 2.0, ("q_proj",), (), True)
+    assert (lora.rank, lora.alpha, lora.targets, lora.modules, lora.dora) == (
+        4,
+        2.0,
+        ("q_proj",),
+        (),
+        True,
+    )
     wrong = {
         "peft_type = IA3": "is of no LoRA adapter",
         "init_lora_weights = pissa_niter_4": "began by pissa, which changes the base",
@@ -280,8 +338,12 @@ def test_adapters_are_by_default_those_that_training_starts_from(folder):
         "alora_invocation_tokens = 7": "has alora_invocation_tokens, which lacuna does not know",
     }
     for setting, said in wrong.items():
-        (folder / "adapter_config.json").write_text(json.dumps(described | dict([setting.split(" = ")])))
-        assert f"lora.adapter: {folder}/adapter_config.json {said}" in error_of(f"--lora.adapter {folder}")
+        (folder / "adapter_config.json").write_text(
+            json.dumps(described | dict([setting.split(" = ")]))
+        )
+        assert f"lora.adapter: {folder}/adapter_config.json {said}" in error_of(
+            f"--lora.adapter {folder}"
+        )
     (folder / "adapter_config.json").write_text(json.dumps(described | {"lora_alpha": 0}))
     assert "its description has lora_alpha = 0, which is not what lora.alpha takes" in error_of(
         f"--lora.adapter {folder}"

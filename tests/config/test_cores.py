@@ -34,15 +34,26 @@ def faked(folder: Path, memberships: str, files: dict[str, str]) -> float:
         ("0::/", {"cpu.max": "max 100000"}, math.inf),
         ("0::/user/run", {"user/cpu.max": "150000 100000", "user/run/cpu.max": "max 100000"}, 1.5),
         ("0::/../host", {"cpu.max": "50000 100000"}, 0.5),
-        ("3:cpu,cpuacct:/docker/a", {"cpu,cpuacct/cpu.cfs_quota_us": "300000",
-                                     "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 3),
-        ("3:cpuset:/\n1:cpu:/job\n0::/", {"cpu/job/cpu.cfs_quota_us": "20000", "cpu/job/cpu.cfs_period_us": "10000",
-                                          "cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 2),
+        (
+            "3:cpu,cpuacct:/docker/a",
+            {"cpu,cpuacct/cpu.cfs_quota_us": "300000", "cpu,cpuacct/cpu.cfs_period_us": "100000"},
+            3,
+        ),
+        (
+            "3:cpuset:/\n1:cpu:/job\n0::/",
+            {
+                "cpu/job/cpu.cfs_quota_us": "20000",
+                "cpu/job/cpu.cfs_period_us": "10000",
+                "cpu/cpu.cfs_quota_us": "-1",
+                "cpu/cpu.cfs_period_us": "100000",
+            },
+            2,
+        ),
         ("7:cpuset:/", {"cpuset/cpu.cfs_quota_us": "1", "cpuset/cpu.cfs_period_us": "1"}, math.inf),
         ("0::/", {"cpu.max": "broken"}, math.inf),
         ("nothing", {}, math.inf),
     ],
-)  # fmt: skip
+)
 def test_the_quota_is_the_least_of_the_groups(
     tmp_path: Path, memberships: str, files: dict[str, str], cores: float
 ) -> None:
@@ -56,8 +67,14 @@ def test_without_control_groups_affinity_alone_counts(tmp_path: Path) -> None:
 
 def threads(*around: str, **given: str) -> list[str]:
     """What a process of ours that is started like this says: torch's threads, the tokenizers', and how they wait."""
-    kept = {name: value for name, value in environment().items() if "THREADS" not in name and "OMP" not in name}
-    done = subprocess.run([*around, sys.executable, "-c", SAID], env=kept | given, capture_output=True, text=True)
+    kept = {
+        name: value
+        for name, value in environment().items()
+        if "THREADS" not in name and "OMP" not in name
+    }
+    done = subprocess.run(
+        [*around, sys.executable, "-c", SAID], env=kept | given, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].split()
 
@@ -71,5 +88,11 @@ def test_torch_and_tokenizers_take_the_cores_that_a_process_is_bound_to() -> Non
 
 def test_ranks_share_the_cores_and_what_is_given_stands() -> None:
     assert threads(LOCAL_WORLD_SIZE="1000")[:2] == ["1", "1"]
-    given = threads("taskset", "-c", str(min(os.sched_getaffinity(0))), OMP_NUM_THREADS="2", OMP_WAIT_POLICY="active")
+    given = threads(
+        "taskset",
+        "-c",
+        str(min(os.sched_getaffinity(0))),
+        OMP_NUM_THREADS="2",
+        OMP_WAIT_POLICY="active",
+    )
     assert given == ["2", "1", "active"]

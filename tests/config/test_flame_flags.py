@@ -49,7 +49,11 @@ ACCEPTED = [
     ("--training.streaming", "data.streaming", True),
     ("--training.num_workers 32", "data.num_workers", 32),
     ("--training.prefetch_factor 4", "data.prefetch_factor", 4),
-    ("--training.data_parallel_replicate_degree 2", "parallelism.data_parallel_replicate_degree", 2),
+    (
+        "--training.data_parallel_replicate_degree 2",
+        "parallelism.data_parallel_replicate_degree",
+        2,
+    ),
     ("--training.data_parallel_shard_degree -1", "parallelism.data_parallel_shard_degree", -1),
     ("--training.tensor_parallel_degree 1", "parallelism.tensor_parallel_degree", 1),
     ("--training.mixed_precision_param bfloat16", "training.mixed_precision_param", "bfloat16"),
@@ -65,7 +69,11 @@ ACCEPTED = [
     ("--metrics.rank_0_only", "metrics.rank_0_only", True),
     ("--metrics.enable_wandb", "metrics.enable_wandb", True),
     ("--experimental.pipeline_parallel_degree 1", "parallelism.pipeline_parallel_degree", 1),
-    ("--experimental.pipeline_parallel_schedule 1F1B", "parallelism.pipeline_parallel_schedule", "1F1B"),
+    (
+        "--experimental.pipeline_parallel_schedule 1F1B",
+        "parallelism.pipeline_parallel_schedule",
+        "1F1B",
+    ),
     ("--experimental.context_parallel_degree 1", "parallelism.context_parallel_degree", 1),
     (
         "--experimental.context_parallel_rotate_method allgather",
@@ -75,7 +83,11 @@ ACCEPTED = [
     ("--training.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree", 2),
     ("--training.disable_loss_parallel", "parallelism.disable_loss_parallel", True),
     ("--training.enable_cpu_offload", "training.enable_cpu_offload", True),
-    ("--optimizer.early_step_in_backward --training.max_norm 0", "optimizer.early_step_in_backward", True),
+    (
+        "--optimizer.early_step_in_backward --training.max_norm 0",
+        "optimizer.early_step_in_backward",
+        True,
+    ),
     ("--experimental.pipeline_parallel_degree 2", "parallelism.pipeline_parallel_degree", 2),
     (
         "--experimental.pipeline_parallel_split_points layers.1,layers.2",
@@ -92,7 +104,11 @@ ACCEPTED = [
         "parallelism.pipeline_parallel_schedule",
         "Interleaved1F1B",
     ),
-    ("--experimental.pipeline_parallel_microbatches 4", "parallelism.pipeline_parallel_microbatches", 4),
+    (
+        "--experimental.pipeline_parallel_microbatches 4",
+        "parallelism.pipeline_parallel_microbatches",
+        4,
+    ),
     ("--experimental.context_parallel_degree 2", "parallelism.context_parallel_degree", 2),
     (
         "--experimental.context_parallel_rotate_method alltoall",
@@ -107,7 +123,11 @@ ACCEPTED = [
     ("--checkpoint.model_weights_only", "checkpoint.model_weights_only", True),
     ("--checkpoint.export_dtype float16", "checkpoint.export_dtype", "float16"),
     ("--checkpoint.create_seed_checkpoint", "checkpoint.create_seed_checkpoint", True),
-    ("--checkpoint.async_mode async_with_pinned_mem", "checkpoint.async_mode", "async_with_pinned_mem"),
+    (
+        "--checkpoint.async_mode async_with_pinned_mem",
+        "checkpoint.async_mode",
+        "async_with_pinned_mem",
+    ),
     ("--checkpoint.keep_latest_k 2", "checkpoint.keep_latest_k", 2),
     ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
     ("--float8.scaling_type_input dynamic", "float8.scaling_type_input", "dynamic"),
@@ -230,7 +250,9 @@ def value_of(config, setting):
 
 @pytest.mark.parametrize(("flags", "setting", "value"), ACCEPTED, ids=[row[0] for row in ACCEPTED])
 def test_flag_of_flame_sets_the_canonical_setting(base, flags, setting, value):
-    extra = [] if "context_len" not in setting else ["--training.varlen", "--training.batch_size", "1"]
+    extra = (
+        [] if "context_len" not in setting else ["--training.varlen", "--training.batch_size", "1"]
+    )
     assert value_of(load_config(base, [*flags.split(), *extra]), setting) == value
 
 
@@ -267,7 +289,9 @@ def test_readme_command_of_flame_means_the_same_here(base):
     assert config.data.dataset_name == ("sample-100BT",)
     assert config.compile.enable is True and config.training.skip_nan_inf
     assert config.lr_scheduler.lr_min == 0.1 and config.lr_scheduler.decay_type == "cosine"
-    assert config.job.name == "batch1.seqlen65536" and config.job.dump_folder.startswith("exp/transformer-340M")
+    assert config.job.name == "batch1.seqlen65536" and config.job.dump_folder.startswith(
+        "exp/transformer-340M"
+    )
     assert config.metrics.enable_wandb and config.checkpoint.export_dtype == "float32"
 
 
@@ -286,10 +310,14 @@ def test_paper_command_uploads_after_each_checkpoint(base):
 
 def test_config_file_as_flag_is_the_positional_file(base):
     assert of_command(f"--job.config-file {base}") == load_config(base, [])
-    assert of_command(f"{base} --job.config_file={base} --training.seed 3") == load_config(base, ["--training.seed=3"])
+    assert of_command(f"{base} --job.config_file={base} --training.seed 3") == load_config(
+        base, ["--training.seed=3"]
+    )
     with pytest.raises(UserError, match="different TOML files"):
         of_command(f"{base} --job.config_file other.toml")
-    assert of_command(f"--job.config_file gone.toml --job.config_file {base}") == load_config(base, [])
+    assert of_command(f"--job.config_file gone.toml --job.config_file {base}") == load_config(
+        base, []
+    )
     with pytest.raises(UserError, match="job.config_file.*expected one argument"):
         of_command("--job.config_file --training.seed 3")
 
@@ -301,14 +329,20 @@ def test_resolved_toml_of_a_flame_command_reads_back_equal(base, tmp_path):
 
 
 @pytest.mark.slow
-def test_paper_command_runs_with_another_data_set_and_model_and_says_once_that_there_is_no_token(base, world, tmp_path):
+def test_paper_command_runs_with_another_data_set_and_model_and_says_once_that_there_is_no_token(
+    base, world, tmp_path
+):
     command = PAPER_COMMAND.replace("./sample-100BT", f"{world}/train.jsonl")
     command = command.replace("fla-hub/transformer-1.3B-100B", f"{world}/model")
     command = command.replace("configs/softpick_transformer_340M.json", f"{tmp_path}/long")
     write_model(tmp_path / "long", max_position_embeddings=4096)
     smaller = "--training.steps 2 --lr_scheduler.warmup_steps 1 --training.batch_size 1 --training.num_workers 0"
     smaller += " --training.compile false --metrics.enable_wandb false"
-    kept = {name: value for name, value in environment(HF_HOME=str(tmp_path)).items() if name != "HF_TOKEN"}
+    kept = {
+        name: value
+        for name, value in environment(HF_HOME=str(tmp_path)).items()
+        if name != "HF_TOKEN"
+    }
     words = shlex.split(f"{command} {UPLOAD_FLAGS} {smaller}")
     printed = lacuna("train", *words, env=kept, cwd=tmp_path, timeout=400)
     assert printed.count("there is no token of the Hugging Face Hub") == 1

@@ -44,8 +44,13 @@ def test_without_a_name_a_run_is_called_after_its_folder(toml):
         flags = [] if path else ["--model.config", "org/model", "--data.dataset", "org/data"]
         config = load_config(path, [*flags, "--job.dump_folder", "exp/first/"])
         assert (config.job.name, config.job.dump_folder) == ("first", "exp/first/")
-        assert load_config(path, [*flags, "--job.dump_folder=exp/first", "--job.name=one"]).job.name == "one"
-    assert load_config(None, flags).job.dump_folder == "outputs/run", "nobody's, and not the quickstart's"
+        assert (
+            load_config(path, [*flags, "--job.dump_folder=exp/first", "--job.name=one"]).job.name
+            == "one"
+        )
+    assert load_config(None, flags).job.dump_folder == "outputs/run", (
+        "nobody's, and not the quickstart's"
+    )
 
 
 @pytest.mark.parametrize("name", ["../../x", "..", ".", "", "a/../..", "a\0b"])
@@ -79,8 +84,12 @@ def test_flags_that_name_a_model_or_data_take_nothing_from_the_quickstart(toml, 
 
 
 def test_a_flag_that_names_only_a_model_or_only_data_is_told_what_lacks(toml):
-    assert error_of(None, "--model.name_or_path", "org/model").startswith("data.dataset: no data is given")
-    assert error_of(None, "--data.dataset", "org/data").startswith("model.name_or_path, model.config: ")
+    assert error_of(None, "--model.name_or_path", "org/model").startswith(
+        "data.dataset: no data is given"
+    )
+    assert error_of(None, "--data.dataset", "org/data").startswith(
+        "model.name_or_path, model.config: "
+    )
 
 
 def test_flags_win_over_the_file_even_under_another_name(toml):
@@ -128,7 +137,9 @@ def test_list_flags_take_commas_and_several_words(toml, words):
 def test_lists_in_toml_are_arrays_or_comma_strings(toml):
     text = "[training]\ndata_probs = {}\n"
     flags = ["--data.dataset", "a/b,c/d"]
-    assert load_config(toml(text.format("[1, 3]")), flags) == load_config(toml(text.format('"1,3"')), flags)
+    assert load_config(toml(text.format("[1, 3]")), flags) == load_config(
+        toml(text.format('"1,3"')), flags
+    )
 
 
 def test_prompts_keep_their_commas(toml):
@@ -142,8 +153,13 @@ def test_the_word_none_takes_a_setting_of_the_file_away(toml):
     path = toml("[training]\nsteps = 7\n")
     config = load_config(path, ["--training.steps", "none", "--training.epochs", "1"])
     assert config.training.steps is None and config.training.epochs == 1
-    assert load_config(path, ["--activation_checkpoint.mode", "none"]).activation_checkpoint.mode == "none"
-    assert load_config(path, ["--packing.mode", "none"]).packing.mode == "none"  # a value of its own, not the default
+    assert (
+        load_config(path, ["--activation_checkpoint.mode", "none"]).activation_checkpoint.mode
+        == "none"
+    )
+    assert (
+        load_config(path, ["--packing.mode", "none"]).packing.mode == "none"
+    )  # a value of its own, not the default
 
 
 def test_integers_serve_as_numbers(toml):
@@ -178,7 +194,9 @@ def test_unknown_name_is_an_error_that_names_the_nearest(toml, name, nearest):
     assert error_of(toml(""), f"--{name}", "1").endswith(f"the nearest is {nearest}")
     section, _, key = name.partition(".")
     message = error_of(toml(f"[{section}]\n{key} = 1\n"))
-    assert name in message and message.endswith(f"the nearest is {nearest}") and "run.toml" in message
+    assert (
+        name in message and message.endswith(f"the nearest is {nearest}") and "run.toml" in message
+    )
 
 
 def test_unknown_section_or_setting_outside_a_section_is_an_error(toml):
@@ -216,7 +234,11 @@ def test_unknown_field_of_a_source_names_the_nearest(tmp_path):
         ),
         ('lr_scheduler.decay_type = "cosin"', "lr_scheduler.decay_type", "did you mean cosine?"),
         ("model.tokenizer_path = 3", "model.tokenizer_path", "a valid string (got 3"),
-        ('training.data_probs = "1,b"', "data.data_probs[1]", 'a valid number (got "b" in run.toml'),
+        (
+            'training.data_probs = "1,b"',
+            "data.data_probs[1]",
+            'a valid number (got "b" in run.toml',
+        ),
         ('training.data_probs = ["one"]', "data.data_probs[0]", "a valid number"),
         ("data.dataset_split = [1]", "data.dataset_split[0]", "a valid string"),
         ("data.sources = 3", "data.sources", "a list"),
@@ -234,7 +256,9 @@ def test_wrong_value_shows_setting_given_and_wanted(tmp_path, monkeypatch, line,
 
 
 def test_wrong_word_after_a_flag_shows_where_it_stands(toml):
-    assert 'valid integer (got "ten" on the command line)' in error_of(toml(""), "--training.steps", "ten")
+    assert 'valid integer (got "ten" on the command line)' in error_of(
+        toml(""), "--training.steps", "ten"
+    )
     assert "a valid boolean" in error_of(toml(""), "--training.varlen", "maybe")
     assert "needs a value" in error_of(toml(""), "--training.steps")
     assert "needs a value" in error_of(toml(""), "--experimental.pipeline_parallel_schedule")
@@ -245,7 +269,9 @@ def test_wrong_word_after_a_flag_shows_where_it_stands(toml):
 
 def test_all_mistakes_are_reported_together(toml):
     path = toml('[training]\nsteps = "9"\nseq_ln = 3\nvarlen = true\n')
-    names = [line.partition(":")[0] for line in error_of(path, "--optimizer.lr", "fast").splitlines()]
+    names = [
+        line.partition(":")[0] for line in error_of(path, "--optimizer.lr", "fast").splitlines()
+    ]
     assert names == [
         "training.steps",
         "training.seq_ln",
@@ -279,13 +305,25 @@ def test_a_setting_given_twice_with_different_values_names_both(toml, first, sec
 
 
 def test_of_a_flag_given_twice_the_last_counts(toml):
-    words = ["--training.batch-size", "many", "--training.batch_size", "4", "--training.batch_size=8"]
+    words = [
+        "--training.batch-size",
+        "many",
+        "--training.batch_size",
+        "4",
+        "--training.batch_size=8",
+    ]
     assert load_config(toml(""), words).training.batch_size == 8
     assert load_config(toml(""), ["--data.shuffle", "false", "--data.shuffle"]).data.shuffle is True
 
 
 def test_a_setting_given_twice_with_one_value_is_fine(toml):
-    words = ["--training.batch_size", "4", "--training.local_batch_size", "4", "--training.batch_size=4"]
+    words = [
+        "--training.batch_size",
+        "4",
+        "--training.local_batch_size",
+        "4",
+        "--training.batch_size=4",
+    ]
     assert load_config(toml(""), words).training.batch_size == 4
 
 
@@ -315,7 +353,12 @@ def test_wsd_leaves_a_given_decay_ratio_alone(toml):
         ("--checkpoint.last_save_model_weights_only", "checkpoint", "model_weights_only", True),
         ("--checkpoint.last_save_model_only", "checkpoint", "model_weights_only", True),
         ("--model.hf_assets_path org/assets", "model", "tokenizer_path", "org/assets"),
-        ("--training.fsdp_reshard_after_forward never", "parallelism", "fsdp_reshard_after_forward", "never"),
+        (
+            "--training.fsdp_reshard_after_forward never",
+            "parallelism",
+            "fsdp_reshard_after_forward",
+            "never",
+        ),
         ("--debug.seed 3", "training", "seed", 3),
         ("--job.print_config", "job", "print_args", True),
     ],
@@ -393,4 +436,9 @@ def test_configuration_can_be_built_from_sections():
 def test_reading_settings_loads_no_heavy_library():
     heavy = "{'torch', 'transformers', 'datasets'}"
     code = f"import lacuna.commands.arguments, sys; print(*{heavy} & {{*sys.modules}})"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "\n"
+    )

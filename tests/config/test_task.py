@@ -18,7 +18,14 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def loaded(task: str) -> str | None:
     """What is said against a task, or None; with data, so that nothing of the quickstart is in it."""
-    words = ["--job.task", task, "--model.config", "gpt2_124m.json", "--data.dataset", "somebody/texts"]
+    words = [
+        "--job.task",
+        task,
+        "--model.config",
+        "gpt2_124m.json",
+        "--data.dataset",
+        "somebody/texts",
+    ]
     try:
         load_config(None, words)
     except UserError as error:
@@ -36,7 +43,15 @@ def test_a_task_that_can_be_had_is_taken(task: str, folder: Path) -> None:
     write(folder, "own_conversations", 'trains_on = "conversations"')
     assert loaded(task) is None
     config = load_config(
-        None, ["--job.task", task, "--model.config", "gpt2_124m.json", "--data.dataset", "somebody/texts"]
+        None,
+        [
+            "--job.task",
+            task,
+            "--model.config",
+            "gpt2_124m.json",
+            "--data.dataset",
+            "somebody/texts",
+        ],
     )
     assert (config.conversations is not None) == (task in ("sft", "own_conversations:Own"))
 
@@ -46,8 +61,16 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
     (folder / "partial.py").write_text("class Own:\n    trains_on = 'texts'\n    loss = None\n")
     write(folder, "pictures", 'trains_on = "pictures"')
     assert "job.task: absent does not import (ModuleNotFoundError" in loaded("absent:Own")
-    assert "job.task: broken does not import (ZeroDivisionError: division by zero)" in loaded("broken:Own")
+    assert "job.task: broken does not import (ZeroDivisionError: division by zero)" in loaded(
+        "broken:Own"
+    )
     assert "job.task: partial has no Owm; did you mean Own?" in loaded("partial:Owm")
-    assert "job.task: partial:Own has no denominator, held_out_loss, annotate, report," in loaded("partial:Own")
-    assert "job.task: pictures:Own.trains_on is 'pictures'; set texts or conversations" in loaded("pictures:Own")
-    assert "job.task: only pretrain and sft are available yet; did you mean pretrain?" in loaded("pretrian")
+    assert "job.task: partial:Own has no denominator, held_out_loss, annotate, report," in loaded(
+        "partial:Own"
+    )
+    assert "job.task: pictures:Own.trains_on is 'pictures'; set texts or conversations" in loaded(
+        "pictures:Own"
+    )
+    assert "job.task: only pretrain and sft are available yet; did you mean pretrain?" in loaded(
+        "pretrian"
+    )

@@ -41,18 +41,27 @@ def test_written_toml_reads_back_equal(tmp_path):
 
 
 def test_written_toml_with_lists_reads_back_equal(tmp_path):
-    stages = (
-        "[[curriculum.stages]]\nfrom_step = 5\ndata_probs = [0, 1.5]\n[[curriculum.stages]]\nfrom_step = 6\nseq_len = 9"
-    )
+    stages = "[[curriculum.stages]]\nfrom_step = 5\ndata_probs = [0, 1.5]\n[[curriculum.stages]]\nfrom_step = 6\nseq_len = 9"
     (tmp_path / "run.toml").write_text(f'[model]\nname_or_path = "org/model"\n{stages}\n')
-    flags = ["--data.dataset", "a/b,c/d", "--data.data_probs", "1e-7,0.1", "--data.dataset_name", "x,"]
+    flags = [
+        "--data.dataset",
+        "a/b,c/d",
+        "--data.data_probs",
+        "1e-7,0.1",
+        "--data.dataset_name",
+        "x,",
+    ]
     config = load_config(str(tmp_path / "run.toml"), flags)
     assert read_back(tmp_path, config) == config
 
 
-@pytest.mark.parametrize(("section", "name", "field"), SETTINGS, ids=[f"{s}.{n}" for s, n, _ in SETTINGS])
+@pytest.mark.parametrize(
+    ("section", "name", "field"), SETTINGS, ids=[f"{s}.{n}" for s, n, _ in SETTINGS]
+)
 def test_written_toml_mentions_every_setting(section, name, field):
     written = to_toml(Config())
     table = written.split(f"[{section}]\n")[1].split("\n\n")[0]
     assert f"\n{name} = " in f"\n{table}" or f"# {name} is not set" in table
-    assert name in tomllib.loads(written)[section] or getattr(getattr(Config(), section), name) is None
+    assert (
+        name in tomllib.loads(written)[section] or getattr(getattr(Config(), section), name) is None
+    )

@@ -36,16 +36,23 @@ def tokens_of(table: TokenTable, index: int) -> list[int]:
     return table.document(index)[0].tokens.tolist()
 
 
-def test_the_cache_holds_what_the_tokenizer_says(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_cache_holds_what_the_tokenizer_says(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     table = table_of(write_lines(tmp_path / "texts.jsonl", TEXTS), tokenizer)
     for index in (0, 1, 999, 1000, 2499):
         expected = [*tokenizer(TEXTS[index])["input_ids"], END] if TEXTS[index] else []
         assert tokens_of(table, index) == expected
-        assert (table.lengths[index], table.document(index)[0].text_bytes) == (len(expected), len(TEXTS[index]))
+        assert (table.lengths[index], table.document(index)[0].text_bytes) == (
+            len(expected),
+            len(TEXTS[index]),
+        )
     assert Span(*table.document(1), 2, 5).tokens.tolist() == tokens_of(table, 1)[2:5]
 
 
-def test_of_many_processes_one_tokenises(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_of_many_processes_one_tokenises(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write_lines(tmp_path / "shared.jsonl", TEXTS[:50])
     with multiprocessing.get_context("fork").Pool(3) as pool:
         tables = pool.starmap(table_of, [(path, tokenizer)] * 3)
@@ -67,7 +74,9 @@ def test_half_a_cache_is_made_again(tmp_path: Path, tokenizer: PreTrainedTokeniz
     assert tokens_of(table_of(path, tokenizer), 1) == [*tokenizer(TEXTS[1])["input_ids"], END]
 
 
-def test_ready_made_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_ready_made_tokens_are_taken_as_they_are(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     documents = [[1, 2, 3], [], None, [4], [5, 6]]
     Dataset.from_dict({"input_ids": documents}).to_parquet(tmp_path / "tokens.parquet")
     table = table_of(tmp_path / "tokens.parquet", tokenizer, limit=1)
@@ -77,7 +86,9 @@ def test_ready_made_tokens_are_taken_as_they_are(tmp_path: Path, tokenizer: PreT
         table_of(tmp_path / "tokens.parquet", tokenizer, limit=0)
 
 
-def test_broken_records_are_remembered_with_the_cache(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_broken_records_are_remembered_with_the_cache(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write_lines(tmp_path / "lines.jsonl", TEXTS[:5])
     path.write_text(path.read_text() + "nonsense\n{}\n")
     for _ in range(2):
@@ -86,7 +97,9 @@ def test_broken_records_are_remembered_with_the_cache(tmp_path: Path, tokenizer:
             table_of(path, tokenizer, limit=1)
 
 
-def test_rows_are_slices_of_all_documents_laid_end_to_end(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_rows_are_slices_of_all_documents_laid_end_to_end(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     table = table_of(write_lines(tmp_path / "rows.jsonl", TEXTS[:40]), tokenizer)
     order = Mixture(0, (Pool(40, key=None),), (1.0,), lanes=1)
     plan = Plan(Config(training=TrainingConfig(seq_len=50)), tokenizer, order, (), table)
@@ -101,7 +114,9 @@ def test_rows_are_slices_of_all_documents_laid_end_to_end(tmp_path: Path, tokeni
 def test_the_documents_of_several_sources_stand_behind_each_other(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    paths = [write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 3 * number]) for number in (1, 3)]
+    paths = [
+        write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 3 * number]) for number in (1, 3)
+    ]
     sources = [open_source(Source(dataset=str(path)), Config()) for path in paths]
     table = token_table(sources, tokenizer, most_broken=0)
     found = [table.document(index) for index in range(8)]
@@ -115,7 +130,9 @@ def test_rows_are_fitted_once_for_each_length_and_nothing_is_tokenised_again(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
-    paths = [write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 20 * number]) for number in (1, 3)]
+    paths = [
+        write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 20 * number]) for number in (1, 3)
+    ]
     settings = [Source(dataset=str(path)) for path in paths]
 
     def rows(seq_len: int, mode: str = "best_fit") -> list[list[list[int]]]:
@@ -123,7 +140,11 @@ def test_rows_are_fitted_once_for_each_length_and_nothing_is_tokenised_again(
         return [pieces.tolist() for pieces in make_plan(config, tokenizer, settings, lanes=1).bins]
 
     def written() -> dict[Path, int]:
-        return {file: file.stat().st_mtime_ns for kind in ("npz", "arrow") for file in tmp_path.rglob(f"*.{kind}")}
+        return {
+            file: file.stat().st_mtime_ns
+            for kind in ("npz", "arrow")
+            for file in tmp_path.rglob(f"*.{kind}")
+        }
 
     first = rows(50)
     before = written()
@@ -143,7 +164,10 @@ def test_a_cache_that_cannot_be_written_to_is_one_message(
     cache = place if place == "/sys" else str(tmp_path / place)
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", cache)
     source = Source(dataset=str(write_lines(tmp_path / "texts.jsonl", TEXTS)))
-    with pytest.raises(UserError, match=f"tokens, {cache}, cannot be written to: .*; set the env.*HF_DATASETS_CACHE"):
+    with pytest.raises(
+        UserError,
+        match=f"tokens, {cache}, cannot be written to: .*; set the env.*HF_DATASETS_CACHE",
+    ):
         make_plan(Config(), tokenizer, [source], lanes=1)
     with pytest.raises(UserError, match="cannot be written to"):
         load_tokenizer("python-stdlib")
@@ -184,7 +208,9 @@ def test_a_damaged_cache_is_made_anew_with_a_line_that_says_so(
     assert not [record for record in caplog.records if "made anew" in record.message]
 
 
-def test_what_a_cache_holds_is_known_by_its_checksums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_cache_holds_is_known_by_its_checksums(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
     made: list[str] = []
 
@@ -207,7 +233,9 @@ def test_a_fingerprint_is_of_contents_and_cheap(tmp_path: Path) -> None:
     whole, parts = fingerprint([first]), fingerprint([first], 2**21)
     content[2 * 2**20] ^= 1
     second.write_bytes(content)
-    assert fingerprint([second]) != whole and fingerprint([second], 2**21) == parts, "all of it was read"
+    assert fingerprint([second]) != whole and fingerprint([second], 2**21) == parts, (
+        "all of it was read"
+    )
     content[-1] ^= 1
     second.write_bytes(content)
     assert fingerprint([second], 2**21) != parts

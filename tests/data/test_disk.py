@@ -34,7 +34,11 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         synced[os.fstat(handle).st_ino] = os.fstat(handle).st_mtime_ns
 
     def rename(source: str | Path, target: str | Path) -> None:
-        lost = [path for path in entries(Path(source)) if synced.get(path.stat().st_ino) != path.stat().st_mtime_ns]
+        lost = [
+            path
+            for path in entries(Path(source))
+            if synced.get(path.stat().st_ino) != path.stat().st_mtime_ns
+        ]
         assert lost == []
         replace(source, target)
         done.append(Path(target))
@@ -45,12 +49,16 @@ def renamed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     return done
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(tmp_path: Path, renamed: list[Path]) -> None:
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, renamed: list[Path]
+) -> None:
     def describe(folder: str) -> None:
         os.makedirs(os.path.join(folder, "more"))
         Path(folder, "more", "config.json").write_text("{}")
 
-    write_checkpoint(str(tmp_path / "step-1"), {"model.a": torch.ones(2)}, {"step": 1}, describe, Process())
+    write_checkpoint(
+        str(tmp_path / "step-1"), {"model.a": torch.ones(2)}, {"step": 1}, describe, Process()
+    )
     assert tmp_path / "step-1" in renamed
     names = {path.name for path in (tmp_path / "step-1").rglob("*") if path.is_file()}
     assert names == {"__0_0.distcp", ".metadata", "state.pt", "manifest.json", "config.json"}
@@ -66,7 +74,9 @@ def test_an_exported_model_and_its_adapter_are_on_the_disk_before_they_have_thei
     assert renamed == [tmp_path / "hf", tmp_path / "hf" / "adapter"]
 
 
-def test_a_note_is_on_the_disk_before_it_takes_the_place_of_the_last(tmp_path: Path, renamed: list[Path]) -> None:
+def test_a_note_is_on_the_disk_before_it_takes_the_place_of_the_last(
+    tmp_path: Path, renamed: list[Path]
+) -> None:
     for text in ("first", "second"):
         replace_text(tmp_path / "finished.json", text)
         assert (tmp_path / "finished.json").read_text() == text

@@ -24,16 +24,26 @@ from texts import write_lines
 GOOD = '{"text": "good"}\n'
 
 
-def documents(path: Path, tokenizer: PreTrainedTokenizerFast, streaming: bool = False) -> list[Document]:
+def documents(
+    path: Path, tokenizer: PreTrainedTokenizerFast, streaming: bool = False
+) -> list[Document]:
     found = open_source(Source(dataset=str(path)), Config(data=DataConfig(streaming=streaming)))
-    return [document_of(record, number, found, tokenizer) for number, record in enumerate(found.dataset)]
+    return [
+        document_of(record, number, found, tokenizer) for number, record in enumerate(found.dataset)
+    ]
 
 
-@pytest.mark.parametrize("line, reason", [
-    (r'{"text": "a\ud800b"}', "surrogates not allowed"),
-    ('{"text": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
-    ("{}", "no text"), ('{"title": "t"}', "no text"), ('{"text": ["t"]}', "unfit text"), ("[1", "Expecting"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line, reason",
+    [
+        (r'{"text": "a\ud800b"}', "surrogates not allowed"),
+        ('{"text": "a", "more": ' + "[" * 100_000 + "]" * 100_000 + "}", "recursion"),
+        ("{}", "no text"),
+        ('{"title": "t"}', "no text"),
+        ('{"text": ["t"]}', "unfit text"),
+        ("[1", "Expecting"),
+    ],
+)
 @pytest.mark.parametrize("first", [True, False])
 def test_a_broken_record_is_skipped_with_its_place_and_reason_wherever_it_is(
     line: str, reason: str, first: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
@@ -42,11 +52,16 @@ def test_a_broken_record_is_skipped_with_its_place_and_reason_wherever_it_is(
     path.write_text(f"{line}\n{GOOD}" if first else f"{GOOD}{line}\n")
     for streaming in (False, True):
         found = documents(path, tokenizer, streaming)[:: 1 if first else -1]
-        assert found[0].broken.startswith(f"{path}:{1 if first else 2}: ") and reason in found[0].broken
+        assert (
+            found[0].broken.startswith(f"{path}:{1 if first else 2}: ")
+            and reason in found[0].broken
+        )
         assert len(found[1].tokens) == 5 and found[1].broken is None
 
 
-@pytest.mark.parametrize("ids", [[1.5], [1.0], [1, None], ["a"], [[1], [2]], "1", [True], [2**70], {"a": 1}])
+@pytest.mark.parametrize(
+    "ids", [[1.5], [1.0], [1, None], ["a"], [[1], [2]], "1", [True], [2**70], {"a": 1}]
+)
 def test_ready_made_tokens_that_are_no_whole_numbers_are_broken(
     ids: Any, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -55,7 +70,10 @@ def test_ready_made_tokens_that_are_no_whole_numbers_are_broken(
     for streaming in (False, True):
         broken, good = documents(path, tokenizer, streaming)
         assert broken.broken == f"{path}:1: unfit input_ids" and good.tokens.tolist() == [1, 2]
-    assert document_of({"input_ids": ids}, 0, Documents("x", None, "input_ids"), tokenizer).broken == "x, row 1"
+    assert (
+        document_of({"input_ids": ids}, 0, Documents("x", None, "input_ids"), tokenizer).broken
+        == "x, row 1"
+    )
 
 
 def test_tables_of_tokens_that_are_no_whole_numbers_are_refused(tmp_path: Path) -> None:
@@ -71,10 +89,16 @@ def test_a_folder_of_several_kinds_of_files_is_refused_by_name(tmp_path: Path) -
     (tmp_path / "picture.png").write_bytes(b"x")
     assert len(open_source(Source(dataset=str(tmp_path)), Config()).dataset) == 1
     Dataset.from_dict({"text": ["b"]}).to_parquet(tmp_path / "b.parquet")
-    with pytest.raises(UserError, match=r"several kinds, json \(a.jsonl\), parquet \(b.parquet\); name those"):
+    with pytest.raises(
+        UserError, match=r"several kinds, json \(a.jsonl\), parquet \(b.parquet\); name those"
+    ):
         open_source(Source(dataset=str(tmp_path)), Config())
-    assert open_source(Source(dataset=str(tmp_path), files=("*.parquet",)), Config()).dataset["text"][:] == ["b"]
-    (tmp_path / "README.md").write_text("---\nconfigs:\n- config_name: mine\n  data_files: '*.jsonl'\n---\n")
+    assert open_source(Source(dataset=str(tmp_path), files=("*.parquet",)), Config()).dataset[
+        "text"
+    ][:] == ["b"]
+    (tmp_path / "README.md").write_text(
+        "---\nconfigs:\n- config_name: mine\n  data_files: '*.jsonl'\n---\n"
+    )
     assert open_source(Source(dataset=str(tmp_path)), Config()).dataset["text"][:] == ["a"]
 
 
@@ -93,16 +117,33 @@ def damaged(folder: Path) -> list[Path]:
     letters = pa.array([b"good", b"b\xff\xfed", b"fine"], pa.binary())
     strings = pa.table({"text": pa.Array.from_buffers(pa.string(), 3, letters.buffers())})
     pq.write_table(strings, folder / "letters.parquet")
-    with pa.OSFile(str(folder / "letters.arrow"), "wb") as file, pa.ipc.new_stream(file, strings.schema) as writer:
+    with (
+        pa.OSFile(str(folder / "letters.arrow"), "wb") as file,
+        pa.ipc.new_stream(file, strings.schema) as writer,
+    ):
         writer.write_table(strings)
-    return [folder / name for name in ("cut.parquet", "cut.arrow", "empty.parquet", "empty.arrow", "middle.parquet",
-                                       "letters.parquet", "letters.arrow")]  # fmt: skip
+    return [
+        folder / name
+        for name in (
+            "cut.parquet",
+            "cut.arrow",
+            "empty.parquet",
+            "empty.arrow",
+            "middle.parquet",
+            "letters.parquet",
+            "letters.arrow",
+        )
+    ]
 
 
-def test_damaged_tables_are_refused_at_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_damaged_tables_are_refused_at_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     for path in damaged(tmp_path):
         begun = time.monotonic()
-        with pytest.raises(UserError, match=rf"{path.name} .*is damaged, or not in UTF-8: .*; write or download it"):
+        with pytest.raises(
+            UserError, match=rf"{path.name} .*is damaged, or not in UTF-8: .*; write or download it"
+        ):
             token_table([open_source(Source(dataset=str(path)), Config())], tokenizer, 0)
         assert time.monotonic() - begun < 15, path
 
@@ -112,19 +153,31 @@ def test_damage_is_told_from_faults_that_pass(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="snappy") as found:
         pq.read_table(tmp_path / "middle.parquet")
     assert is_damage(found.value) and not may_pass(found.value)
-    assert not is_damage(OSError("broken pipe")) and not is_damage(ConnectionResetError(104, "reset"))
+    assert not is_damage(OSError("broken pipe")) and not is_damage(
+        ConnectionResetError(104, "reset")
+    )
 
 
 def test_names_that_look_like_patterns_are_names(tmp_path: Path) -> None:
-    names = {"a[1].jsonl": "a1.jsonl", "b{2}.jsonl": "b2.jsonl", "c*.jsonl": "c1.jsonl", "d?.jsonl": "d1.jsonl"}
+    names = {
+        "a[1].jsonl": "a1.jsonl",
+        "b{2}.jsonl": "b2.jsonl",
+        "c*.jsonl": "c1.jsonl",
+        "d?.jsonl": "d1.jsonl",
+    }
     for number, (name, other) in enumerate(names.items()):
         write_lines(tmp_path / name, [str(number)])
         write_lines(tmp_path / other, ["other"])
-        for source in (Source(dataset=str(tmp_path / name)), Source(dataset="json", files=(str(tmp_path / name),)),
-                       Source(dataset=str(tmp_path), files=(name,))):  # fmt: skip
+        for source in (
+            Source(dataset=str(tmp_path / name)),
+            Source(dataset="json", files=(str(tmp_path / name),)),
+            Source(dataset=str(tmp_path), files=(name,)),
+        ):
             assert open_source(source, Config()).dataset["text"][:] == [str(number)], name
     (tmp_path / "folder[1]").mkdir()
-    with pytest.raises(UserError, match=r"folder\[1\] is a pattern to `datasets`; give it a name without brackets"):
+    with pytest.raises(
+        UserError, match=r"folder\[1\] is a pattern to `datasets`; give it a name without brackets"
+    ):
         open_source(Source(dataset=str(tmp_path / "folder[1]")), Config())
 
 
@@ -134,20 +187,33 @@ def test_other_encodings_are_named_and_marks_of_byte_order_are_none_of_the_text(
     for encoding in ("utf-16", "utf-16-le", "utf-32"):
         for name, text in (("a.jsonl", GOOD), ("a.json", f"[{GOOD}]"), ("a.txt", "good")):
             (tmp_path / name).write_bytes(text.encode(encoding))
-            with pytest.raises(UserError, match=f"{name}: is in {encoding.upper()}; write it in UTF-8"):
+            with pytest.raises(
+                UserError, match=f"{name}: is in {encoding.upper()}; write it in UTF-8"
+            ):
                 open_source(Source(dataset=str(tmp_path / name)), Config())
     for name, text in (("b.jsonl", GOOD), ("b.json", f"\n[{GOOD},\n{GOOD}]"), ("b.txt", "good")):
         (tmp_path / name).write_bytes(text.encode("utf-8-sig"))
         assert {len(one.tokens) for one in documents(tmp_path / name, tokenizer)} == {5}, name
 
 
-@pytest.mark.parametrize("files, reason", [
-    ({"data.py": "import datasets"}, "scripts are no longer supported"),
-    ({"a.jsonl": GOOD, "README.md": "---\nconfigs: [{\n---\n"}, "while parsing"),
-    ({"a.jsonl": GOOD, "README.md": "---\nconfigs: 7\n---\n"}, "Expected configs to be a list"),
-    ({"a.jsonl": GOOD, "README.md": "---\ndataset_info:\n  features:\n  - name: text\n    dtype: odd\n---\n"}, "Odd"),
-])  # fmt: skip
-def test_scripts_and_broken_cards_are_refused(files: dict[str, str], reason: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "files, reason",
+    [
+        ({"data.py": "import datasets"}, "scripts are no longer supported"),
+        ({"a.jsonl": GOOD, "README.md": "---\nconfigs: [{\n---\n"}, "while parsing"),
+        ({"a.jsonl": GOOD, "README.md": "---\nconfigs: 7\n---\n"}, "Expected configs to be a list"),
+        (
+            {
+                "a.jsonl": GOOD,
+                "README.md": "---\ndataset_info:\n  features:\n  - name: text\n    dtype: odd\n---\n",
+            },
+            "Odd",
+        ),
+    ],
+)
+def test_scripts_and_broken_cards_are_refused(
+    files: dict[str, str], reason: str, tmp_path: Path
+) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name, content in files.items():
@@ -156,38 +222,67 @@ def test_scripts_and_broken_cards_are_refused(files: dict[str, str], reason: str
         open_source(Source(dataset=str(folder)), Config())
 
 
-@pytest.mark.parametrize("row, wrong", [
-    ({"conversations": [{"from": ["human"], "value": "Hi"}]}, "message 1, from: should be text, not ['human']"),
-    ({"messages": "[" * 100_000 + "]" * 100_000}, "row 1: cannot be read: maximum recursion depth"),
-    ({"messages": json.dumps([HI, YES | {"content": "\ud800"}])}, "row 1: cannot be read: "),
-    ({"messages": [HI, YES], "tools": "[" * 100_000}, "row 1: cannot be read: maximum recursion depth"),
-    ({"dialog": [HI, YES]}, "row 1: no columns messages"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "row, wrong",
+    [
+        (
+            {"conversations": [{"from": ["human"], "value": "Hi"}]},
+            "message 1, from: should be text, not ['human']",
+        ),
+        (
+            {"messages": "[" * 100_000 + "]" * 100_000},
+            "row 1: cannot be read: maximum recursion depth",
+        ),
+        ({"messages": json.dumps([HI, YES | {"content": "\ud800"}])}, "row 1: cannot be read: "),
+        (
+            {"messages": [HI, YES], "tools": "[" * 100_000},
+            "row 1: cannot be read: maximum recursion depth",
+        ),
+        ({"dialog": [HI, YES]}, "row 1: no columns messages"),
+    ],
+)
 def test_odd_conversations_are_refused_by_place(row: dict[str, Any], wrong: str) -> None:
     tokenizer = shipped("chatml")
     with pytest.raises(UserError) as refused:
-        document_of(row, 0, Documents("talks", Dataset.from_list([]), "messages", chat=ChatConfig()), tokenizer)
+        document_of(
+            row,
+            0,
+            Documents("talks", Dataset.from_list([]), "messages", chat=ChatConfig()),
+            tokenizer,
+        )
     assert str(refused.value).startswith("talks, row 1") and wrong in str(refused.value)
 
 
 @pytest.mark.parametrize("way", [{"streaming": True}, {"tokenization": "online"}])
-@pytest.mark.parametrize("count, said", [(500, "more than 100 unreadable records, the first: "),
-                                         (50, "records in a row hold no text; check data.text_column")])  # fmt: skip
+@pytest.mark.parametrize(
+    "count, said",
+    [
+        (500, "more than 100 unreadable records, the first: "),
+        (50, "records in a row hold no text; check data.text_column"),
+    ],
+)
 def test_a_source_of_nothing_but_broken_records_ends_soon(
     way: dict[str, Any], count: int, said: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     path = tmp_path / "broken.jsonl"
     path.write_text('{"text": 1}\n' * count)
-    begun, config = time.monotonic(), Config(data=DataConfig(dataset=(str(path),), num_workers=0, **way))
+    begun, config = (
+        time.monotonic(),
+        Config(data=DataConfig(dataset=(str(path),), num_workers=0, **way)),
+    )
     with pytest.raises(UserError, match=said):
         next(iter(build_loader(config, tokenizer, BatchPlan(1, 1, 1), 0)))
     assert time.monotonic() - begun < 10
 
 
-def test_damaged_tables_end_a_stream_at_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_damaged_tables_end_a_stream_at_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     for path in damaged(tmp_path)[-3:]:
         data = DataConfig(dataset=(str(path),), num_workers=0, streaming=True)
         begun = time.monotonic()
-        with pytest.raises(UserError, match=f"{path.name} .*is damaged, or not in UTF-8: .*; write or download it"):
+        with pytest.raises(
+            UserError, match=f"{path.name} .*is damaged, or not in UTF-8: .*; write or download it"
+        ):
             next(iter(build_loader(Config(data=data), tokenizer, BatchPlan(1, 1, 1), 0)))
         assert time.monotonic() - begun < 10, path

@@ -14,7 +14,9 @@ SPACE = 8
 
 
 def test_rows_of_chat_like_lengths_are_full() -> None:
-    lengths = np.random.default_rng(0).lognormal(np.log(400), 0.8, 50_000).astype(np.int64).clip(1, 8192)
+    lengths = (
+        np.random.default_rng(0).lognormal(np.log(400), 0.8, 50_000).astype(np.int64).clip(1, 8192)
+    )
     bins = best_fit(lengths, 8192)
     assert sorted(piece for bin_ in bins for piece in bin_) == list(range(len(lengths)))
     assert max(lengths[bin_].sum() for bin_ in bins) <= 8192
@@ -32,7 +34,9 @@ def test_each_piece_is_where_it_fits_best(seed: int) -> None:
             expected.append([])
         chosen = min(fitting, key=lambda number: room[number]) if fitting else -1
         expected[chosen].append(piece)
-    fullness = [sorted(sum(lengths[bin_]) for bin_ in bins) for bins in (best_fit(lengths, 20), expected)]
+    fullness = [
+        sorted(sum(lengths[bin_]) for bin_ in bins) for bins in (best_fit(lengths, 20), expected)
+    ]
     assert fullness[0] == fullness[1]
 
 
@@ -51,7 +55,16 @@ DOCUMENTS = [[1] * 3, [], [1] * 19, [1] * 5, [~1] * 8 + [1] * 3]
     [
         ("truncate", [[[2, 0, 8]], [[4, 0, 8]], [[3, 0, 5], [0, 0, 3]]]),
         ("drop", [[[3, 0, 5], [0, 0, 3]]]),
-        ("split", [[[2, 0, 8]], [[2, 8, 16]], [[4, 0, 8]], [[3, 0, 5], [0, 0, 3]], [[2, 16, 19], [4, 8, 11]]]),
+        (
+            "split",
+            [
+                [[2, 0, 8]],
+                [[2, 8, 16]],
+                [[4, 0, 8]],
+                [[3, 0, 5], [0, 0, 3]],
+                [[2, 16, 19], [4, 8, 11]],
+            ],
+        ),
     ],
 )
 def test_long_examples_are_treated_as_asked(long_examples: str, rows: list) -> None:
@@ -66,12 +79,20 @@ def test_what_is_left_without_a_trained_token_is_left_out() -> None:
     untrained = [~1] * 9 + [1]  # the label of the eighth is untrained as well
     assert filled([untrained, [1]], mode="best_fit") == [[[1, 0, 1]]]
     first_of_next = [~1] * 8 + [1] + [~1] * 3  # a label of the first piece alone, which predicts it
-    assert filled([first_of_next, [1] * 9], mode="best_fit", long_examples="split") == [[[0, 0, 8]], [[1, 0, 8]]]
-    with pytest.raises(UserError, match="packing.long_examples: none of 1 examples has a trained token within 8"):
+    assert filled([first_of_next, [1] * 9], mode="best_fit", long_examples="split") == [
+        [[0, 0, 8]],
+        [[1, 0, 8]],
+    ]
+    with pytest.raises(
+        UserError, match="packing.long_examples: none of 1 examples has a trained token within 8"
+    ):
         filled([untrained], mode="best_fit")
 
 
 def test_conversations_are_fitted_and_texts_laid_end_to_end_unless_asked_otherwise() -> None:
     assert packing_mode(Config()) == "concatenate"
     assert packing_mode(Config(job=JobConfig(task="sft"))) == "best_fit"
-    assert packing_mode(Config(job=JobConfig(task="sft"), packing=PackingConfig(mode="none"))) == "none"
+    assert (
+        packing_mode(Config(job=JobConfig(task="sft"), packing=PackingConfig(mode="none")))
+        == "none"
+    )

@@ -33,7 +33,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     many.mkdir()
     few.mkdir()
     for number in range(2):
-        write_lines(many / f"{number}.jsonl", [f"{number}:{n}" + "ab" * (n % 3) for n in range(1100)])
+        write_lines(
+            many / f"{number}.jsonl", [f"{number}:{n}" + "ab" * (n % 3) for n in range(1100)]
+        )
     for number in range(3):
         texts = [f"few {number} {n}" + " more" * (n * n % 5) for n in range(30 + 20 * number)]
         write_lines(few / f"{number}.jsonl", texts)
@@ -50,13 +52,21 @@ def mixed(
     packing: PackingConfig = LAID_OUT,
     **training: object,
 ) -> Config:
-    sources = tuple(Source(dataset=str(f), weight=w) for f, w in zip(folders, (0.75, 0.25), strict=True))
+    sources = tuple(
+        Source(dataset=str(f), weight=w) for f, w in zip(folders, (0.75, 0.25), strict=True)
+    )
     data = DataConfig(sources=sources, num_workers=workers, **way)
-    return Config(data=data, packing=packing, training=TrainingConfig(seq_len=160, seed=7, **training))
+    return Config(
+        data=data, packing=packing, training=TrainingConfig(seq_len=160, seed=7, **training)
+    )
 
 
-def loader_of(config: Config, tokenizer: PreTrainedTokenizerFast, rank: int, world: int, micro: int = 1) -> Loader:
-    return build_loader(config, tokenizer, BatchPlan(micro, GLOBAL_BATCH // world // micro, GLOBAL_BATCH), rank)
+def loader_of(
+    config: Config, tokenizer: PreTrainedTokenizerFast, rank: int, world: int, micro: int = 1
+) -> Loader:
+    return build_loader(
+        config, tokenizer, BatchPlan(micro, GLOBAL_BATCH // world // micro, GLOBAL_BATCH), rank
+    )
 
 
 def rows_of(batch: Batch) -> list[Tensor]:
@@ -65,7 +75,15 @@ def rows_of(batch: Batch) -> list[Tensor]:
     bounds[batch.cu_seqlens.long()] = 1
     starts = bounds[:-1].view_as(batch.columns["input_ids"])
     return list(
-        torch.stack([batch.columns["input_ids"], batch.columns["labels"], batch.columns["position_ids"], starts], dim=1)
+        torch.stack(
+            [
+                batch.columns["input_ids"],
+                batch.columns["labels"],
+                batch.columns["position_ids"],
+                starts,
+            ],
+            dim=1,
+        )
     )
 
 
@@ -88,7 +106,9 @@ def run(config: Config, tokenizer: PreTrainedTokenizerFast, world: int, micro: i
 
 
 @pytest.mark.parametrize(
-    "layout", [{}, {"varlen": True, "context_len": 20}, {"packing": FITTED}], ids=["concat", "varlen", "fitted"]
+    "layout",
+    [{}, {"varlen": True, "context_len": 20}, {"packing": FITTED}],
+    ids=["concat", "varlen", "fitted"],
 )
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_the_world_size_changes_nothing(
@@ -113,9 +133,12 @@ def test_the_number_of_workers_changes_nothing(
 @pytest.mark.parametrize("packing", [LAID_OUT, FITTED], ids=["concat", "fitted"])
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_restart_on_other_ranks_goes_on_with_the_same_samples(
-    way: dict, packing: PackingConfig, worlds: tuple[int, int], folders: tuple[Path, Path],
+    way: dict,
+    packing: PackingConfig,
+    worlds: tuple[int, int],
+    folders: tuple[Path, Path],
     tokenizer: PreTrainedTokenizerFast,
-) -> None:  # fmt: skip
+) -> None:
     config = mixed(folders, way, packing=packing)
     expected = run(config, tokenizer, world=1)
     rows: list[Tensor] = []
@@ -147,7 +170,9 @@ def test_a_state_tells_what_was_handed_out_not_what_workers_prepared(
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_shares_are_realised(way: dict, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_shares_are_realised(
+    way: dict, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
     """Shares are of documents drawn; the mean lengths of the two sources turn them into shares of tokens."""
     loader = loader_of(mixed(folders, way), tokenizer, rank=0, world=1, micro=8)
     batches = list(islice(loader, 60))
@@ -186,28 +211,39 @@ def bytes_between_ends(tokens: list[int]) -> list[bytes]:
 def test_an_epoch_of_the_cache_holds_each_document_once_and_each_epoch_is_shuffled_anew(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    texts = [f"document {n}".ljust(31 if n % 2 else 15, "x") for n in range(144)]  # 32 and 16 tokens: 216 full rows
+    texts = [
+        f"document {n}".ljust(31 if n % 2 else 15, "x") for n in range(144)
+    ]  # 32 and 16 tokens: 216 full rows
     for number in range(2):
         write_lines(tmp_path / f"{number}.jsonl", texts[number::2])
     config = Config(
-        data=DataConfig(sources=tuple(Source(dataset=str(tmp_path / f"{n}.jsonl")) for n in range(2)), num_workers=0),
+        data=DataConfig(
+            sources=tuple(Source(dataset=str(tmp_path / f"{n}.jsonl")) for n in range(2)),
+            num_workers=0,
+        ),
         training=TrainingConfig(seq_len=16, epochs=2),
     )
     loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
     assert loader.rows_left == 2 * 216
     first, second = (sorted_and_not(take_steps([loader], 27)) for _ in range(2))
-    laid_out = sorted_and_not([torch.tensor([row]) for text in texts for row in rows_alone(text, tokenizer)])
+    laid_out = sorted_and_not(
+        [torch.tensor([row]) for text in texts for row in rows_alone(text, tokenizer)]
+    )
     assert first[0] == second[0] == laid_out[0]
     assert first[1] != second[1] and laid_out[1] not in (first[1], second[1])
 
 
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_fitted_rows_hold_every_document_whole(way: dict, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_fitted_rows_hold_every_document_whole(
+    way: dict, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     texts = [f"document {n}".ljust(11 + n * n % 83, "x") for n in range(4000)]
     for number in range(8):
         write_lines(tmp_path / f"{number}.jsonl", texts[number::8])
     data = DataConfig(dataset=(str(tmp_path),), num_workers=0, **way)
-    config = Config(data=data, packing=PackingConfig(mode="best_fit"), training=TrainingConfig(seq_len=512))
+    config = Config(
+        data=data, packing=PackingConfig(mode="best_fit"), training=TrainingConfig(seq_len=512)
+    )
     batches = list(islice(loader_of(config, tokenizer, rank=0, world=1, micro=8), 130))
     assert all(batch.columns["position_ids"][:, 0].eq(0).all() for batch in batches)
     seen = {
@@ -223,13 +259,16 @@ def test_fitted_rows_hold_every_document_whole(way: dict, tmp_path: Path, tokeni
     assert full > 0.975
 
 
-def test_an_epoch_of_fitted_rows_holds_each_document_once(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_an_epoch_of_fitted_rows_holds_each_document_once(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     texts = [f"document {n}".ljust(15 + n % 40, "x") for n in range(200)]
     path = write_lines(tmp_path / "texts.jsonl", texts)
     config = Config(
-        data=DataConfig(dataset=(str(path),), num_workers=0), packing=FITTED,
+        data=DataConfig(dataset=(str(path),), num_workers=0),
+        packing=FITTED,
         training=TrainingConfig(seq_len=64, epochs=2),
-    )  # fmt: skip
+    )
     loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
     rows = [row[0].tolist() for row in take_steps([loader], -(-loader.rows_left // GLOBAL_BATCH))]
     in_pass = loader.plan.rows_per_pass
@@ -250,23 +289,36 @@ def test_a_run_by_epochs_trains_each_document_as_often_and_no_more(
 
     def loaders(epochs: int, world: int, micro: int) -> list[Loader]:
         config = Config(
-            data=DataConfig(dataset=(str(path),), num_workers=0), packing=PackingConfig(mode=packing),
+            data=DataConfig(dataset=(str(path),), num_workers=0),
+            packing=PackingConfig(mode=packing),
             training=TrainingConfig(seq_len=SMALL[packing], epochs=epochs),
-        )  # fmt: skip
+        )
         return [loader_of(config, tokenizer, rank, world, micro) for rank in range(world)]
 
     def filled(rows: list[Tensor]) -> list[bytes]:
-        return [text for row in rows if (text := bytes(token for token in row[0].tolist() if token < 256))]
+        return [
+            text
+            for row in rows
+            if (text := bytes(token for token in row[0].tolist() if token < 256))
+        ]
 
     once, short, long = loaders(1, 1, 8), loaders(3, 1, 8), loaders(3, 2, 2)
     size = once[0].rows_left
     first = filled(take_steps(once, -(-size // 8)))
     assert len(first) == size and once[0].rows_left == 0
-    assert sum(batch.counts["tokens"] for batch in islice(once[0], 2)) == 0, "something comes after the last row"
+    assert sum(batch.counts["tokens"] for batch in islice(once[0], 2)) == 0, (
+        "something comes after the last row"
+    )
     rows = filled(take_steps(short, -(-3 * size // 8)))
     assert rows[:size] == first
-    for n in size, 2 * size:  # where documents are cut at the ends of rows, each pass cuts them elsewhere
-        assert sorted(b"".join(rows[n : n + size])) == sorted(b"".join(first)) and rows[n : n + size] != first
+    for n in (
+        size,
+        2 * size,
+    ):  # where documents are cut at the ends of rows, each pass cuts them elsewhere
+        assert (
+            sorted(b"".join(rows[n : n + size])) == sorted(b"".join(first))
+            and rows[n : n + size] != first
+        )
     steps = -(-3 * size // 8)
     assert sorted(filled(take_steps(long, steps))) == sorted(rows), "other rows on two ranks"
     for loader in (more := loaders(3, 2, 2)):  # the run that came to its end goes on for two passes
@@ -274,15 +326,21 @@ def test_a_run_by_epochs_trains_each_document_as_often_and_no_more(
     assert sorted(filled(take_steps(more, -(-2 * size // 8)))) == sorted(rows[size:])
 
 
-def test_what_is_left_for_the_last_step_is_shared_alike(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_what_is_left_for_the_last_step_is_shared_alike(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write_lines(tmp_path / "texts.jsonl", [f"document {n}" for n in range(11)])
     config = Config(
-        data=DataConfig(dataset=(str(path),), num_workers=0), packing=PackingConfig(mode="none"),
+        data=DataConfig(dataset=(str(path),), num_workers=0),
+        packing=PackingConfig(mode="none"),
         training=TrainingConfig(seq_len=32, epochs=1),
-    )  # fmt: skip
+    )
     for rank, left in enumerate([2, 1]):
         loader = build_loader(config, tokenizer, BatchPlan(2, 2, 8), rank)
-        assert [int(batch.columns["real"].any(1).sum()) for batch in islice(loader, 2)] == [2, 2] and loader.filled == 1
+        assert [int(batch.columns["real"].any(1).sum()) for batch in islice(loader, 2)] == [
+            2,
+            2,
+        ] and loader.filled == 1
         assert [int(batch.columns["real"].any(1).sum()) for batch in islice(loader, 2)] == [left, 0]
 
 
@@ -296,9 +354,14 @@ def rows_alone(text: str, tokenizer: PreTrainedTokenizerFast) -> list[list[int]]
     return [tokens[start : start + 16] for start in range(0, len(tokens), 16)]
 
 
-def test_a_step_on_long_documents_sees_parts_of_many(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_step_on_long_documents_sees_parts_of_many(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write_lines(tmp_path / "long.jsonl", [chr(97 + n) * 1000 for n in range(20)])
-    config = Config(data=DataConfig(dataset=(str(path),), num_workers=0), training=TrainingConfig(seq_len=16, steps=1))
+    config = Config(
+        data=DataConfig(dataset=(str(path),), num_workers=0),
+        training=TrainingConfig(seq_len=16, steps=1),
+    )
     loader = loader_of(config, tokenizer, rank=0, world=1, micro=8)
     seen = [len({int(row[0][0]) for row in take_steps([loader], 1)}) for _ in range(50)]
     assert sum(seen) / len(seen) > 6, "8 rows drawn at random come from 6.7 of the 20 documents"
@@ -308,17 +371,22 @@ def encoded(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> list[bytes]
     return [bytes(tokenizer(text)["input_ids"]) for text in texts]
 
 
-def test_without_shuffling_documents_come_as_they_are(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_without_shuffling_documents_come_as_they_are(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     texts = [f"{n} document" for n in range(50)]
     path = write_lines(tmp_path / "in_order.jsonl", texts)
     config = Config(
-        data=DataConfig(dataset=(str(path),), shuffle=False, num_workers=0), training=TrainingConfig(seq_len=32)
+        data=DataConfig(dataset=(str(path),), shuffle=False, num_workers=0),
+        training=TrainingConfig(seq_len=32),
     )
     documents = documents_in(take_steps([loader_of(config, tokenizer, rank=0, world=1)], 2))
     assert documents[:40] == encoded(texts, tokenizer)[:40]
 
 
-def test_a_position_in_other_data_is_refused(folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_position_in_other_data_is_refused(
+    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
     state = loader_of(mixed(folders, WAYS["cache"]), tokenizer, rank=0, world=1).state_dict()
     other = loader_of(mixed(folders, WAYS["online"]), tokenizer, rank=0, world=1)
     with pytest.raises(UserError, match="data.tokenization"):
@@ -335,7 +403,12 @@ def test_a_position_that_says_less_of_the_data_is_refused(
         loader.load_state_dict(merge_states([state]))
 
 
-OTHERS = {"data.text_column": "text", "chat.train_on": "last", "packing.long_examples": "drop", "training.seed": 8}
+OTHERS = {
+    "data.text_column": "text",
+    "chat.train_on": "last",
+    "packing.long_examples": "drop",
+    "training.seed": 8,
+}
 
 
 @pytest.mark.parametrize("setting", OTHERS)
@@ -358,7 +431,12 @@ def test_too_many_broken_records_stop_the_run_with_a_user_error(
     path = write_lines(tmp_path / "mended.jsonl", [f"good {n}" for n in range(30)])
     path.write_text(path.read_text() + "{broken\n" * 4)
     for limit, stops in ((4, False), (3, True)):
-        data = DataConfig(dataset=(str(path),), tokenization="online", num_workers=workers, max_broken_records=limit)
+        data = DataConfig(
+            dataset=(str(path),),
+            tokenization="online",
+            num_workers=workers,
+            max_broken_records=limit,
+        )
         config = Config(data=data, training=TrainingConfig(seq_len=64))
         loader = loader_of(config, tokenizer, rank=0, world=1)
         if stops:
@@ -370,7 +448,9 @@ def test_too_many_broken_records_stop_the_run_with_a_user_error(
         loader.close()
 
 
-def test_workers_end_with_the_loader(folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast) -> None:
+def test_workers_end_with_the_loader(
+    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
     loader = loader_of(mixed(folders, WAYS["online"], workers=2), tokenizer, rank=0, world=1)
     next(loader)
     pids = [worker.pid for worker in loader._batches._workers]

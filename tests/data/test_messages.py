@@ -18,7 +18,11 @@ from lacuna.data.tokenize import document_of
 
 
 def talk(arguments: Any) -> dict[str, Any]:
-    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    called = {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [{"function": {"name": "f", "arguments": arguments}}],
+    }
     return {"messages": [HI | {"tool_calls": None}, called], "tools": [{"function": {"name": "f"}}]}
 
 
@@ -29,7 +33,8 @@ def texts(path: Path, streaming: bool = False) -> list[str]:
     config = Config(job={"task": "sft"}, data=DataConfig(streaming=streaming))
     documents, tokenizer = open_source(Source(dataset=str(path)), config), prepared(AS_JSON)
     found = [
-        document_of(record, number, documents, tokenizer).tokens for number, record in enumerate(documents.dataset)
+        document_of(record, number, documents, tokenizer).tokens
+        for number, record in enumerate(documents.dataset)
     ]
     return [tokenizer.decode(np.where(tokens < 0, ~tokens, tokens)) for tokens in found]
 
@@ -52,20 +57,34 @@ def test_nulls_of_a_record_are_kept_and_those_of_a_table_are_not(
     assert 'f{"at": null}<' in texts(written(tmp_path / "text.parquet", as_text), streaming)[0]
     call = {"function": {"name": Value("string"), "arguments": Json()}}
     message = {"role": Value("string"), "content": Value("string"), "tool_calls": List(call)}
-    exact = Features({"messages": List(message), "tools": List({"function": {"name": Value("string")}})})
+    exact = Features(
+        {"messages": List(message), "tools": List({"function": {"name": Value("string")}})}
+    )
     assert texts(written(tmp_path / "exact.parquet", TALKS, features=exact), streaming) == kept
     assert not caplog.records
     with caplog.at_level(logging.WARNING, logger="lacuna"):
         filled = texts(written(tmp_path / "filled.parquet", TALKS), streaming)
     assert 'f{"at": "Graz"}<' in filled[0] and 'f{"days": 2}<' in filled[1]
-    assert len(caplog.records) == 1 and "filled.parquet" in caplog.text and "null arguments of tool" in caplog.text
+    assert (
+        len(caplog.records) == 1
+        and "filled.parquet" in caplog.text
+        and "null arguments of tool" in caplog.text
+    )
 
 
-@pytest.mark.parametrize("message", [
-    {"role": "assistant", "content": "Yes", "tool_calls": "[]"},
-    {"role": "assistant", "content": "Yes", "tool_calls": []},
-    {"role": "assistant", "content": "Yes", "tool_calls": None, "name": None},
-])  # fmt: skip
-def test_no_calls_are_none_however_they_are_written(message: dict[str, Any], tmp_path: Path) -> None:
-    path = written(tmp_path / "talks.jsonl", [{"messages": [HI, message], "tools": [{"function": {"name": "f"}}]}])
+@pytest.mark.parametrize(
+    "message",
+    [
+        {"role": "assistant", "content": "Yes", "tool_calls": "[]"},
+        {"role": "assistant", "content": "Yes", "tool_calls": []},
+        {"role": "assistant", "content": "Yes", "tool_calls": None, "name": None},
+    ],
+)
+def test_no_calls_are_none_however_they_are_written(
+    message: dict[str, Any], tmp_path: Path
+) -> None:
+    path = written(
+        tmp_path / "talks.jsonl",
+        [{"messages": [HI, message], "tools": [{"function": {"name": "f"}}]}],
+    )
     assert texts(path)[0].endswith("Yes<|im_end|>\n")

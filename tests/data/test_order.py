@@ -20,7 +20,10 @@ PACKINGS = {"concatenate": 0, "best_fit": 1, "none": 0}
 @pytest.fixture(params=["jsonl", "parquet"])
 def leveled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """Documents of 4 to 13 tokens, each of one letter, whose column `level` is not in order."""
-    records = [{"text": "abcdefghij"[place] * (3 + place), "level": level} for place, level in enumerate(LEVELS)]
+    records = [
+        {"text": "abcdefghij"[place] * (3 + place), "level": level}
+        for place, level in enumerate(LEVELS)
+    ]
     path = tmp_path / f"data.{request.param}"
     if request.param == "jsonl":
         path.write_text("".join(json.dumps(record) + "\n" for record in records))
@@ -30,7 +33,11 @@ def leveled(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def loader_of(
-    path: Path, tokenizer: PreTrainedTokenizerFast, packing: str = "none", length: int = 16, **settings: object
+    path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    packing: str = "none",
+    length: int = 16,
+    **settings: object,
 ) -> Loader:
     config = Config(
         data=DataConfig(sources=(Source(dataset=str(path)),), num_workers=0),
@@ -44,10 +51,13 @@ def loader_of(
 def letters(loader: Loader, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
     """The documents of the first rows, a letter each."""
     text = "".join(
-        tokenizer.decode(next(loader).columns["input_ids"][0].tolist(), skip_special_tokens=True) for _ in range(rows)
+        tokenizer.decode(next(loader).columns["input_ids"][0].tolist(), skip_special_tokens=True)
+        for _ in range(rows)
     )
     kept = [letter for letter in text if letter in "abcdefghij"]
-    return "".join(letter for place, letter in enumerate(kept) if place == 0 or kept[place - 1] != letter)
+    return "".join(
+        letter for place, letter in enumerate(kept) if place == 0 or kept[place - 1] != letter
+    )
 
 
 IN_ORDER = "".join("abcdefghij"[place] for place in np.argsort(LEVELS))
@@ -61,7 +71,9 @@ def test_each_pass_goes_from_low_to_high(
     assert letters(loader, tokenizer, 2 * loader.plan.rows_per_pass).startswith(IN_ORDER * 2)
 
 
-def test_only_neighbours_in_the_order_share_rows(leveled: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_only_neighbours_in_the_order_share_rows(
+    leveled: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     loader = loader_of(leveled, tokenizer, "best_fit")
     seen = letters(loader, tokenizer, loader.plan.rows_per_pass)
     assert sorted(seen) == sorted(IN_ORDER) and seen != IN_ORDER
@@ -76,10 +88,14 @@ def test_what_was_begun_is_counted_by_the_documents_own_numbers(
     assert np.flatnonzero(loader.documents_begun()).tolist() == sorted(np.argsort(LEVELS)[:3])
 
 
-def test_a_column_that_cannot_be_sorted_by_is_refused(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_column_that_cannot_be_sorted_by_is_refused(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = tmp_path / "data.jsonl"
     path.write_text('{"text": "a", "level": "easy"}\n')
-    with pytest.raises(UserError, match=r"curriculum\.difficulty_column: no column hard; it has text, level"):
+    with pytest.raises(
+        UserError, match=r"curriculum\.difficulty_column: no column hard; it has text, level"
+    ):
         loader_of(path, tokenizer, difficulty_column="hard")
     datasets.Dataset.from_json(str(path)).to_parquet(tmp_path / "data.parquet")
     for kind in ("jsonl", "parquet"):
@@ -87,7 +103,9 @@ def test_a_column_that_cannot_be_sorted_by_is_refused(tmp_path: Path, tokenizer:
             loader_of(tmp_path / f"data.{kind}", tokenizer)
     (tmp_path / "mixed.jsonl").write_text('{"text": "a", "level": 1}\n')
     config = Config(
-        data=DataConfig(sources=(Source(dataset=str(tmp_path / "mixed.jsonl"), weight=1),) * 2, num_workers=0),
+        data=DataConfig(
+            sources=(Source(dataset=str(tmp_path / "mixed.jsonl"), weight=1),) * 2, num_workers=0
+        ),
         curriculum=CurriculumConfig(rank_every=5),
     )
     with pytest.raises(UserError, match="mixed by weight have no common order"):

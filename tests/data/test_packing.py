@@ -12,7 +12,9 @@ from lacuna.data.packing import IGNORED, Batch, Document, Span, pack
 NO = IGNORED
 
 
-def span(tokens: list[int], following: int | None = None, source: int = 0, text_bytes: float = 0.0) -> Span:
+def span(
+    tokens: list[int], following: int | None = None, source: int = 0, text_bytes: float = 0.0
+) -> Span:
     """A document from its beginning, up to the token that follows if it goes on."""
     whole = tokens if following is None else [*tokens, following]
     document = Document(np.array(whole, dtype=np.int32), text_bytes * len(whole) / len(tokens))
@@ -20,22 +22,39 @@ def span(tokens: list[int], following: int | None = None, source: int = 0, text_
 
 
 ROWS = [
-    [span([1, 2, 9], text_bytes=2), span([3, 9], source=1, text_bytes=1), span([4, 5, 6], following=7, text_bytes=3)],
+    [
+        span([1, 2, 9], text_bytes=2),
+        span([3, 9], source=1, text_bytes=1),
+        span([4, 5, 6], following=7, text_bytes=3),
+    ],
     [span([7, 8, 9], text_bytes=2.5), span([5, 6, 7, 8, 9], source=1, text_bytes=4)],
 ]
 """Two rows of 8; a document of 4 5 6 | 7 8 9 is cut by the end of the first."""
 
 
-def packed(rows: list[list[Span]] = ROWS, padding: int = 0, pieces: int | None = None, **data: bool) -> Batch:
+def packed(
+    rows: list[list[Span]] = ROWS, padding: int = 0, pieces: int | None = None, **data: bool
+) -> Batch:
     training = TrainingConfig(seq_len=8, varlen=pieces is not None, context_len=pieces or 8)
-    return pack(rows, Config(training=training, data=DataConfig(**data)), sources=2, padding=padding)
+    return pack(
+        rows, Config(training=training, data=DataConfig(**data)), sources=2, padding=padding
+    )
 
 
 def test_documents_are_apart() -> None:
     batch = packed()
-    assert batch.columns["input_ids"].tolist() == [[1, 2, 9, 3, 9, 4, 5, 6], [7, 8, 9, 5, 6, 7, 8, 9]]
-    assert batch.columns["labels"].tolist() == [[2, 9, NO, 9, NO, 5, 6, 7], [8, 9, NO, 6, 7, 8, 9, NO]]
-    assert batch.columns["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2], [0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.columns["input_ids"].tolist() == [
+        [1, 2, 9, 3, 9, 4, 5, 6],
+        [7, 8, 9, 5, 6, 7, 8, 9],
+    ]
+    assert batch.columns["labels"].tolist() == [
+        [2, 9, NO, 9, NO, 5, 6, 7],
+        [8, 9, NO, 6, 7, 8, 9, NO],
+    ]
+    assert batch.columns["position_ids"].tolist() == [
+        [0, 1, 2, 0, 1, 0, 1, 2],
+        [0, 1, 2, 0, 1, 2, 3, 4],
+    ]
     assert batch.cu_seqlens.tolist() == [0, 3, 5, 8, 11, 16]
     assert (batch.max_seqlen, batch.counts["tokens"], batch.counts["trained_tokens"]) == (5, 16, 12)
     assert (batch.counts["source_0"], batch.counts["source_1"]) == (9, 7)
@@ -45,7 +64,10 @@ def test_documents_are_apart() -> None:
 def test_varlen_cuts_documents_and_trains_across_the_cut() -> None:
     batch = packed(pieces=2)
     assert batch.columns["labels"].tolist() == packed().columns["labels"].tolist()
-    assert batch.columns["position_ids"].tolist() == [[0, 1, 0, 0, 1, 0, 1, 0], [0, 1, 0, 0, 1, 0, 1, 0]]
+    assert batch.columns["position_ids"].tolist() == [
+        [0, 1, 0, 0, 1, 0, 1, 0],
+        [0, 1, 0, 0, 1, 0, 1, 0],
+    ]
     assert batch.cu_seqlens.tolist() == [0, 2, 3, 5, 7, 8, 10, 11, 13, 15, 16]
     assert batch.max_seqlen == 2
 
@@ -82,9 +104,10 @@ def test_rows_of_single_examples_end_with_the_longest_unless_ranks_share_them(
     tensor_parallel: int, length: int
 ) -> None:
     config = Config(
-        packing=PackingConfig(mode="none"), training=TrainingConfig(seq_len=256),
+        packing=PackingConfig(mode="none"),
+        training=TrainingConfig(seq_len=256),
         parallelism=ParallelismConfig(tensor_parallel_degree=tensor_parallel),
-    )  # fmt: skip
+    )
     batch = pack([[span([9] * 100)], [span([9] * 3)]], config, sources=1, padding=9)
     assert batch.columns["input_ids"].shape == (2, length)
     assert (

@@ -49,7 +49,9 @@ def rewritten(
         writer.add_key_value(key, value, kind)
     for tensor in reader.tensors:
         if tensor.name != leave_out:
-            data = tensor.data.reshape(tensor.data.shape[::-1]) if tensor.name == turn else tensor.data
+            data = (
+                tensor.data.reshape(tensor.data.shape[::-1]) if tensor.name == turn else tensor.data
+            )
             writer.add_tensor(tensor.name, data, raw_dtype=tensor.tensor_type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -58,7 +60,9 @@ def rewritten(
     return str(target)
 
 
-def test_a_file_is_read_once_whoever_asks_and_anew_when_it_is_another(file: str, cache: Path) -> None:
+def test_a_file_is_read_once_whoever_asks_and_anew_when_it_is_another(
+    file: str, cache: Path
+) -> None:
     with multiprocessing.get_context("fork").Pool(3) as pool:
         [folder] = set(pool.map(hf_folder, [file] * 3))
     assert Path(folder).is_relative_to(cache)
@@ -95,30 +99,48 @@ def test_a_tokenizer_of_smollm_parts_figures(file: str) -> None:
     [
         ({"general.architecture": "mamba"}, "it is a mamba model; known are qwen2"),
         ({"tokenizer.ggml.model": "t5"}, "it has a t5 tokenizer; known are gpt2 and llama"),
-        ({"tokenizer.ggml.pre": "chameleon"}, "it has the pre-tokenizer chameleon; known are gpt-2, smollm"),
+        (
+            {"tokenizer.ggml.pre": "chameleon"},
+            "it has the pre-tokenizer chameleon; known are gpt-2, smollm",
+        ),
         ({"llama.rope.scaling.type": "yarn"}, "it scales positions .yarn."),
         ({"llama.rope.scaling.factor": 2.0}, "it scales positions .linear."),
         ({"llama.attention.head_count": 0}, "integer division or modulo by zero"),
         ({"llama.attention.head_count_kv": [2, 2]}, ".*num_key_value_heads"),
         ({"tokenizer.ggml.merges": ["no token"]}, "Error while initializing BPE"),
-        ({"tokenizer.ggml.add_bos_token": True}, "texts begin with a token that is not named as bos_token"),
+        (
+            {"tokenizer.ggml.add_bos_token": True},
+            "texts begin with a token that is not named as bos_token",
+        ),
         ({"split.count": 2}, "it is one of several parts"),
         ({"endianess": gguf.GGUFEndian.BIG}, "its numbers are big-endian"),
-        ({"turn": "blk.0.ffn_up.weight"}, "its tensors are not those of a llama model: .*blk.0.ffn_up.weight"),
+        (
+            {"turn": "blk.0.ffn_up.weight"},
+            "its tensors are not those of a llama model: .*blk.0.ffn_up.weight",
+        ),
         ({"llama.block_count": 3}, "its tensors are not those of a llama model: .*blk.2"),
         ({"llama.feed_forward_length": 97}, "its tensors are not those of a llama model: .*ffn_"),
-        ({"leave_out": "output_norm.weight"}, "its tensors are not those of a llama model: .*output_norm.weight"),
+        (
+            {"leave_out": "output_norm.weight"},
+            "its tensors are not those of a llama model: .*output_norm.weight",
+        ),
     ],
 )
-def test_what_is_not_understood_is_refused_by_name(changes: Any, said: str, file: str, tmp_path: Path) -> None:
+def test_what_is_not_understood_is_refused_by_name(
+    changes: Any, said: str, file: str, tmp_path: Path
+) -> None:
     odd = rewritten(file, tmp_path / "odd.gguf", **changes)
     with pytest.raises(UserError, match=rf"odd.gguf: cannot be read as a GGUF model: {said}"):
         hf_folder(odd)
-    assert not [path for path in tmp_path.rglob("*") if path.name.startswith("odd-") and path.is_dir()]
+    assert not [
+        path for path in tmp_path.rglob("*") if path.name.startswith("odd-") and path.is_dir()
+    ]
 
 
 @pytest.mark.parametrize("content", [None, b"", b"GGUF", b"nonsense" * 9])
-def test_a_file_that_is_damaged_or_missing_is_refused(content: bytes | None, tmp_path: Path) -> None:
+def test_a_file_that_is_damaged_or_missing_is_refused(
+    content: bytes | None, tmp_path: Path
+) -> None:
     if content is not None:
         (tmp_path / "odd.gguf").write_bytes(content)
     with pytest.raises(UserError, match=r"odd.gguf: cannot be read as a GGUF model"):

@@ -45,7 +45,9 @@ def rewrite(file: Path, **changes: object) -> None:
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A model with code of its own, which leaves a file `ran` beside it when it runs."""
-    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        "transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "modules")])
     folder = tmp_path / "own"
     random_model(tiny_config("llama")).save_pretrained(folder)
@@ -64,7 +66,9 @@ def own_tokenizer(own: Path) -> Path:
     return own
 
 
-def test_code_of_a_model_does_not_run_unless_it_is_trusted(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_code_of_a_model_does_not_run_unless_it_is_trusted(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("builtins.input", lambda _: "y")  # what transformers would ask
     for words in (
         (
@@ -94,12 +98,16 @@ def test_code_of_a_tokenizer_does_not_run_unless_it_is_trusted(
     with pytest.raises(UserError, match=r"model\.trust_remote_code"):
         load_tokenizer(str(own_tokenizer))
     assert not (own_tokenizer.parent / "ran").exists()
-    assert type(load_tokenizer(str(own_tokenizer), trust_remote_code=True)).__name__ == "OwnTokenizerFast"
+    assert (
+        type(load_tokenizer(str(own_tokenizer), trust_remote_code=True)).__name__
+        == "OwnTokenizerFast"
+    )
 
 
 def test_a_trusted_model_is_opened_written_with_its_code_and_opened_again(own: Path) -> None:
     model_config = load_model_config(
-        Config(model=ModelConfig(name_or_path=str(own), trust_remote_code=True)), tokenizer_of_words()
+        Config(model=ModelConfig(name_or_path=str(own), trust_remote_code=True)),
+        tokenizer_of_words(),
     )
     assert type(AutoModelForCausalLM.from_config(model_config)).__name__ == "OwnModel"
     model, tokenizer = load_any_model(str(own), "cpu", trust_remote_code=True)

@@ -7,7 +7,11 @@ from lacuna.data.sources import may_pass, with_retries
 
 
 def test_faults_of_the_network_may_pass_and_missing_things_do_not() -> None:
-    assert may_pass(ConnectionResetError()) and may_pass(TimeoutError()) and may_pass(OSError("broken pipe"))
+    assert (
+        may_pass(ConnectionResetError())
+        and may_pass(TimeoutError())
+        and may_pass(OSError("broken pipe"))
+    )
     assert not may_pass(FileNotFoundError()) and not may_pass(PermissionError())
     assert not may_pass(ValueError()) and not may_pass(HFValidationError())
 

@@ -48,10 +48,21 @@ def make_files(root: Path) -> dict[str, Source]:
     folder.mkdir(parents=True)
     for number in range(2):
         write_lines(folder / f"{number}.jsonl", TEXTS[2 * number : 2 * number + 2])
-    names = ["plain.jsonl", *(f"packed.jsonl.{ending}" for ending in packers), "list.json", "table.parquet",
-             "table.arrow", "saved", "saved_splits", "folder", "folder/nested/*.jsonl"]  # fmt: skip
+    names = [
+        "plain.jsonl",
+        *(f"packed.jsonl.{ending}" for ending in packers),
+        "list.json",
+        "table.parquet",
+        "table.arrow",
+        "saved",
+        "saved_splits",
+        "folder",
+        "folder/nested/*.jsonl",
+    ]
     sources = {name: Source(dataset=str(root / name)) for name in names}
-    sources["reader"] = Source(dataset="json", dir=str(root / "folder" / "nested"), files=("0.jsonl", "1.jsonl"))
+    sources["reader"] = Source(
+        dataset="json", dir=str(root / "folder" / "nested"), files=("0.jsonl", "1.jsonl")
+    )
     sources["pattern in a folder"] = Source(dataset=str(root), files=("folder/*/?.jsonl",))
     sources["csv"] = Source(dataset=str(root / "table.csv"))
     return sources
@@ -94,7 +105,9 @@ def test_the_column_is_chosen_or_the_columns_are_listed(tmp_path: Path) -> None:
     path = tmp_path / "rows.jsonl"
     path.write_text('{"title": "t", "story": "s"}\n')
     assert read(Source(dataset=str(path)), text_column="story") == ["s"]
-    with pytest.raises(UserError, match="no column text or content or input_ids; it has title, story"):
+    with pytest.raises(
+        UserError, match="no column text or content or input_ids; it has title, story"
+    ):
         read(Source(dataset=str(path)))
     with pytest.raises(UserError, match="no column body; it has title, story"):
         read(Source(dataset=str(path)), text_column="body")
@@ -108,13 +121,29 @@ def test_tokens_that_are_there_already_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_unreadable_lines_become_records_that_say_where_they_are(streaming: bool, tmp_path: Path) -> None:
+def test_unreadable_lines_become_records_that_say_where_they_are(
+    streaming: bool, tmp_path: Path
+) -> None:
     path = tmp_path / "some.jsonl"
-    path.write_bytes(b'{"text": "good"}\n{"text": 7}\n{"text"\n\n"text"\n{"text": "\xff"}\n{"text": "also good"}\n{}')
+    path.write_bytes(
+        b'{"text": "good"}\n{"text": 7}\n{"text"\n\n"text"\n{"text": "\xff"}\n{"text": "also good"}\n{}'
+    )
     documents = open_source(Source(dataset=str(path)), Config(data=DataConfig(streaming=streaming)))
     records = list(documents.dataset)
-    assert [record["text"] for record in records] == ["good", None, None, None, None, "also good", None]
-    places = [record[BROKEN].removeprefix(f"{path}:").partition(":")[0] for record in records if record[BROKEN]]
+    assert [record["text"] for record in records] == [
+        "good",
+        None,
+        None,
+        None,
+        None,
+        "also good",
+        None,
+    ]
+    places = [
+        record[BROKEN].removeprefix(f"{path}:").partition(":")[0]
+        for record in records
+        if record[BROKEN]
+    ]
     assert places == ["2", "3", "5", "6", "8"]
 
 

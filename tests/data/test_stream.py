@@ -67,7 +67,10 @@ def test_a_snapshot_leads_to_the_same_documents(tmp_path: Path) -> None:
 
 def test_epochs_differ_and_each_holds_everything(tmp_path: Path) -> None:
     documents = texts(stream_of(tmp_path, 1500), count=3000)
-    assert sorted(documents[:1500]) == sorted(documents[1500:]) and documents[:1500] != documents[1500:]
+    assert (
+        sorted(documents[:1500]) == sorted(documents[1500:])
+        and documents[:1500] != documents[1500:]
+    )
     assert texts(stream_of(tmp_path, 1500, key=None), count=1500) == [str(n) for n in range(1500)]
 
 
@@ -75,7 +78,9 @@ def test_a_stream_that_is_not_endless_ends_with_its_last_document(tmp_path: Path
     assert len(texts(stream_of(tmp_path, 1500, endless=False))) == 1500
 
 
-def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(tmp_path: Path) -> None:
+def test_a_reader_serves_its_lanes_and_says_where_each_record_can_be_read_again(
+    tmp_path: Path,
+) -> None:
     stream = stream_of(tmp_path, 5000)
     whole = texts(stream)
     record = stream.reader(4, {1: (0, BEGINNING), 2: (0, BEGINNING)})

@@ -12,7 +12,12 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
 from lacuna.data.tokenize import add_broken, document_of
-from lacuna.data.tokenizer import grown_tokenizer, load_tokenizer, tokenize_text, tokenizer_fingerprint
+from lacuna.data.tokenizer import (
+    grown_tokenizer,
+    load_tokenizer,
+    tokenize_text,
+    tokenizer_fingerprint,
+)
 from texts import END
 
 
@@ -30,7 +35,9 @@ def test_without_an_end_of_text_nothing_is_added(tokenizer: PreTrainedTokenizerF
     assert len(tokenize_text(copy_of(tokenizer, eos_token=None), "ab")) == 2
 
 
-def test_a_beginning_is_added_only_by_the_post_processor(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_beginning_is_added_only_by_the_post_processor(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     with_begin = copy_of(tokenizer, bos_token="<begin>")
     begin = with_begin.bos_token_id
     assert begin not in tokenize_text(with_begin, "ab")
@@ -46,15 +53,24 @@ def test_a_tokenizer_that_is_set_to_truncate_does_not(tokenizer: PreTrainedToken
     assert len(tokenize_text(short, "a" * 100)) == 101
 
 
-def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_the_fingerprint_tells_tokenizers_apart_but_not_their_uses(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     before = tokenizer_fingerprint(tokenizer)
-    tokenizer(["a", "bcd"], padding="longest" if tokenizer.pad_token else False, truncation=True, max_length=2)
+    tokenizer(
+        ["a", "bcd"],
+        padding="longest" if tokenizer.pad_token else False,
+        truncation=True,
+        max_length=2,
+    )
     assert tokenizer_fingerprint(tokenizer) == before
     assert tokenizer_fingerprint(copy_of(tokenizer, eos_token=None)) != before
     assert tokenizer_fingerprint(copy_of(tokenizer, split_special_tokens=True)) != before
 
 
-def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
     def document(text: object) -> Document:
         return document_of({"text": text}, 1, Documents("lines", None, "text"), tokenizer)
 
@@ -64,12 +80,16 @@ def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(toke
         assert len(document(broken).tokens) == 0 and document(broken).broken == "lines, row 2"
 
 
-def test_broken_records_are_counted_once_warned_of_once_and_limited(caplog: pytest.LogCaptureFixture) -> None:
+def test_broken_records_are_counted_once_warned_of_once_and_limited(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     known: dict[str, None] = {}
     for places in ([], ["one"], ["one"], ["two", "one"]):
         add_broken(known, places, limit=2)
     assert len(caplog.records) == 1 and "left out, further ones silently: one" in caplog.text
-    with pytest.raises(UserError, match="more than 2 unreadable records, the first: one; two; three;"):
+    with pytest.raises(
+        UserError, match="more than 2 unreadable records, the first: one; two; three;"
+    ):
         add_broken(known, ["three"], limit=2)
 
 
@@ -121,10 +141,16 @@ def test_new_tokens_are_single_and_special_and_those_that_exist_are_not_added_ag
     assert tokenizer_fingerprint(once) != tokenizer_fingerprint(tokenizer)
 
 
-def test_a_new_token_that_is_not_one_token_is_refused(tokenizer: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+def test_a_new_token_that_is_not_one_token_is_refused(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> None:
     tokenizer.save_pretrained(tmp_path)
     for token in ("", " ", "\n\t"):
-        with pytest.raises(UserError, match=r"model\.new_tokens: .* must be one token, and more than white space"):
+        with pytest.raises(
+            UserError, match=r"model\.new_tokens: .* must be one token, and more than white space"
+        ):
             with_new(tmp_path, "<think>", token)
-    with pytest.raises(UserError, match=r"model\.new_tokens: 'Ġ' becomes \[\d+, \d+\].* must be one token"):
+    with pytest.raises(
+        UserError, match=r"model\.new_tokens: 'Ġ' becomes \[\d+, \d+\].* must be one token"
+    ):
         with_new(tmp_path, "Ġ")  # how the vocabulary writes a space

@@ -52,14 +52,20 @@ def test_every_token_comes_once_and_ranks_go_in_step(
     labels = torch.cat([batch.columns["labels"].flatten() for batch in in_order])
     laid = [token for document in documents for token in document]
     assert tokens[: len(laid)].tolist() == laid
-    assert labels[: len(laid)].tolist() == [t for document in documents for t in (*document[1:], IGNORED)]
+    assert labels[: len(laid)].tolist() == [
+        t for document in documents for t in (*document[1:], IGNORED)
+    ]
     assert (labels[len(laid) :] == IGNORED).all()
     assert sum(batch.counts["tokens"] for batch in in_order) == len(laid)
     assert sum(batch.counts["trained_tokens"] for batch in in_order) == len(laid) - len(documents)
-    assert sum(batch.counts["text_bytes"] for batch in in_order) == pytest.approx(sum(map(len, TEXTS)))
+    assert sum(batch.counts["text_bytes"] for batch in in_order) == pytest.approx(
+        sum(map(len, TEXTS))
+    )
 
 
 @pytest.mark.parametrize("streaming", [False, True])
-def test_steps_limit_the_batches(streaming: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+def test_steps_limit_the_batches(
+    streaming: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
     path = write_lines(tmp_path / "validation.jsonl", TEXTS)
     assert [len(rank) for rank in batches(path, tokenizer, 2, streaming, steps=3)] == [3, 3]

@@ -12,15 +12,31 @@ import torch
 import transformers
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, BloomConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BloomConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
-from gguf_models import ANSWERED, CHATML, END, FAMILIES, ROWS, python_source, tiny_gguf_model, tokenizer_like
+from gguf_models import (
+    ANSWERED,
+    CHATML,
+    END,
+    FAMILIES,
+    ROWS,
+    python_source,
+    tiny_gguf_model,
+    tokenizer_like,
+)
 from lacuna.config import UserError
 from lacuna.data.gguf import hf_folder
 from lacuna.export.gguf import TYPES, export_gguf, require
 from tiny import random_model
 
-# What transformers 5.17 to 5.23 does not read: Gemma 1, biases of a Llama, the factors of Llama 3's rotation.
+# What transformers 5.17 to 5.23 does not read: Gemma 1, biases of a Llama, the factors of Llama 3's
+# rotation.
 UNKNOWN_TO_TRANSFORMERS = ("gemma", "smollm", "llama3")
 
 
@@ -67,7 +83,9 @@ def test_a_file_holds_the_model_and_its_tokenizer(family: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", TYPES)
-def test_each_type_of_weights_is_read_as_what_the_package_makes_of_them(kind: str, tmp_path: Path) -> None:
+def test_each_type_of_weights_is_read_as_what_the_package_makes_of_them(
+    kind: str, tmp_path: Path
+) -> None:
     model, _ = tiny_gguf_model("qwen2")
     file = written(tmp_path, "qwen2", kind)
     read = AutoModelForCausalLM.from_pretrained(hf_folder(file)).state_dict()
@@ -93,14 +111,20 @@ def test_the_file_tells_where_to_stop_and_how_to_chat(tmp_path: Path) -> None:
     tokens, kinds = fields["tokenizer.ggml.tokens"], fields["tokenizer.ggml.token_type"]
     assert tokens[fields["tokenizer.ggml.eos_token_id"]] == END
     assert tokens[fields["tokenizer.ggml.eot_token_id"]] == ANSWERED
-    assert len(tokens) == ROWS and tokens[-1] == f"[PAD{ROWS - 1}]" and kinds[-1] == gguf.TokenType.UNUSED
+    assert (
+        len(tokens) == ROWS
+        and tokens[-1] == f"[PAD{ROWS - 1}]"
+        and kinds[-1] == gguf.TokenType.UNUSED
+    )
     assert kinds[tokens.index(END)] == gguf.TokenType.CONTROL
     assert kinds[tokens.index("<think>")] == gguf.TokenType.USER_DEFINED
     template, chat = fields["tokenizer.chat_template"], [{"role": "user", "content": "Why?"}]
     chat.append({"role": "assistant", "content": "So."})
     tokenizer = tokenizer_like("qwen2")
     assert "generation %}" in CHATML and "generation %}" not in template
-    assert tokenizer.apply_chat_template(chat, chat_template=template) == tokenizer.apply_chat_template(chat)
+    assert tokenizer.apply_chat_template(
+        chat, chat_template=template
+    ) == tokenizer.apply_chat_template(chat)
     assert AutoModelForCausalLM.from_pretrained(hf_folder(file)).generation_config.eos_token_id == [
         tokens.index(END),
         tokens.index(ANSWERED),
@@ -112,7 +136,9 @@ def test_a_number_that_a_type_cannot_hold_is_refused_and_nothing_is_left(tmp_pat
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[0, 0] = 1e5
     for kind in ("F16", "Q8_0", "Q4_1"):
-        with pytest.raises(UserError, match=r"layers.1.mlp.up_proj.weight has numbers above 65504.*--type BF16"):
+        with pytest.raises(
+            UserError, match=r"layers.1.mlp.up_proj.weight has numbers above 65504.*--type BF16"
+        ):
             export_gguf(model, tokenizer, str(tmp_path / "large.gguf"), kind)
         assert list(tmp_path.iterdir()) == []
     export_gguf(model, tokenizer, str(tmp_path / "large.gguf"), "BF16")
@@ -122,7 +148,9 @@ def unlike(**changes: Any) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return tiny_gguf_model("gemma", **changes)
 
 
-def with_tokenizer(backend: Tokenizer, **names: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+def with_tokenizer(
+    backend: Tokenizer, **names: str
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
     return tiny_gguf_model("qwen2")[0], PreTrainedTokenizerFast(tokenizer_object=backend, **names)
 
 
@@ -148,21 +176,40 @@ def with_token(text: str, **changes: bool) -> PreTrainedTokenizerFast:
     [
         (
             lambda: (
-                random_model(BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "eager"),
+                random_model(
+                    BloomConfig(vocab_size=64, hidden_size=32, n_layer=2, n_head=4), "eager"
+                ),
                 tokenizer_like("gpt-2"),
             ),
             "no bloom model.*qwen2, qwen3",
         ),
-        (lambda: unlike(tie_word_embeddings=False), r"no place for \['lm_head.weight'\] in a gemma"),
+        (
+            lambda: unlike(tie_word_embeddings=False),
+            r"no place for \['lm_head.weight'\] in a gemma",
+        ),
         (lambda: unlike(hidden_act="silu"), "cannot hold hidden_act = silu"),
-        (lambda: unlike(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}), "rope_parameters"),
-        (lambda: tiny_gguf_model("gemma2", attn_logit_softcapping=None), "attn_logit_softcapping = None"),
+        (
+            lambda: unlike(
+                rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+            ),
+            "rope_parameters",
+        ),
+        (
+            lambda: tiny_gguf_model("gemma2", attn_logit_softcapping=None),
+            "attn_logit_softcapping = None",
+        ),
         (lambda: tiny_gguf_model("gemma3", query_pre_attn_scalar=99), "query_pre_attn_scalar = 99"),
         (lambda: tiny_gguf_model("qwen3", attention_bias=True), "attention_bias = True"),
-        (lambda: tiny_gguf_model("gpt2", scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx"),
+        (
+            lambda: tiny_gguf_model("gpt2", scale_attn_by_inverse_layer_idx=True),
+            "scale_attn_by_inverse_layer_idx",
+        ),
         (lambda: tiny_gguf_model("qwen2", vocab_size=300), "beyond the 300 rows"),
         (lambda: tiny_gguf_model("qwen2", head_dim=32), "cannot hold head_dim = 32"),
-        (lambda: (tiny_gguf_model("qwen2")[0], with_token("<new>", rstrip=True)), "added tokens that take in blanks"),
+        (
+            lambda: (tiny_gguf_model("qwen2")[0], with_token("<new>", rstrip=True)),
+            "added tokens that take in blanks",
+        ),
         (lambda: other_tokenizer("words"), "is WordLevel"),
         (lambda: other_tokenizer("bert"), "otherwise.*gpt-2, smollm, llama-bpe, qwen2, tekken"),
         (lambda: other_tokenizer("spaces"), "otherwise.*SentencePiece"),
@@ -175,7 +222,9 @@ def test_what_a_file_cannot_hold_is_refused_by_name(made: Any, said: str, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
-def test_other_types_are_left_to_llama_quantize(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_types_are_left_to_llama_quantize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model, tokenizer = tiny_gguf_model("qwen2")
     program, file = tmp_path / "bin" / "llama-quantize", tmp_path / "out" / "new.gguf"
     program.parent.mkdir()

@@ -31,12 +31,21 @@ def export_beside(root: Path) -> None:
 def test_only_the_first_rank_writes_a_model_and_its_adapter(tmp_path: Path) -> None:
     run_ranks(2, export_beside, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["rank-0"]
-    assert {"config.json", "model.safetensors", "adapter"} <= {path.name for path in (tmp_path / "rank-0/hf").iterdir()}
+    assert {"config.json", "model.safetensors", "adapter"} <= {
+        path.name for path in (tmp_path / "rank-0/hf").iterdir()
+    }
     written = sorted(path.name for path in (tmp_path / "rank-0/hf/adapter").iterdir())
-    assert written == ["adapter_config.json", "adapter_model.safetensors", "tokenizer.json", "tokenizer_config.json"]
+    assert written == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
 
 
-def test_weights_that_are_cast_when_they_are_used_are_written_as_they_are_stored(tmp_path: Path) -> None:
+def test_weights_that_are_cast_when_they_are_used_are_written_as_they_are_stored(
+    tmp_path: Path,
+) -> None:
     model = random_model(tiny_config("llama"))
     stored = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     compute_in(model, torch.bfloat16)
@@ -45,7 +54,9 @@ def test_weights_that_are_cast_when_they_are_used_are_written_as_they_are_stored
 
 
 @pytest.mark.parametrize("base", ["base", "base.gguf"])
-def test_peft_finds_a_local_base_from_any_folder(base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peft_finds_a_local_base_from_any_folder(
+    base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
     model, tokenizer = tiny_gguf_model("smollm")
@@ -58,7 +69,9 @@ def test_peft_finds_a_local_base_from_any_folder(base: str, tmp_path: Path, monk
     export_adapter(model, tokenizer, LoraConfig(rank=2), base, "run/hf/adapter")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir("elsewhere")
-    opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "run/hf/adapter", dtype=torch.float32)
+    opened = AutoPeftModelForCausalLM.from_pretrained(
+        tmp_path / "run/hf/adapter", dtype=torch.float32
+    )
     ids = torch.arange(4, 20)[None]
     assert torch.allclose(opened(ids).logits, model(ids).logits, atol=2e-2)
 
@@ -67,7 +80,9 @@ def test_a_base_from_the_hub_keeps_its_name(tmp_path: Path) -> None:
     model = random_model(tiny_config("llama"))
     add_adapters(model, LoraConfig(rank=2), torch.float32)
     export_adapter(model, tokenizer_of_words(), LoraConfig(rank=2), "org/model", str(tmp_path))
-    assert '"base_model_name_or_path": "org/model"' in (tmp_path / "adapter_config.json").read_text()
+    assert (
+        '"base_model_name_or_path": "org/model"' in (tmp_path / "adapter_config.json").read_text()
+    )
 
 
 def test_adapters_are_merged_in_float32_whatever_is_stored_and_written(tmp_path: Path) -> None:
@@ -84,11 +99,19 @@ def test_adapters_are_merged_in_float32_whatever_is_stored_and_written(tmp_path:
         assert torch.equal(written[f"{name}.weight"], whole.bfloat16()), name
 
 
-@pytest.mark.parametrize(("kind", "misread"), [("laguna", True), ("mixtral", False), ("qwen2_moe", False)])
+@pytest.mark.parametrize(
+    ("kind", "misread"), [("laguna", True), ("mixtral", False), ("qwen2_moe", False)]
+)
 def test_an_adapter_that_peft_would_not_read_whole_is_said(
     kind: str, misread: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = AutoModelForCausalLM.from_config(small_config(configuration_class(kind)))
     add_adapters(model, LoraConfig(rank=2), torch.float32)
-    export_adapter(model, tokenizer_of_words(), LoraConfig(rank=2), str(tmp_path / "base"), str(tmp_path / "adapter"))
+    export_adapter(
+        model,
+        tokenizer_of_words(),
+        LoraConfig(rank=2),
+        str(tmp_path / "base"),
+        str(tmp_path / "adapter"),
+    )
     assert ("peft does not find" in caplog.text) == misread

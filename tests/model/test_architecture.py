@@ -25,7 +25,8 @@ from tiny import VOCABULARY, tiny_config, tokenizer_of_words
 LLAMA_LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 48 + 2 * 32
 EMBEDDING = 97 * 32
 LLAMA = 2 * LLAMA_LAYER + 32 + EMBEDDING
-# Qwen3-MoE: 4 heads of 16, 2 key-value heads, norms of queries and keys, a router, 2 of 4 experts visited.
+# Qwen3-MoE: 4 heads of 16, 2 key-value heads, norms of queries and keys, a router, 2 of 4 experts
+# visited.
 MOE_LAYER = 2 * 32 * 64 + 2 * 32 * 32 + 2 * 16 + 4 * 32 + 2 * (3 * 32 * 24) + 2 * 32
 LENGTHS = torch.tensor([4, 10])
 
@@ -72,12 +73,17 @@ def test_a_step_costs_six_per_parameter_and_token_and_twelve_per_attended_pair()
         (tiny_config("mistral"), {4: 2 * 32}),
         (tiny_config("gemma3"), {4: 64, None: 64}),
         (tiny_config("llama"), {None: 2 * 32}),
-        (Qwen2Config(num_hidden_layers=2, sliding_window=4, use_sliding_window=False), {None: 2 * 4096}),
+        (
+            Qwen2Config(num_hidden_layers=2, sliding_window=4, use_sliding_window=False),
+            {None: 2 * 4096},
+        ),
         (tiny_config("mamba"), {None: 0}),
     ],
     ids=["mistral", "gemma3", "llama", "qwen2", "mamba"],
 )
-def test_every_layer_has_its_own_window(model_config: PretrainedConfig, widths: dict[int | None, int]) -> None:
+def test_every_layer_has_its_own_window(
+    model_config: PretrainedConfig, widths: dict[int | None, int]
+) -> None:
     assert attention_widths(model_config) == widths
 
 
@@ -89,7 +95,9 @@ def test_heads_are_found_under_other_names() -> None:
 def test_the_decoder_layers_are_found(architecture: str) -> None:
     layers = decoder_layers(meta_model(tiny_config(architecture), "eager", torch.float32))
     assert len(layers) == 2
-    assert all("Layer" in type(layer).__name__ or "Block" in type(layer).__name__ for layer in layers)
+    assert all(
+        "Layer" in type(layer).__name__ or "Block" in type(layer).__name__ for layer in layers
+    )
 
 
 def test_documents_longer_than_the_model_has_positions_are_refused() -> None:
@@ -97,7 +105,9 @@ def test_documents_longer_than_the_model_has_positions_are_refused() -> None:
     check_layout(Config(training=TrainingConfig(seq_len=64)), model_config, Layout())
     with pytest.raises(UserError, match=r"training\.seq_len: 65 is more than the 64 positions"):
         check_layout(Config(training=TrainingConfig(seq_len=65)), model_config, Layout())
-    with pytest.raises(UserError, match=r"training\.context_len: 128 is more than the 64 positions"):
+    with pytest.raises(
+        UserError, match=r"training\.context_len: 128 is more than the 64 positions"
+    ):
         training = TrainingConfig(seq_len=256, context_len=128, varlen=True, batch_size=1)
         check_layout(Config(training=training), model_config, Layout())
 
@@ -121,7 +131,9 @@ def test_a_new_model_gets_a_vocabulary_that_holds_every_token(tmp_path: Path) ->
 
 def test_a_trained_model_with_too_few_tokens_is_refused(tmp_path: Path) -> None:
     tiny_config("llama", vocab_size=50).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model\.tokenizer_path: the tokenizer has 97 tokens.*only 50"):
+    with pytest.raises(
+        UserError, match=r"model\.tokenizer_path: the tokenizer has 97 tokens.*only 50"
+    ):
         read(tmp_path, "name_or_path")
 
 
@@ -140,14 +152,18 @@ def test_a_model_of_which_transformers_makes_no_causal_one_is_refused(tmp_path: 
     """Emu3's language model, which its causal class is made of, is of no class that could be made again."""
     Emu3Config().save_pretrained(tmp_path)
     config = Config(model=ModelConfig(config=str(tmp_path)))
-    with pytest.raises(UserError, match=r"model\.config: .* is a 'emu3' model, which is no causal LM"):
+    with pytest.raises(
+        UserError, match=r"model\.config: .* is a 'emu3' model, which is no causal LM"
+    ):
         load_model_config(config, tokenizer_of_words())
 
 
 def test_a_model_of_several_lists_of_layers_is_refused(tmp_path: Path) -> None:
     small_config(configuration_class("blt")).save_pretrained(tmp_path)
     config = Config(model=ModelConfig(config=str(tmp_path)))
-    with pytest.raises(UserError, match=r"model\.config: .* is a 'blt' model, which has no single list"):
+    with pytest.raises(
+        UserError, match=r"model\.config: .* is a 'blt' model, which has no single list"
+    ):
         load_model_config(config, tokenizer_of_words())
 
 

@@ -23,7 +23,19 @@ from tiny import CPU, VOCABULARY, random_model, relative_error, run_ranks, tiny_
 
 ROWS = ((5, 9, 2), (7, 1, 8))  # documents longer and shorter than the sliding window of 4
 LENGTH = 16
-ISOLATING = ("llama", "qwen3", "gemma", "gemma3", "mistral", "gpt2", "neox", "cohere", "granite", "phi", "qwen3_moe")
+ISOLATING = (
+    "llama",
+    "qwen3",
+    "gemma",
+    "gemma3",
+    "mistral",
+    "gpt2",
+    "neox",
+    "cohere",
+    "granite",
+    "phi",
+    "qwen3_moe",
+)
 EAGER = ("llama", "gemma2", "gemma3", "mistral", "gpt2", "qwen3_moe")
 EXACT = 5e-6
 ALONE = Layout()
@@ -77,9 +89,13 @@ def results_alone(model: PreTrainedModel) -> tuple[Tensor, float, dict[str, Tens
     total = 0.0
     for row, part in documents():
         document = ids[row : row + 1, part]
-        states[row, part] = model.base_model(document, use_cache=False).last_hidden_state[0].detach()
+        states[row, part] = (
+            model.base_model(document, use_cache=False).last_hidden_state[0].detach()
+        )
         logits = model(document, use_cache=False).logits[0]
-        loss = torch.nn.functional.cross_entropy(logits, labels[row, part], ignore_index=-100, reduction="sum")
+        loss = torch.nn.functional.cross_entropy(
+            logits, labels[row, part], ignore_index=-100, reduction="sum"
+        )
         loss.backward()
         total += loss.item()
     return states, total, gradients_of(model)
@@ -111,21 +127,40 @@ def test_sinks_and_values_narrower_than_keys_are_packed_too(architecture: str) -
 
 
 def plain_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
-    *, scale: float | None = None, window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int,
+    max_k: int,
+    *,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False,
+) -> Tensor:
     """What `varlen_attn` computes on a GPU, by the book: document by document, [tokens, heads, width]."""
-    assert max_q >= int(cu_seq_q.diff().max()) and max_k >= int(cu_seq_k.diff().max()) and window_size[1] == 0
+    assert (
+        max_q >= int(cu_seq_q.diff().max())
+        and max_k >= int(cu_seq_k.diff().max())
+        and window_size[1] == 0
+    )
     groups = query.shape[1] // key.shape[1]
     assert groups == 1 or enable_gqa
     key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     output = torch.zeros_like(query)
     for document in range(len(cu_seq_q) - 1):
-        queries, keys = (slice(*bounds[document : document + 2].tolist()) for bounds in (cu_seq_q, cu_seq_k))
+        queries, keys = (
+            slice(*bounds[document : document + 2].tolist()) for bounds in (cu_seq_q, cu_seq_k)
+        )
         count, seen = queries.stop - queries.start, keys.stop - keys.start
         distance = torch.arange(seen - count, seen)[:, None] - torch.arange(seen)
-        hidden = (distance < 0) | (distance > window_size[0] if window_size[0] >= 0 else distance < 0)
-        scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys]) * (scale or query.shape[-1] ** -0.5)
+        hidden = (distance < 0) | (
+            distance > window_size[0] if window_size[0] >= 0 else distance < 0
+        )
+        scores = torch.einsum("qhd,khd->hqk", query[queries], key[keys]) * (
+            scale or query.shape[-1] ** -0.5
+        )
         weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
         output[queries] = torch.einsum("hqk,khd->qhd", weights, value[keys])
     return output
@@ -137,7 +172,9 @@ def test_the_kernel_for_gpus_is_told_what_the_mask_for_others_says(
     ranks: int, rank: int, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     signature = inspect.signature(attention_module.varlen_attn)
-    defaults = {} if "enable_gqa" in signature.parameters else {"enable_gqa": True}  # torch 2.11 needs no telling
+    defaults = (
+        {} if "enable_gqa" in signature.parameters else {"enable_gqa": True}
+    )  # torch 2.11 needs no telling
 
     def checked(*arguments: object, **named: object) -> Tensor:
         signature.bind(*arguments, **named)  # the kernel takes what it is given
@@ -182,7 +219,9 @@ def test_auto_tries_the_fastest_first() -> None:
     assert chosen("gemma2", "auto", "cpu", torch.float32) == "eager"
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize(
+    "attention", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+)
 def test_what_is_asked_for_is_used(attention: str) -> None:
     assert chosen("llama", attention, "cuda") == attention
     assert chosen("llama", "varlen", "cuda") == PACKED
@@ -215,7 +254,9 @@ def test_shared_sequences_and_layers_have_our_attention_or_none(layout: Layout) 
     assert chosen("llama", "varlen", "cuda", layout=layout) == PACKED
     with pytest.raises(UserError, match=r'model\.attention: "sdpa" needs whole sequences'):
         chosen("llama", "sdpa", "cuda", layout=layout)
-    with pytest.raises(UserError, match="BloomForCausalLM computes its attention by code of its own"):
+    with pytest.raises(
+        UserError, match="BloomForCausalLM computes its attention by code of its own"
+    ):
         chosen("bloom", "auto", "cpu", torch.float32, layout)
 
 

@@ -23,8 +23,12 @@ from lacuna.parallel.mesh import Layout, build_mesh
 from tiny import CPU, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words
 
 
-def refusal(architecture: str, layout: Layout, length: int = 64, prompts: tuple[str, ...] = (), **shape: int) -> str:
-    config = Config(training=TrainingConfig(seq_len=length), validation=ValidationConfig(prompts=prompts))
+def refusal(
+    architecture: str, layout: Layout, length: int = 64, prompts: tuple[str, ...] = (), **shape: int
+) -> str:
+    config = Config(
+        training=TrainingConfig(seq_len=length), validation=ValidationConfig(prompts=prompts)
+    )
     with pytest.raises(UserError) as raised:
         check_layout(config, tiny_config(architecture, **shape), layout)
     return str(raised.value)
@@ -32,16 +36,24 @@ def refusal(architecture: str, layout: Layout, length: int = 64, prompts: tuple[
 
 def test_sequences_must_cut_evenly() -> None:
     text = refusal("llama", Layout(cp=3, tp=2), 64)
-    assert "training.seq_len: 64 is no multiple" in text and "= 2 × 2 × 3" in text and "above is 72" in text
+    assert (
+        "training.seq_len: 64 is no multiple" in text
+        and "= 2 × 2 × 3" in text
+        and "above is 72" in text
+    )
     assert "above is 64" in refusal("llama", Layout(tp=2), 63)
 
 
 def test_heads_and_matrices_must_share_evenly() -> None:
-    assert "4 ranks cannot share the model's num_key_value_heads = 2" in refusal("llama", Layout(tp=4))
+    assert "4 ranks cannot share the model's num_key_value_heads = 2" in refusal(
+        "llama", Layout(tp=4)
+    )
     assert "num_attention_heads = 2" in refusal("llama", Layout(tp=4), num_attention_heads=2)
 
 
-@pytest.mark.parametrize(("architecture", "reason"), [("opt", "no tensor-parallel plan"), ("qwen3_moe", "experts")])
+@pytest.mark.parametrize(
+    ("architecture", "reason"), [("opt", "no tensor-parallel plan"), ("qwen3_moe", "experts")]
+)
 def test_tensor_parallelism_needs_a_plan(architecture: str, reason: str) -> None:
     assert reason in refusal(architecture, Layout(tp=2))
 
@@ -52,20 +64,31 @@ def test_attention_that_every_rank_computes_whole_has_no_dropout() -> None:
 
 def test_text_is_sampled_from_whole_models_only() -> None:
     assert "validation.prompts" in refusal("llama", Layout(cp=2), prompts=("the",))
-    check_layout(Config(training=TrainingConfig(seq_len=64)), tiny_config("mistral"), Layout(cp=2, tp=2, pp=2))
+    check_layout(
+        Config(training=TrainingConfig(seq_len=64)),
+        tiny_config("mistral"),
+        Layout(cp=2, tp=2, pp=2),
+    )
 
 
 def test_one_gpu_has_no_frozen_embedding_beside_quantised_weights() -> None:
     def decided(
-        architecture: str = "llama", base: str = "nf4", shards: int = 1, device: str = "cuda", tied: bool = False,
-        offload: bool = False, modules: tuple[str, ...] = (),
-    ) -> bool:  # fmt: skip
+        architecture: str = "llama",
+        base: str = "nf4",
+        shards: int = 1,
+        device: str = "cuda",
+        tied: bool = False,
+        offload: bool = False,
+        modules: tuple[str, ...] = (),
+    ) -> bool:
         config = Config(
             training={"enable_cpu_offload": offload},
             lora={"rank": 2, "modules": modules},
             quantization={"base": base},
         )
-        model = meta_model(tiny_config(architecture, tie_word_embeddings=tied), "sdpa", torch.float32)
+        model = meta_model(
+            tiny_config(architecture, tie_word_embeddings=tied), "sdpa", torch.float32
+        )
         add_adapters(model, config.lora, torch.float32)
         return embeds_on_cpu(config, Layout(dp_shard=shards), model, device)
 
@@ -78,22 +101,34 @@ def test_one_gpu_has_no_frozen_embedding_beside_quantised_weights() -> None:
 
 
 @pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))]
+    "device",
+    ["cpu", pytest.param("cuda", marks=pytest.mark.skipif("not torch.cuda.is_available()"))],
 )
 def test_rows_that_are_looked_up_on_the_cpu_are_those_of_the_embedding(device: str) -> None:
-    embedding, ids = nn.Embedding(7, 3, device=device).requires_grad_(False), torch.tensor([[6, 0], [3, 3]])
+    embedding, ids = (
+        nn.Embedding(7, 3, device=device).requires_grad_(False),
+        torch.tensor([[6, 0], [3, 3]]),
+    )
     expected = embedding(ids.to(device))
     look_up_on_cpu(embedding)
     found = embedding(ids.to(device))
-    assert embedding.weight.device.type == "cpu" and found.device == expected.device and found.equal(expected)
+    assert (
+        embedding.weight.device.type == "cpu"
+        and found.device == expected.device
+        and found.equal(expected)
+    )
 
 
 def _places(folder: Path, device: str, **settings: Any) -> set[str]:
     """The kinds of devices that hold the parameters of a model that is loaded to be trained on `device`."""
     config = Config(
-        model={"name_or_path": str(folder)}, training={"seq_len": 8, "enable_cpu_offload": True}, **settings
+        model={"name_or_path": str(folder)},
+        training={"seq_len": 8, "enable_cpu_offload": True},
+        **settings,
     )
-    built = build_model(config, tokenizer_of_words(), build_mesh(Layout(), device), torch.device(device, 0))
+    built = build_model(
+        config, tokenizer_of_words(), build_mesh(Layout(), device), torch.device(device, 0)
+    )
     return {local(parameter).device.type for parameter in built.model.parameters()}
 
 
@@ -110,7 +145,9 @@ def _graphs(folder: Path, **settings: Any) -> int:
     graphs = []
     counted = lambda graph, _: graphs.append(graph) or graph  # noqa: E731
     nn.Module.compile = partialmethod(nn.Module.compile, backend=counted)
-    config = Config(model={"config": str(folder)}, compile={"enable": True}, training={"seq_len": 8}, **settings)
+    config = Config(
+        model={"config": str(folder)}, compile={"enable": True}, training={"seq_len": 8}, **settings
+    )
     mesh = build_mesh(Layout(), "cpu")
     model = build_model(config, tokenizer_of_words(), mesh, CPU).model
     graphs.clear()  # those of the model that was tried out
@@ -130,10 +167,14 @@ def test_adapters_have_no_more_graphs_compiled(tmp_path: Path, modules: tuple[st
 def _quantized(folder: Path, shards: int, **lora: Any) -> PreTrainedModel:
     """A quantised model from files, beside new adapters."""
     config = Config(
-        model={"name_or_path": str(folder)}, quantization={"base": "nf4"}, lora=lora,
+        model={"name_or_path": str(folder)},
+        quantization={"base": "nf4"},
+        lora=lora,
         training={"seq_len": 8, "mixed_precision_param": "bfloat16"},
-    )  # fmt: skip
-    return build_model(config, tokenizer_of_words(), build_mesh(Layout(dp_shard=shards), "cpu"), CPU).model
+    )
+    return build_model(
+        config, tokenizer_of_words(), build_mesh(Layout(dp_shard=shards), "cpu"), CPU
+    ).model
 
 
 def _begun(folder: Path, names: list[str], shards: int, **lora: Any) -> dict[str, Tensor]:
@@ -149,12 +190,20 @@ def test_adapters_can_begin_as_the_best_that_their_rank_has_of_what_quantisation
     random_model(tiny_config(architecture)).save_pretrained(tmp_path)
     whole = load_file(tmp_path / "model.safetensors")
     # A layer that the model leaves out, as files of those that guess several tokens have.
-    more = {f"mtp.{name.partition('.')[2]}": torch.ones_like(weight) for name, weight in whole.items()}
+    more = {
+        f"mtp.{name.partition('.')[2]}": torch.ones_like(weight) for name, weight in whole.items()
+    }
     save_file(more | whole, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    ends = ("_proj.weight",) if architecture == "llama" else ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    ends = (
+        ("_proj.weight",)
+        if architecture == "llama"
+        else ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+    )
     whole = {name: weight for name, weight in whole.items() if name.endswith(ends)}
-    lost = {name: weight - dequantize(quantize(weight, "nf4"), "nf4", weight.shape, torch.float32)
-            for name, weight in whole.items()}  # fmt: skip
+    lost = {
+        name: weight - dequantize(quantize(weight, "nf4"), "nf4", weight.shape, torch.float32)
+        for name, weight in whole.items()
+    }
     sizes = {name: torch.linalg.svdvals(error) for name, error in lost.items()}
     rank = min(len(size) for size in sizes.values())
     half = run_ranks(1, partial(_begun, rank=rank // 2, rslora=True), tmp_path, [*whole], 1)[0]
@@ -174,7 +223,9 @@ def test_an_adapter_can_learn_where_quantisation_took_nothing(tmp_path: Path) ->
     stored, name = load_file(tmp_path / "model.safetensors"), "model.layers.0.self_attn.q_proj"
     stored[f"{name}.weight"].zero_()
     save_file(stored, tmp_path / "model.safetensors", metadata={"format": "pt"})
-    found = run_ranks(1, partial(_begun, rank=4), tmp_path, [f"{name}.weight", f"{name}.lora_A"], 1)[0]
+    found = run_ranks(
+        1, partial(_begun, rank=4), tmp_path, [f"{name}.weight", f"{name}.lora_A"], 1
+    )[0]
     assert not found[f"{name}.weight"].any() and found[f"{name}.lora_A"].all()
 
 
@@ -183,12 +234,16 @@ def _learning_or_not(folder: Path, name: str, shards: int) -> tuple[Tensor, Tens
     model, logits = _quantized(folder, shards, rank=4, modules=("o_proj", "down_proj")), []
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
-            logits.append(model(input_ids=torch.arange(8)[None], use_cache=False).logits.detach().clone())
+            logits.append(
+                model(input_ids=torch.arange(8)[None], use_cache=False).logits.detach().clone()
+            )
     return *logits, merged_tensor(model, name)
 
 
 @pytest.mark.parametrize("shards", [1, 2])
-def test_linear_layers_that_are_trained_whole_are_never_quantised(tmp_path: Path, shards: int) -> None:
+def test_linear_layers_that_are_trained_whole_are_never_quantised(
+    tmp_path: Path, shards: int
+) -> None:
     random_model(tiny_config("llama")).save_pretrained(tmp_path)
     name = "model.layers.1.mlp.down_proj.weight"
     learning, still, exported = run_ranks(shards, _learning_or_not, tmp_path, name, shards)[0]
@@ -197,9 +252,14 @@ def test_linear_layers_that_are_trained_whole_are_never_quantised(tmp_path: Path
 
 @pytest.mark.parametrize(("kind", "shares"), [("zamba", True), ("llama", False)])
 def test_layers_that_share_weights_are_not_sharded(kind: str, shares: bool) -> None:
-    model = meta_model(small_config(configuration_class(kind), tie_word_embeddings=True), "eager", torch.float32)
+    model = meta_model(
+        small_config(configuration_class(kind), tie_word_embeddings=True), "eager", torch.float32
+    )
     if shares:
-        with pytest.raises(UserError, match=r"layers\.3\.shared_transf.*are one weight, but layers are sharded one by"):
+        with pytest.raises(
+            UserError,
+            match=r"layers\.3\.shared_transf.*are one weight, but layers are sharded one by",
+        ):
             check_ties(model)
     else:
         check_ties(model)

@@ -29,9 +29,13 @@ from tiny import random_model, relative_error, tiny_config, tokenizer_of_words
 BOTH = ("experts.gate_up_proj", "experts.down_proj")
 
 
-def adapted_by_peft(architecture: str, folder: Path, parameters: tuple[str, ...] = BOTH) -> PeftModel:
+def adapted_by_peft(
+    architecture: str, folder: Path, parameters: tuple[str, ...] = BOTH
+) -> PeftModel:
     """A tiny model with random adapters of peft's, which are saved in `folder`."""
-    about = TheirConfig(r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=[*parameters])
+    about = TheirConfig(
+        r=3, lora_alpha=5, target_modules=["q_proj"], target_parameters=[*parameters]
+    )
     model = get_peft_model(random_model(tiny_config(architecture), "eager"), about)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -51,11 +55,17 @@ def gradients(model: PreTrainedModel | PeftModel) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "parameters"), [("qwen3_moe", BOTH), ("qwen3_moe", BOTH[1:]), ("gpt_oss", BOTH)]
+    ("architecture", "parameters"),
+    [("qwen3_moe", BOTH), ("qwen3_moe", BOTH[1:]), ("gpt_oss", BOTH)],
 )
-def test_adapters_of_experts_are_pefts(architecture: str, parameters: tuple[str, ...], tmp_path: Path) -> None:
+def test_adapters_of_experts_are_pefts(
+    architecture: str, parameters: tuple[str, ...], tmp_path: Path
+) -> None:
     theirs = adapted_by_peft(architecture, tmp_path / "theirs", parameters)
-    ours, settings = random_model(tiny_config(architecture), "eager"), LoraConfig(adapter=str(tmp_path / "theirs"))
+    ours, settings = (
+        random_model(tiny_config(architecture), "eager"),
+        LoraConfig(adapter=str(tmp_path / "theirs")),
+    )
     add_adapters(ours, settings, torch.float32)
     load_adapters(ours, trained_names(ours), settings)
     close = {"rtol": 1e-5, "atol": 1e-5}
@@ -64,11 +74,18 @@ def test_adapters_of_experts_are_pefts(architecture: str, parameters: tuple[str,
     add_adapters(several := random_model(tiny_config(architecture), "eager"), twice, torch.float32)
     with pytest.raises(UserError, match="has no sum over several adapters"):
         load_adapters(several, trained_names(several), twice)
-    expected = {name.replace(".default", ""): gradient for name, gradient in gradients(theirs).items()}
-    assert relative_error({file_name(name): one for name, one in gradients(ours).items()}, expected) < 1e-5
+    expected = {
+        name.replace(".default", ""): gradient for name, gradient in gradients(theirs).items()
+    }
+    assert (
+        relative_error({file_name(name): one for name, one in gradients(ours).items()}, expected)
+        < 1e-5
+    )
 
     export_adapter(ours, tokenizer_of_words(), settings, None, str(tmp_path / "ours"))
-    again = PeftModel.from_pretrained(random_model(tiny_config(architecture), "eager"), tmp_path / "ours")
+    again = PeftModel.from_pretrained(
+        random_model(tiny_config(architecture), "eager"), tmp_path / "ours"
+    )
     assert torch.equal(logits(again), logits(theirs))
     merge_adapters(ours)
     plain = random_model(tiny_config(architecture), "eager")
@@ -84,10 +101,21 @@ def test_adapters_of_experts_learn_the_same_in_every_layout(tmp_path: Path) -> N
     full = ActivationCheckpointConfig(mode="full")
     alone, again, *lower = outcomes(
         tmp_path / "base",
-        [case, replace(case, recompute=full), replace(case, precision="bfloat16"), replace(case, base="nf4")],
+        [
+            case,
+            replace(case, recompute=full),
+            replace(case, precision="bfloat16"),
+            replace(case, base="nf4"),
+        ],
     )
-    assert len(alone.gradients) == 2 * 2 * 3 and all(gradient.any() for gradient in alone.gradients.values())
-    layouts = [Case(Layout(dp_shard=2)), Case(Layout(dp_shard=2), recompute=full), pipelined(Layout(pp=2), 4)]
+    assert len(alone.gradients) == 2 * 2 * 3 and all(
+        gradient.any() for gradient in alone.gradients.values()
+    )
+    layouts = [
+        Case(Layout(dp_shard=2)),
+        Case(Layout(dp_shard=2), recompute=full),
+        pipelined(Layout(pp=2), 4),
+    ]
     spread = [replace(layout, lora=case.lora) for layout in layouts]
     *others, packed = outcomes(tmp_path / "base", [*spread, replace(spread[0], base="nf4")])
     for outcome in (again, *others):
@@ -100,8 +128,22 @@ def test_adapters_of_experts_learn_the_same_in_every_layout(tmp_path: Path) -> N
 def test_a_run_goes_on_from_a_checkpoint_on_two_ranks_and_is_converted(tmp_path: Path) -> None:
     world, run = make_world(tmp_path), tmp_path / "run"
     random_model(tiny_config("qwen3_moe", vocab_size=257)).save_pretrained(world / "base")
-    start = ("--model.name_or_path", world / "base", "--model.config", "none", "--model.tokenizer_path")
-    adapters = ("--lora.rank", 4, "--lora.targets", "", "--lora.parameters", "*.experts.*", "--lora.rslora")
+    start = (
+        "--model.name_or_path",
+        world / "base",
+        "--model.config",
+        "none",
+        "--model.tokenizer_path",
+    )
+    adapters = (
+        "--lora.rank",
+        4,
+        "--lora.targets",
+        "",
+        "--lora.parameters",
+        "*.experts.*",
+        "--lora.rslora",
+    )
     train(world, run, *start, world / "model", *adapters)
     straight = curve(run)
     again = ("--cpus", 2, "--training.batch_size", 2, "--checkpoint.load_step", 4)
@@ -109,10 +151,15 @@ def test_a_run_goes_on_from_a_checkpoint_on_two_ranks_and_is_converted(tmp_path:
     for one, other in zip(straight, curve(run), strict=True):
         assert one == pytest.approx(other, rel=1e-5)
     convert(str(checkpoint(run, 8)), str(world / "converted"), "hf", None, None, False)
-    found, wanted = (load_file(folder / "model.safetensors") for folder in (world / "converted", run / "hf"))
+    found, wanted = (
+        load_file(folder / "model.safetensors") for folder in (world / "converted", run / "hf")
+    )
     torch.testing.assert_close(found, wanted)
     base = AutoModelForCausalLM.from_pretrained(world / "base")
-    before, beside = logits(base).detach(), logits(PeftModel.from_pretrained(base, run / "hf" / "adapter"))
+    before, beside = (
+        logits(base).detach(),
+        logits(PeftModel.from_pretrained(base, run / "hf" / "adapter")),
+    )
     merged = logits(AutoModelForCausalLM.from_pretrained(run / "hf"))
     torch.testing.assert_close(merged, beside, rtol=1e-5, atol=1e-5)
     assert (merged - before).abs().max() > 1e-2
@@ -125,11 +172,19 @@ def test_a_run_goes_on_from_a_checkpoint_on_two_ranks_and_is_converted(tmp_path:
             {"parameters": ("experts.w1",)},
             "'experts.w1' matches no stack of weights of the model: choose of down_proj, g",
         ),
-        ({"parameters": ("experts.*",), "rank": 25}, "lora.rank: 25 is more than 24, the rank of model.layers.1.mlp."),
-        ({"parameters": ("experts.*",), "modules": ("experts",)}, "lora.parameters: 'experts.*' matches no stack"),
+        (
+            {"parameters": ("experts.*",), "rank": 25},
+            "lora.rank: 25 is more than 24, the rank of model.layers.1.mlp.",
+        ),
+        (
+            {"parameters": ("experts.*",), "modules": ("experts",)},
+            "lora.parameters: 'experts.*' matches no stack",
+        ),
     ],
 )
-def test_adapters_of_experts_that_cannot_be_are_refused(settings: dict[str, object], said: str) -> None:
+def test_adapters_of_experts_that_cannot_be_are_refused(
+    settings: dict[str, object], said: str
+) -> None:
     model = meta_model(tiny_config("qwen3_moe"), "sdpa", torch.float32)
     with pytest.raises(UserError, match=re.escape(said)):
         add_adapters(model, LoraConfig(**({"rank": 2, "targets": ()} | settings)), torch.float32)
@@ -152,7 +207,9 @@ def test_dense_layers_beside_experts_stay_what_they_are_for_peft(kind: str, tmp_
         for name, weight in ours.named_parameters():
             if "lora_" in name:
                 weight.normal_(std=0.3)
-    export_adapter(ours, tokenizer_of_words(), settings, str(tmp_path / "base"), str(tmp_path / "ours"))
+    export_adapter(
+        ours, tokenizer_of_words(), settings, str(tmp_path / "base"), str(tmp_path / "ours")
+    )
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", attn_implementation="eager")
     theirs = PeftModel.from_pretrained(base, tmp_path / "ours").eval()
     assert torch.allclose(logits(ours.eval()), logits(theirs), rtol=1e-4, atol=1e-4)

@@ -12,7 +12,8 @@ from lacuna.model.attention import PACKED, install_fastest_kernels, use_flash_at
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 
-# Stands for the package, by the names and the results of its own: an output and log-sum-exps [heads, tokens].
+# Stands for the package, by the names and the results of its own: an output and log-sum-exps
+# [heads, tokens].
 PACKAGE = """
 import torch
 
@@ -77,9 +78,15 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def plain(query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, window: int | None) -> Tensor:
     document = torch.searchsorted(bounds, torch.arange(len(query)), right=True)
     distance = torch.arange(len(query))[:, None] - torch.arange(len(query))
-    seen = (document[:, None] == document) & (distance >= 0) & (distance <= (len(query) if window is None else window))
+    seen = (
+        (document[:, None] == document)
+        & (distance >= 0)
+        & (distance <= (len(query) if window is None else window))
+    )
     heads = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
-    output = torch.nn.functional.scaled_dot_product_attention(*heads, seen, scale=0.3, enable_gqa=True)
+    output = torch.nn.functional.scaled_dot_product_attention(
+        *heads, seen, scale=0.3, enable_gqa=True
+    )
     return output[0].transpose(0, 1)
 
 
@@ -91,21 +98,32 @@ def test_varlen_attention_is_computed_by_the_package(window: int | None, compile
     query = torch.randn(20, 4, 8, generator=generator, requires_grad=True)
     key, value = torch.randn(2, 20, 2, 8, generator=generator, requires_grad=True).unbind()
     grouped = {"enable_gqa": True} if torch.__version__ > "2.12" else {}
-    bounds, sees = torch.tensor([0, 5, 14, 20], dtype=torch.int32), (-1 if window is None else window, 0)
+    bounds, sees = (
+        torch.tensor([0, 5, 14, 20], dtype=torch.int32),
+        (-1 if window is None else window, 0),
+    )
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return varlen_attn(query, key, value, bounds, bounds, 9, 9, scale=0.3, window_size=sees, **grouped)
+        return varlen_attn(
+            query, key, value, bounds, bounds, 9, 9, scale=0.3, window_size=sees, **grouped
+        )
 
-    found = (torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend)(query, key, value)
+    found = (torch.compile(attend, fullgraph=True, backend="aot_eager") if compiled else attend)(
+        query, key, value
+    )
     expected = plain(query, key, value, bounds, window)
     assert torch.allclose(found, expected, atol=1e-6)
     grad = torch.randn(found.shape, generator=generator)
     grads = torch.autograd.grad(found, (query, key, value), grad)
-    for one, other in zip(grads, torch.autograd.grad(expected, (query, key, value), grad), strict=True):
+    for one, other in zip(
+        grads, torch.autograd.grad(expected, (query, key, value), grad), strict=True
+    ):
         assert torch.allclose(one, other, atol=1e-5)
 
 
-def test_the_package_is_used_where_it_is_installed_and_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_package_is_used_where_it_is_installed_and_tried(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     used: list[bool] = []
     monkeypatch.setattr(attention_module, "use_flash_attention_4", lambda: used.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -121,7 +139,9 @@ def test_the_package_is_used_where_it_is_installed_and_tried(tmp_path: Path, mon
         model_config = tiny_config("llama", **changes)
         model_config._attn_implementation = attention
         used.clear()
-        return "FlashAttention 4" in install_fastest_kernels(model_config, layout) and used == [True]
+        return "FlashAttention 4" in install_fastest_kernels(model_config, layout) and used == [
+            True
+        ]
 
     install("flash_attn")
     assert not chosen(), "FlashAttention 2 has a module of the same name"

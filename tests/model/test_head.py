@@ -21,7 +21,9 @@ LABELS = IDS.roll(-1, dims=1).masked_fill(IDS % 4 == 0, -100)
 INPUTS = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, {"labels": LABELS})
 
 
-def prepared(architecture: str, change: Callable[[PreTrainedModel], None] = lambda model: None) -> PreTrainedModel:
+def prepared(
+    architecture: str, change: Callable[[PreTrainedModel], None] = lambda model: None
+) -> PreTrainedModel:
     """A model with logits large enough for soft caps to bend them, with `change` applied to it."""
     model = random_model(tiny_config(architecture), "eager")
     model.get_output_embeddings().weight.data.mul_(20)
@@ -44,7 +46,9 @@ def check_loss(model: PreTrainedModel, chunked: bool) -> None:
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = loss_and_gradients(model, loss)
     for name, gradient in loss_and_gradients(model, expected).items():
-        assert torch.allclose(gradients[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item()), name
+        assert torch.allclose(
+            gradients[name], gradient, rtol=1e-4, atol=1e-5 * gradient.abs().max().item()
+        ), name
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2", "cohere", "granite", "phi", "gpt2"])
@@ -59,7 +63,9 @@ def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     attach_loss(model)
     with torch.no_grad():
         bare = replace(head, scale=1.0, soft_cap=None)
-        losses = [model.loss_sums(each, LanguageModelling.loss, INPUTS)[0].item() for each in (head, bare)]
+        losses = [
+            model.loss_sums(each, LanguageModelling.loss, INPUTS)[0].item() for each in (head, bare)
+        ]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 
 
@@ -87,11 +93,15 @@ def scale_head(model: PreTrainedModel) -> None:
 
 
 def hook_head(model: PreTrainedModel) -> None:
-    model.get_output_embeddings().register_forward_hook(lambda module, arguments, output: output * 1.5)
+    model.get_output_embeddings().register_forward_hook(
+        lambda module, arguments, output: output * 1.5
+    )
 
 
 def scale_input(model: PreTrainedModel) -> None:
-    model.get_output_embeddings().register_forward_pre_hook(lambda module, arguments: (arguments[0] * 0.5,))
+    model.get_output_embeddings().register_forward_pre_hook(
+        lambda module, arguments: (arguments[0] * 0.5,)
+    )
 
 
 def wrap_head(model: PreTrainedModel) -> None:
@@ -102,7 +112,9 @@ UNKNOWN_HEADS: dict[str, Callable[[PreTrainedModel], None]] = {
     "scaled logits": lambda model: replaced_forward(model, lambda logits: logits * 1.5),
     "soft cap": lambda model: replaced_forward(model, lambda logits: 10 * torch.tanh(logits / 10)),
     "clamp": lambda model: replaced_forward(model, lambda logits: logits.clamp(-5, 5)),
-    "shift": lambda model: replaced_forward(model, lambda logits: logits + torch.arange(VOCABULARY) / 10),
+    "shift": lambda model: replaced_forward(
+        model, lambda logits: logits + torch.arange(VOCABULARY) / 10
+    ),
     "scaled input": scale_input,
     "hooked head": hook_head,
     "head of another class": scale_head,
@@ -125,6 +137,10 @@ def test_a_scale_that_the_configuration_does_not_tell_falls_back() -> None:
 
 
 @pytest.mark.parametrize("architecture", ["bloom", "falcon", "mamba", "modernbert"])
-def test_a_model_is_tried_out_whatever_its_layers_return_and_its_configuration_lacks(architecture: str) -> None:
+def test_a_model_is_tried_out_whatever_its_layers_return_and_its_configuration_lacks(
+    architecture: str,
+) -> None:
     tried = specimen(tiny_config(architecture))
-    assert probe_head(tried, compiled=False).chunked == (architecture != "modernbert"), "which has more than one matrix"
+    assert probe_head(tried, compiled=False).chunked == (architecture != "modernbert"), (
+        "which has more than one matrix"
+    )

@@ -39,7 +39,9 @@ def check_initial_weights(architecture: str) -> None:
     embedding = whole(model.get_input_embeddings().weight)
     assert embedding.std() > 0, architecture
     if model.get_input_embeddings().padding_idx is not None:
-        assert not embedding[model_config.pad_token_id].any(), f"{architecture}: the padding row is not zero"
+        assert not embedding[model_config.pad_token_id].any(), (
+            f"{architecture}: the padding row is not zero"
+        )
     tied = model.get_output_embeddings().weight is model.get_input_embeddings().weight
     assert tied == model_config.tie_word_embeddings, architecture
 
@@ -56,7 +58,9 @@ def test_sharded_weights_and_buffers_are_bit_equal_to_those_of_transformers(rank
 
 def draw_twice() -> list[torch.Tensor]:
     model_config = tiny_config("llama")
-    models = [sharded_model(model_config, Config(training=TrainingConfig(seed=seed))) for seed in (1, 2)]
+    models = [
+        sharded_model(model_config, Config(training=TrainingConfig(seed=seed))) for seed in (1, 2)
+    ]
     return [whole(model.lm_head.weight).detach() for model in models]
 
 
@@ -75,7 +79,12 @@ def otherwise(own: Tensor, ours: Tensor) -> bool:
         return True
     if torch.equal(own, ours):
         return False
-    if not own.is_floating_point() or not own.is_contiguous() or own.std() == 0 or not ours.isfinite().all():
+    if (
+        not own.is_floating_point()
+        or not own.is_contiguous()
+        or own.std() == 0
+        or not ours.isfinite().all()
+    ):
         return True
     wide = own.double().std()
     few = own.numel() ** -0.5
@@ -95,7 +104,11 @@ def made_otherwise(kind: str) -> list[str]:
     expected = own.state_dict() | dict(own.named_buffers())
     found = model.state_dict() | dict(model.named_buffers())
     assert found.keys() == expected.keys()
-    wrong = [name for name in expected if expected[name].numel() > 8 and otherwise(expected[name], found[name])]
+    wrong = [
+        name
+        for name in expected
+        if expected[name].numel() > 8 and otherwise(expected[name], found[name])
+    ]
     return wrong
 
 

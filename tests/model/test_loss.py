@@ -19,7 +19,9 @@ def problem(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tens
     """Hidden states, weight and bias of a head whose logits are large enough for a soft cap to bend."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"hidden": (TOKENS, WIDTH), "weight": (WORDS, WIDTH), "bias": (WORDS,)}
-    return {name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(shape, generator=generator).to(dtype) for name, shape in shapes.items()
+    }
 
 
 def some_labels() -> Tensor:
@@ -37,19 +39,27 @@ def gradients_of(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.grad for name, tensor in tensors.items() if tensor.grad is not None}
 
 
-def chunked(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int) -> Tensor:
+def chunked(
+    tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int
+) -> Tensor:
     return sums(tensors, labels, bias, head, chunk, LanguageModelling.loss)[0]
 
 
-def sums(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int, loss: TokenLoss) -> Tensor:
+def sums(
+    tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int, loss: TokenLoss
+) -> Tensor:
     linear = SimpleNamespace(weight=tensors["weight"], bias=tensors["bias"] if bias else None)
     return chunked_sums(linear, head, loss, tensors["hidden"], {"labels": labels}, chunk)
 
 
-def truth(tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head) -> tuple[float, dict[str, Tensor]]:
+def truth(
+    tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head
+) -> tuple[float, dict[str, Tensor]]:
     """Loss and gradients in float64 from the whole matrix of logits."""
     exact = with_gradients(tensors, torch.float64)
-    logits = F.linear(exact["hidden"], exact["weight"], exact["bias"] if bias else None) * head.scale
+    logits = (
+        F.linear(exact["hidden"], exact["weight"], exact["bias"] if bias else None) * head.scale
+    )
     if head.soft_cap is not None:
         logits = head.soft_cap * torch.tanh(logits / head.soft_cap)
     loss = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
@@ -75,7 +85,9 @@ def test_loss_and_gradients_equal_cross_entropy(head: Head, chunk: int, bias: bo
     assert loss.item() == pytest.approx(expected, rel=1e-6)
     gradients = gradients_of(loss, given)
     for name in expected_gradients:
-        assert relative_error({name: gradients[name]}, {name: expected_gradients[name]}) < 2e-6, name
+        assert relative_error({name: gradients[name]}, {name: expected_gradients[name]}) < 2e-6, (
+            name
+        )
 
 
 def test_a_scaled_loss_scales_its_gradients() -> None:
@@ -84,7 +96,10 @@ def test_a_scaled_loss_scales_its_gradients() -> None:
     given = with_gradients(tensors, torch.float32)
     loss = chunked(given, labels, True, Head(), 8)
     gradients = gradients_of(loss / 37, given)
-    assert relative_error(gradients, {name: gradient / 37 for name, gradient in expected.items()}) < 2e-6
+    assert (
+        relative_error(gradients, {name: gradient / 37 for name, gradient in expected.items()})
+        < 2e-6
+    )
 
 
 def test_rows_without_a_single_label_give_zero_and_no_gradient() -> None:
@@ -106,12 +121,16 @@ def test_ignored_rows_get_no_gradient_even_from_hidden_states_that_are_not_finit
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
-def test_the_loss_without_gradients_is_the_same_and_labels_that_are_likeliest_are_counted(head: Head) -> None:
+def test_the_loss_without_gradients_is_the_same_and_labels_that_are_likeliest_are_counted(
+    head: Head,
+) -> None:
     tensors, labels = problem(), some_labels()
     with torch.no_grad():
         logits = head.logits(F.linear(tensors["hidden"], tensors["weight"], tensors["bias"]))
         labels[1::3] = logits.argmax(-1)[1::3]
-        expected = F.cross_entropy(logits.double(), labels, ignore_index=IGNORED, reduction="sum").item()
+        expected = F.cross_entropy(
+            logits.double(), labels, ignore_index=IGNORED, reduction="sum"
+        ).item()
         loss, right = sums(tensors, labels, True, head, 7, LanguageModelling.held_out_loss)
     assert right == (logits.argmax(-1) == labels).sum() > 0
     assert loss.item() == pytest.approx(expected, rel=1e-6)

@@ -17,7 +17,13 @@ from tiny import CPU, tiny_config
 ALL = ("sdpa", "eager", PACKED)
 
 
-def found(kind: str | PretrainedConfig, *names: str, masked: bool = True, mode: str = "auto", **changes: object) -> str:
+def found(
+    kind: str | PretrainedConfig,
+    *names: str,
+    masked: bool = True,
+    mode: str = "auto",
+    **changes: object,
+) -> str:
     """The attention that a run of a kind of model has, of those named or of all."""
     own = small_config(configuration_class(kind), **changes) if isinstance(kind, str) else kind
     data, packing = DataConfig(document_mask=masked), PackingConfig(mode=mode)
@@ -25,7 +31,9 @@ def found(kind: str | PretrainedConfig, *names: str, masked: bool = True, mode: 
     return find_attention(names or ALL, own, config, CPU, torch.float32)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "mistral", "gpt2", "deepseek_v3", "cohere2", "minicpm3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3_text", "mistral", "gpt2", "deepseek_v3", "cohere2", "minicpm3"]
+)
 def test_the_first_choice_is_taken_where_it_is_exact(kind: str) -> None:
     assert found(kind, PACKED, "sdpa") == PACKED
     assert found(kind, "sdpa", PACKED) == "sdpa"
@@ -33,7 +41,9 @@ def test_the_first_choice_is_taken_where_it_is_exact(kind: str) -> None:
 
 def test_a_model_that_builds_a_mask_itself_falls_back_to_one_that_keeps_it() -> None:
     assert found("doge", PACKED, "sdpa") == "sdpa"
-    with pytest.raises(UserError, match=rf"DogeForCausalLM does not compute here .*{PACKED}: values differ"):
+    with pytest.raises(
+        UserError, match=rf"DogeForCausalLM does not compute here .*{PACKED}: values differ"
+    ):
         found("doge", PACKED)
 
 
@@ -60,24 +70,34 @@ def test_documents_that_transformers_does_not_keep_apart_are_packed_by_ours(kind
 
 @pytest.mark.parametrize("kind", ["bloom", "mamba", "jamba", "openai-gpt"])
 def test_where_packed_documents_see_each_other_the_message_says_what_can_be_had(kind: str) -> None:
-    with pytest.raises(UserError, match=r"data\.document_mask: in packed rows .*packing\.mode = .none.*, or set data"):
+    with pytest.raises(
+        UserError,
+        match=r"data\.document_mask: in packed rows .*packing\.mode = .none.*, or set data",
+    ):
         found(kind, "eager")
     assert found(kind, "eager", mode="none") == found(kind, "eager", masked=False) == "eager"
 
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_positions_that_are_counted_otherwise_are_refused(masked: bool) -> None:
-    with pytest.raises(UserError, match="model: RobertaForCausalLM does not compute here what transformers' own code"):
+    with pytest.raises(
+        UserError,
+        match="model: RobertaForCausalLM does not compute here what transformers' own code",
+    ):
         found("roberta", masked=masked)
 
 
 def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
-    with pytest.raises(UserError, match="model: in BertLMHeadModel tokens see later ones.*is_decoder"):
+    with pytest.raises(
+        UserError, match="model: in BertLMHeadModel tokens see later ones.*is_decoder"
+    ):
         found("bert", is_decoder=False)
 
 
 def test_a_model_that_does_not_run_by_its_own_code_is_refused_with_what_it_says() -> None:
-    with pytest.raises(UserError, match="model: ReformerModelWithLMHead does not train by .*AssertionError"):
+    with pytest.raises(
+        UserError, match="model: ReformerModelWithLMHead does not train by .*AssertionError"
+    ):
         found("reformer")
 
 
@@ -98,15 +118,21 @@ def test_a_specimen_has_a_layer_of_every_kind_and_no_more() -> None:
     assert layers[3].mlp.up_proj.weight is not layers[0].mlp.up_proj.weight
 
 
-def test_a_model_that_runs_in_float32_alone_is_refused_in_another_precision_by_that_setting() -> None:
+def test_a_model_that_runs_in_float32_alone_is_refused_in_another_precision_by_that_setting() -> (
+    None
+):
     own = small_config(configuration_class("openai-gpt"))
     config = Config(training=TrainingConfig(seq_len=64), packing=PackingConfig(mode="none"))
     find_attention(("eager",), own, config, CPU, torch.float32)
-    with pytest.raises(UserError, match=r"mixed_precision_param: OpenAIGPTLMHeadModel computes in float32 only"):
+    with pytest.raises(
+        UserError, match=r"mixed_precision_param: OpenAIGPTLMHeadModel computes in float32 only"
+    ):
         find_attention(("eager",), own, config, CPU, torch.bfloat16)
 
 
-def test_a_soft_cap_is_part_of_what_a_model_computes_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_soft_cap_is_part_of_what_a_model_computes_by_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # Some versions of transformers choose an attention for it that leaves the cap out.
     monkeypatch.setattr(Gemma2PreTrainedModel, "_supports_sdpa", True)
     assert found("gemma2", "eager", attn_logit_softcapping=1.0) == "eager"

@@ -35,5 +35,7 @@ def test_no_rank_convolves_or_scans_its_part_of_a_sequence_alone(kind: str) -> N
 
 
 def test_layers_that_use_what_earlier_ones_hand_them_stay_on_one_stage() -> None:
-    with pytest.raises(UserError, match=r"pipeline_parallel_degree: shared out like that, Gemma3nForCausalLM"):
+    with pytest.raises(
+        UserError, match=r"pipeline_parallel_degree: shared out like that, Gemma3nForCausalLM"
+    ):
         require("gemma3n_text", PIPELINE)

@@ -15,11 +15,17 @@ from lacuna.model.build import plan_model
 from lacuna.parallel.mesh import Layout
 
 REJECTED = {
-    "padding beyond the vocabulary": ({"pad_token_id": 999}, "Padding_idx must be within num_embeddings"),
+    "padding beyond the vocabulary": (
+        {"pad_token_id": 999},
+        "Padding_idx must be within num_embeddings",
+    ),
     "an unknown activation": ({"hidden_act": "nope"}, "'nope' (KeyError)"),
     "an unknown rotation": ({"rope_parameters": {"rope_type": "nope"}}, "'nope' (KeyError)"),
     "no width": ({"head_dim": 0}, "0.0 cannot be raised to a negative power"),
-    "uneven heads": ({"hidden_size": 63, "head_dim": None}, "The hidden size (63) is not a multiple"),
+    "uneven heads": (
+        {"hidden_size": 63, "head_dim": None},
+        "The hidden size (63) is not a multiple",
+    ),
     "no heads": ({"num_attention_heads": 0}, "modulo by zero"),
     "a text": ({"hidden_size": "wide"}, "expected int, got str"),
     "an unknown dtype": ({"dtype": "nope"}, "has no attribute 'nope'"),
@@ -40,7 +46,9 @@ def changed(world: Path, folder: Path, changes: dict[str, Any]) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("apart", [True, False], ids=["a tokenizer elsewhere", "a tokenizer beside it"])
+@pytest.mark.parametrize(
+    "apart", [True, False], ids=["a tokenizer elsewhere", "a tokenizer beside it"]
+)
 @pytest.mark.parametrize("name", REJECTED)
 def test_a_configuration_that_transformers_rejects_is_refused(
     name: str, apart: bool, world: Path, tmp_path: Path
@@ -59,5 +67,12 @@ def test_a_vocabulary_smaller_than_the_tokenizers_is_said(
     with caplog.at_level("WARNING"):
         plan(world / "model", world, apart=False)
         assert "enlarged" not in caplog.text
-        plan(changed(world, tmp_path / "model", {"vocab_size": 100, "eos_token_id": 9}), world, apart=True)
-    assert "the model's vocabulary is enlarged from 100 to 257 rows: the tokenizer has 257 tokens" in caplog.text
+        plan(
+            changed(world, tmp_path / "model", {"vocab_size": 100, "eos_token_id": 9}),
+            world,
+            apart=True,
+        )
+    assert (
+        "the model's vocabulary is enlarged from 100 to 257 rows: the tokenizer has 257 tokens"
+        in caplog.text
+    )

@@ -31,7 +31,9 @@ def rotating(kind: str) -> PretrainedConfig:
     """A model whose rotations differ for calls of more than `ORIGINAL` positions."""
     limit = {"longrope": 64, "dynamic": ORIGINAL}[kind]
     model = {"longrope": "phi3", "dynamic": "llama"}[kind]
-    own = small_config(configuration_class(model), max_position_embeddings=limit, rope_parameters=SCALES[kind])
+    own = small_config(
+        configuration_class(model), max_position_embeddings=limit, rope_parameters=SCALES[kind]
+    )
     own.sliding_window = None
     return own
 
@@ -46,7 +48,9 @@ def states(kind: str, ids: torch.Tensor, fixed: int | None) -> torch.Tensor:
 
 @pytest.mark.parametrize("kind", SCALES)
 @pytest.mark.parametrize("length", [ORIGINAL, 3 * ORIGINAL])
-def test_what_is_chosen_is_what_transformers_chooses_for_that_many_positions(kind: str, length: int) -> None:
+def test_what_is_chosen_is_what_transformers_chooses_for_that_many_positions(
+    kind: str, length: int
+) -> None:
     ids = torch.arange(length)[None] + 3
     assert torch.equal(states(kind, ids, fixed=length), states(kind, ids, fixed=None))
     short = ids[:, :4]
@@ -70,7 +74,11 @@ def test_documents_of_all_lengths_train_alike_in_every_layout(tmp_path: Path) ->
     random_model(rotating("longrope")).save_pretrained(tmp_path)
     assert LENGTH > ORIGINAL
     [alone, accumulated] = outcomes(tmp_path, [Case(), Case(accumulation=8)])
-    layouts = [Case(Layout(dp_shard=2), 2), Case(Layout(cp=2)), Case(Layout(cp=2, ring=True), parallelism=RING)]
+    layouts = [
+        Case(Layout(dp_shard=2), 2),
+        Case(Layout(cp=2)),
+        Case(Layout(cp=2, ring=True), parallelism=RING),
+    ]
     for each in (accumulated, *outcomes(tmp_path, layouts)):
         assert each.loss == pytest.approx(alone.loss, rel=1e-6)
         assert relative_error(each.gradients, alone.gradients) < 2e-6

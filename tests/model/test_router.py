@@ -22,7 +22,17 @@ from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import LENGTH, Case, micro_batch, outcomes, relative_error
 from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words
 
-KINDS = ("mixtral", "qwen3_moe", "olmoe", "gpt_oss", "granitemoe", "jetmoe", "minimax_m2", "phimoe", "ernie4_5_moe")
+KINDS = (
+    "mixtral",
+    "qwen3_moe",
+    "olmoe",
+    "gpt_oss",
+    "granitemoe",
+    "jetmoe",
+    "minimax_m2",
+    "phimoe",
+    "ernie4_5_moe",
+)
 COEFFICIENT = 0.5
 
 
@@ -42,7 +52,9 @@ def whole_rows(padded: bool) -> Batch:
     real = positions < torch.tensor([[LENGTH], [LENGTH * 3 // 4 if padded else LENGTH]])
     labels = batch.columns["input_ids"].roll(-1, dims=1).masked_fill(~real.roll(-1, dims=1), -100)
     labels[:, -1] = -100
-    bounds = torch.tensor([0, LENGTH, *([LENGTH + LENGTH * 3 // 4] if padded else []), 2 * LENGTH], dtype=torch.int32)
+    bounds = torch.tensor(
+        [0, LENGTH, *([LENGTH + LENGTH * 3 // 4] if padded else []), 2 * LENGTH], dtype=torch.int32
+    )
     trained = int((labels != -100).sum())
     columns = batch.columns | {"labels": labels, "position_ids": positions, "real": real}
     counts = batch.counts | {"trained_tokens": trained}
@@ -56,17 +68,24 @@ def ours(folder: str, padded: bool) -> tuple[float, dict[str, Tensor]]:
     batch = whole_rows(padded)
     trained = total_counts(built, [batch])["trained_tokens"]
     loss = accumulate_gradients(built, [batch], LanguageModelling.loss, trained)[0] / trained
-    return loss.item(), {name: one.grad for name, one in built.model.named_parameters() if one.grad is not None}
+    return loss.item(), {
+        name: one.grad for name, one in built.model.named_parameters() if one.grad is not None
+    }
 
 
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_total_is_that_of_transformers(kind: str, padded: bool, tmp_path: Path) -> None:
     saved(kind, tmp_path)
-    model, batch = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"), whole_rows(padded)
+    model, batch = (
+        AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager"),
+        whole_rows(padded),
+    )
     labels = batch.columns["input_ids"].masked_fill(~batch.columns["real"], -100)
     mask = batch.columns["real"].long() if padded else None
-    total = model(input_ids=batch.columns["input_ids"], labels=labels, attention_mask=mask, use_cache=False).loss
+    total = model(
+        input_ids=batch.columns["input_ids"], labels=labels, attention_mask=mask, use_cache=False
+    ).loss
     total.backward()
     [(loss, gradients)] = run_ranks(1, ours, str(tmp_path), padded)
     assert loss == pytest.approx(total.item(), rel=1e-5)
@@ -78,7 +97,11 @@ def test_ranks_that_share_a_step_share_its_load(tmp_path: Path) -> None:
     saved("mixtral", tmp_path)
     [alone] = outcomes(tmp_path, [Case()])
     ring = {"context_parallel_rotate_method": "alltoall"}
-    layouts = [Case(Layout(dp_shard=2)), Case(Layout(dp_replicate=2)), Case(Layout(cp=2, ring=True), parallelism=ring)]
+    layouts = [
+        Case(Layout(dp_shard=2)),
+        Case(Layout(dp_replicate=2)),
+        Case(Layout(cp=2, ring=True), parallelism=ring),
+    ]
     for each in outcomes(tmp_path, layouts):
         assert each.loss == pytest.approx(alone.loss, rel=1e-6)
         assert relative_error(each.gradients, alone.gradients) < 1e-5
@@ -89,17 +112,28 @@ def test_ranks_that_share_a_step_share_its_load(tmp_path: Path) -> None:
     [
         ("parallelism.tensor_parallel_degree", Layout(tp=2), {}),
         ("parallelism.pipeline_parallel_degree", Layout(pp=2), {}),
-        ("training.gradient_accumulation_steps", Layout(), {"training": TrainingConfig(gradient_accumulation_steps=2)}),
+        (
+            "training.gradient_accumulation_steps",
+            Layout(),
+            {"training": TrainingConfig(gradient_accumulation_steps=2)},
+        ),
         ("compile.enable", Layout(), {"compile": CompileConfig(enable=True)}),
     ],
 )
-def test_what_would_be_another_loss_is_refused(setting: str, layout: Layout, changes: dict[str, object]) -> None:
-    with pytest.raises(UserError, match=rf"model\.output_router_logits, {setting}: the load-balancing loss.*= false"):
+def test_what_would_be_another_loss_is_refused(
+    setting: str, layout: Layout, changes: dict[str, object]
+) -> None:
+    with pytest.raises(
+        UserError,
+        match=rf"model\.output_router_logits, {setting}: the load-balancing loss.*= false",
+    ):
         check_router_loss(Config(**changes), layout)
 
 
 def asked(folder: Path, **settings: object) -> object:
-    config = Config(model=ModelConfig(name_or_path=str(folder), **settings), training=TrainingConfig(seq_len=8))
+    config = Config(
+        model=ModelConfig(name_or_path=str(folder), **settings), training=TrainingConfig(seq_len=8)
+    )
     return required_router(config, load_model_config(config, tokenizer_of_words()), Layout(), CPU)
 
 
@@ -110,12 +144,19 @@ def test_settings_ask_for_it_or_leave_it_out(tmp_path: Path) -> None:
     assert asked(tmp_path / "asks", output_router_logits=False) is None
     assert asked(tmp_path / "asks_not") is None
     assert asked(tmp_path / "asks_not", output_router_logits=True).coefficient == 0.001
-    assert asked(tmp_path / "asks_not", output_router_logits=True, router_aux_loss_coef=0.1).coefficient == 0.1
+    assert (
+        asked(
+            tmp_path / "asks_not", output_router_logits=True, router_aux_loss_coef=0.1
+        ).coefficient
+        == 0.1
+    )
 
 
 def test_a_model_without_routers_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     random_model(tiny_config("llama")).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"model\.output_router_logits: 'llama' models have no load-balancing loss"):
+    with pytest.raises(
+        UserError, match=r"model\.output_router_logits: 'llama' models have no load-balancing loss"
+    ):
         asked(tmp_path, output_router_logits=True)
     with pytest.raises(UserError, match=r"model\.router_aux_loss_coef: 'llama' models"):
         asked(tmp_path, router_aux_loss_coef=0.1)
@@ -123,19 +164,28 @@ def test_a_model_without_routers_is_refused_by_the_settings_name(tmp_path: Path)
 
 def test_a_class_that_trains_no_such_loss_gets_none() -> None:
     """Llama 4 has the settings, and its code does not use them."""
-    assert find_router(specimen(small_config(configuration_class("llama4_text"), output_router_logits=True))) is None
+    assert (
+        find_router(
+            specimen(small_config(configuration_class("llama4_text"), output_router_logits=True))
+        )
+        is None
+    )
 
 
 def test_padding_counts_for_nothing() -> None:
     model = specimen(tiny_config("qwen3_moe", output_router_logits=True))
     router = find_router(model)
-    logits = [torch.randn(8, 4, generator=torch.Generator().manual_seed(place)) for place in range(2)]
+    logits = [
+        torch.randn(8, 4, generator=torch.Generator().manual_seed(place)) for place in range(2)
+    ]
     real = torch.tensor([True] * 5 + [False] * 3)
     alone = router_loss(router, [layer[:5] for layer in logits], real[:5])
     assert router_loss(router, logits, real).item() == pytest.approx(alone.item())
 
 
-def test_a_loss_that_transformers_own_code_cannot_make_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loss_that_transformers_own_code_cannot_make_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As Granite-MoE's of transformers 5.17, which takes a list of no logits for a tensor."""
     own = tiny_config("qwen3_moe", output_router_logits=True)
 

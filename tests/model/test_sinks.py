@@ -14,4 +14,6 @@ def test_the_compiler_is_told_what_the_operator_returns(window: int | None) -> N
     tensors.append(torch.randn(4, generator=generator))
     bounds = torch.tensor([0, 5, 12], dtype=torch.int32)
     inputs = [each.requires_grad_() for each in tensors]
-    torch.library.opcheck(torch.ops.lacuna.sink_attention.default, (*inputs, bounds, bounds, 7, 12, 0.3, window))
+    torch.library.opcheck(
+        torch.ops.lacuna.sink_attention.default, (*inputs, bounds, bounds, 7, 12, 0.3, window)
+    )

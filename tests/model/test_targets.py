@@ -13,7 +13,11 @@ from lacuna.model.quantization import quantize_layers, quantized_modules
 from lacuna.model.targets import find_targets, is_plain_linear
 from tiny import tiny_config
 
-ODD = {"deepseek_v4": "self_attn.o_a_proj", "phimoe": "mlp.router", "llama4_text": "feed_forward.router"}
+ODD = {
+    "deepseek_v4": "self_attn.o_a_proj",
+    "phimoe": "mlp.router",
+    "llama4_text": "feed_forward.router",
+}
 """Kinds of models with subclasses of linear layers that compute something else."""
 
 
@@ -47,7 +51,11 @@ def test_quantised_layers_get_adapters() -> None:
     assert len(targets) == 14
 
 
-READ = {"mamba": ("mixer.dt_proj", "mixer.out_proj"), "jamba": ("mamba.dt_proj",), "falcon_h1": ("mamba.out_proj",)}
+READ = {
+    "mamba": ("mixer.dt_proj", "mixer.out_proj"),
+    "jamba": ("mamba.dt_proj",),
+    "falcon_h1": ("mamba.out_proj",),
+}
 """Kinds of models whose code reads the weights of some layers itself, on some device."""
 
 

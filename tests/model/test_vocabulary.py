@@ -16,7 +16,16 @@ from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from layouts import Case, pipelined
-from tiny import CPU, VOCABULARY, differing, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
+from tiny import (
+    CPU,
+    VOCABULARY,
+    differing,
+    random_model,
+    run_ranks,
+    tiny_config,
+    tokenizer_of_words,
+    whole,
+)
 
 NEW = ("<think>", "</think>", "w5")
 
@@ -57,7 +66,9 @@ def resized(model: PreTrainedModel, growth: Growth) -> PreTrainedModel:
     model.resize_token_embeddings(growth.grown, mean_resizing=False)
     head = model.get_output_embeddings()
     with torch.no_grad():
-        for rows in {id(rows): rows for rows in (model.get_input_embeddings().weight, *head.parameters())}.values():
+        for rows in {
+            id(rows): rows for rows in (model.get_input_embeddings().weight, *head.parameters())
+        }.values():
             mean = rows[:VOCABULARY].double().mean(0).float()
             rows[VOCABULARY : VOCABULARY + 2] = mean
             rows[growth.rows :] = mean
@@ -70,7 +81,9 @@ def loaded(case: Case, growths: list[Growth], root: Path) -> list[dict[str, Tens
     for growth in growths:
         folder = str(folder_of(growth, root))
         config = Config(
-            model=ModelConfig(name_or_path=folder, new_tokens=NEW, vocabulary_multiple=growth.multiple),
+            model=ModelConfig(
+                name_or_path=folder, new_tokens=NEW, vocabulary_multiple=growth.multiple
+            ),
             training=TrainingConfig(seq_len=24, enable_cpu_offload=case.offload),
             parallelism=case.parallelism,
         )
@@ -79,7 +92,9 @@ def loaded(case: Case, growths: list[Growth], root: Path) -> list[dict[str, Tens
         built = build_model(config, tokenizer, mesh, CPU)
         assert built.model.config.vocab_size == growth.grown
         export_model(built.model, tokenizer, f"{folder}-out", torch.float32)
-        models.append({name: whole(weight).detach() for name, weight in built.model.named_parameters()})
+        models.append(
+            {name: whole(weight).detach() for name, weight in built.model.named_parameters()}
+        )
     return models
 
 
@@ -93,7 +108,9 @@ def test_new_rows_are_the_mean_of_those_before_in_any_layout(name: str, tmp_path
         model.save_pretrained(folder_of(growth, tmp_path))
         tokenizer_of_words().save_pretrained(folder_of(growth, tmp_path))
         expected.append(resized(model, growth).eval())
-    of_ranks = run_ranks(case.layout.data_parallel * case.layout.sharing, loaded, case, growths, tmp_path)
+    of_ranks = run_ranks(
+        case.layout.data_parallel * case.layout.sharing, loaded, case, growths, tmp_path
+    )
     ids = torch.tensor([[97, 5, 96, 98, 3]])
     for growth, model, *parts in zip(growths, expected, *of_ranks, strict=True):
         wanted = dict(model.named_parameters())
@@ -101,14 +118,18 @@ def test_new_rows_are_the_mean_of_those_before_in_any_layout(name: str, tmp_path
             assert differing(part, {key: wanted[key] for key in part}) == [], growth
         assert {key for part in parts for key in part} == wanted.keys(), growth
         exported = f"{folder_of(growth, tmp_path)}-out"
-        reopened, tokenizer = (kind.from_pretrained(exported) for kind in (AutoModelForCausalLM, AutoTokenizer))
+        reopened, tokenizer = (
+            kind.from_pretrained(exported) for kind in (AutoModelForCausalLM, AutoTokenizer)
+        )
         assert tokenizer("<think> w5 w96 </think> <unk>").input_ids == ids[0].tolist()
         with torch.no_grad():
             assert torch.equal(reopened.eval()(ids).logits, model(ids).logits), growth
 
 
 def vocabulary(folder: Path, key: str, **settings: object) -> int:
-    config = Config(model=ModelConfig(**{key: str(folder)}, **settings), training=TrainingConfig(seq_len=32))
+    config = Config(
+        model=ModelConfig(**{key: str(folder)}, **settings), training=TrainingConfig(seq_len=32)
+    )
     return load_model_config(config, run_tokenizer(config)).vocab_size
 
 
@@ -124,5 +145,7 @@ def test_the_vocabulary_only_grows(tmp_path: Path) -> None:
         assert vocabulary(tmp_path / "128", key, new_tokens=NEW) == 128
         assert vocabulary(tmp_path / "128", key, new_tokens=NEW, vocabulary_multiple=50) == 150
     assert vocabulary(tmp_path / "50", "name_or_path", new_tokens=NEW) == 99
-    with pytest.raises(UserError, match=r"model\.tokenizer_path: the tokenizer has 97 tokens.*only 50"):
+    with pytest.raises(
+        UserError, match=r"model\.tokenizer_path: the tokenizer has 97 tokens.*only 50"
+    ):
         vocabulary(tmp_path / "50", "name_or_path")

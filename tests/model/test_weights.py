@@ -28,14 +28,28 @@ from tiny import (
     whole,
 )
 
-ARCHITECTURES = ("llama", "llama_tied", "qwen3", "gemma", "mistral", "gpt2", "neox", "qwen3_moe", "qwen2_moe")
+ARCHITECTURES = (
+    "llama",
+    "llama_tied",
+    "qwen3",
+    "gemma",
+    "mistral",
+    "gpt2",
+    "neox",
+    "qwen3_moe",
+    "qwen2_moe",
+)
 IDS = torch.arange(40).view(2, 20) * 7 % VOCABULARY
 POSITIONS = torch.arange(20).expand(2, 20)
 
 
 def files_of(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors in the weight files of a folder, as they are named there."""
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {
+        name: tensor
+        for path in folder.glob("*.safetensors")
+        for name, tensor in load_file(path).items()
+    }
 
 
 def from_folder(folder: Path) -> Config:
@@ -65,7 +79,9 @@ def load_and_export(root: Path) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_loads_into_shards_and_exports_as_transformers_saves_it(ranks: int, tmp_path: Path) -> None:
+def test_a_model_loads_into_shards_and_exports_as_transformers_saves_it(
+    ranks: int, tmp_path: Path
+) -> None:
     models = {name: random_model(tiny_config(name)) for name in ARCHITECTURES}
     for name, model in models.items():
         model.save_pretrained(tmp_path / name)
@@ -98,7 +114,9 @@ def test_an_index_says_which_file_holds_what_when_one_is_not_enough(tmp_path: Pa
     assert index["weight_map"] == {key: name for name, file in tensors.items() for key in file}
     sizes = [sum(tensor.nbytes for tensor in file.values()) for file in tensors.values()]
     assert index["metadata"]["total_size"] == sum(sizes)
-    assert all(size <= 20_000 or len(file) == 1 for size, file in zip(sizes, tensors.values(), strict=True))
+    assert all(
+        size <= 20_000 or len(file) == 1 for size, file in zip(sizes, tensors.values(), strict=True)
+    )
 
     export_with(None, tmp_path / "one", 10**9, torch.float32)
     assert [path.name for path in (tmp_path / "one").glob("model*")] == ["model.safetensors"]
@@ -137,20 +155,32 @@ def test_the_export_has_tokenizer_generation_settings_and_its_own_dtype(tmp_path
 
 
 def test_generation_settings_of_the_model_it_started_from_are_kept(tmp_path: Path) -> None:
-    GenerationConfig(eos_token_id=[2, 5], temperature=0.6, do_sample=True).save_pretrained(tmp_path / "source")
+    GenerationConfig(eos_token_id=[2, 5], temperature=0.6, do_sample=True).save_pretrained(
+        tmp_path / "source"
+    )
     export_with(tmp_path / "source", tmp_path / "out", 10**9, torch.float32)
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
-    assert (generation.eos_token_id, generation.temperature, generation.do_sample) == ([2, 5], 0.6, True)
+    assert (generation.eos_token_id, generation.temperature, generation.do_sample) == (
+        [2, 5],
+        0.6,
+        True,
+    )
 
 
-@pytest.mark.parametrize(("kept", "expected"), [([3, 5], [3, 5, 2, 7]), (5, [5, 2, 7]), (None, [2, 7])])
+@pytest.mark.parametrize(
+    ("kept", "expected"), [([3, 5], [3, 5, 2, 7]), (5, [5, 2, 7]), (None, [2, 7])]
+)
 def test_generation_also_stops_where_the_chat_template_ends_an_answer(
     kept: list[int] | int | None, expected: list[int], tmp_path: Path
 ) -> None:
     tokenizer = tokenizer_of_words()
-    tokenizer.add_special_tokens({"additional_special_tokens": [tokenizer.convert_ids_to_tokens(7)]})
+    tokenizer.add_special_tokens(
+        {"additional_special_tokens": [tokenizer.convert_ids_to_tokens(7)]}
+    )
     tokenizer.chat_template = (
-        "{% for message in messages %}{{ message.content }}" + tokenizer.convert_ids_to_tokens(7) + "{% endfor %}"
+        "{% for message in messages %}{{ message.content }}"
+        + tokenizer.convert_ids_to_tokens(7)
+        + "{% endfor %}"
     )
     GenerationConfig(eos_token_id=kept).save_pretrained(tmp_path)
     save_model_description(tiny_config("llama"), tokenizer, str(tmp_path), str(tmp_path / "out"))
@@ -159,7 +189,9 @@ def test_generation_also_stops_where_the_chat_template_ends_an_answer(
 
 def test_odd_generation_settings_are_kept_as_well(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
-    (tmp_path / "source" / "generation_config.json").write_text('{"temperature": 0.6, "eos_token_id": 2}')
+    (tmp_path / "source" / "generation_config.json").write_text(
+        '{"temperature": 0.6, "eos_token_id": 2}'
+    )
     export_with(tmp_path / "source", tmp_path / "out", 10**9, torch.float32)
     generation = GenerationConfig.from_pretrained(tmp_path / "out")
     assert (generation.eos_token_id, generation.temperature, generation.pad_token_id) == (2, 0.6, 0)
@@ -187,7 +219,11 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(tmp_path: Path) -> 
     random_model(tiny_config("llama")).save_pretrained(tmp_path)
     complete = load_file(tmp_path / "model.safetensors")
     narrow = {**complete, "model.layers.0.mlp.up_proj.weight": torch.zeros(40, 32)}
-    gone = {name: tensor for name, tensor in complete.items() if name != "model.layers.1.self_attn.q_proj.weight"}
+    gone = {
+        name: tensor
+        for name, tensor in complete.items()
+        if name != "model.layers.1.self_attn.q_proj.weight"
+    }
     folders = [tmp_path / name for name in ("narrow", "gone", "file", "torn")]
     for folder in folders:
         folder.mkdir()
@@ -206,7 +242,10 @@ def test_files_that_do_not_fit_the_model_are_refused_by_name(tmp_path: Path) -> 
 
 
 def load_as_float32(folder: Path) -> set[torch.dtype]:
-    return {parameter.dtype for parameter in sharded_model(tiny_config("llama"), from_folder(folder)).parameters()}
+    return {
+        parameter.dtype
+        for parameter in sharded_model(tiny_config("llama"), from_folder(folder)).parameters()
+    }
 
 
 def test_half_precision_files_become_float32_master_weights(tmp_path: Path) -> None:
@@ -226,7 +265,9 @@ def loaded_otherwise(root: str, kinds: list[str]) -> dict[str, list[str]]:
         model = sharded_model(own.config, from_folder(Path(root, kind)), attention=None)
         parameters = {name: whole(parameter) for name, parameter in model.named_parameters()}
         buffers = dict(model.named_buffers())
-        found = differing(parameters, dict(own.named_parameters())) + differing(buffers, dict(own.named_buffers()))
+        found = differing(parameters, dict(own.named_parameters())) + differing(
+            buffers, dict(own.named_buffers())
+        )
         if found:
             wrong[kind] = found
     return wrong

@@ -50,17 +50,23 @@ class Weighted(LanguageModelling):
 '''
 
 
-def test_columns_counts_report_and_state_are_the_objectives_own(world: Path, tmp_path: Path) -> None:
+def test_columns_counts_report_and_state_are_the_objectives_own(
+    world: Path, tmp_path: Path
+) -> None:
     (tmp_path / "own.py").write_text(OWN)
     flags = ("--job.task", "own:Weighted", "--lr_scheduler.decay_type", "constant")
     straight, resumed, halves = (tmp_path / name for name in ("straight", "resumed", "halves"))
     train(world, straight, *flags, cwd=tmp_path)
     train(world, resumed, *flags, "--training.steps", 4, cwd=tmp_path)
     train(world, resumed, *flags, cwd=tmp_path)
-    train(world, halves, *flags, "--cpus", 2, "--parallelism.context_parallel_degree", 2, cwd=tmp_path)
+    train(
+        world, halves, *flags, "--cpus", 2, "--parallelism.context_parallel_degree", 2, cwd=tmp_path
+    )
     assert [seen for _, _, seen in curve(straight, "loss", "steps_seen")] == list(range(1, 9))
     assert curve(resumed, "loss", "steps_seen") == curve(straight, "loss", "steps_seen")
-    for (step, ours), (_, theirs) in zip(curve(halves, "loss"), curve(straight, "loss"), strict=True):
+    for (step, ours), (_, theirs) in zip(
+        curve(halves, "loss"), curve(straight, "loss"), strict=True
+    ):
         assert abs(ours / theirs - 1) < 1e-5, step
 
 

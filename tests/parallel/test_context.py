@@ -14,7 +14,11 @@ from lacuna.parallel.partial_attention import flash_bounds, visible
 from tiny import relative_error, run_ranks
 
 LENGTH = 32
-ROWS = ((32,), (1, 1, 6, 13, 1, 10), (11, 21))  # in the second row a document ends where a chunk does
+ROWS = (
+    (32,),
+    (1, 1, 6, 13, 1, 10),
+    (11, 21),
+)  # in the second row a document ends where a chunk does
 LENGTHS = torch.tensor([length for row in ROWS for length in row])
 BOUNDS = F.pad(LENGTHS, (1, 3)).cumsum(0).int()  # the last three documents are empty
 WINDOW = 5
@@ -27,7 +31,11 @@ def document_mask(window: int | None) -> Tensor:
     places = torch.arange(LENGTH)
     document = torch.arange(len(LENGTHS)).repeat_interleave(LENGTHS).view(len(ROWS), LENGTH)
     distance = places[:, None] - places
-    return (document[:, :, None] == document[:, None]) & (distance >= 0) & (distance < (window or LENGTH))
+    return (
+        (document[:, :, None] == document[:, None])
+        & (distance >= 0)
+        & (distance < (window or LENGTH))
+    )
 
 
 @pytest.mark.parametrize("window", [None, WINDOW])
@@ -41,7 +49,10 @@ def test_the_parts_of_all_ranks_are_the_mask_of_the_documents(cp: int, window: i
             seen = visible(part, len(ROWS), len(queries), window)
             assert torch.equal(F.pad(seen, (0, LENGTH - part.stop)), mask[:, queries])
             assert part.cu_q.dtype == part.cu_k.dtype == torch.int32
-            assert (part.cu_q[-1], part.cu_k[-1]) == (len(ROWS) * len(queries), len(ROWS) * part.stop)
+            assert (part.cu_q[-1], part.cu_k[-1]) == (
+                len(ROWS) * len(queries),
+                len(ROWS) * part.stop,
+            )
             _, _, longest_q, longest_k = flash_bounds(part, len(queries))
             assert longest_q >= part.cu_q.diff().max() and longest_k >= part.cu_k.diff().max()
 
@@ -55,7 +66,9 @@ def test_a_part_is_no_longer_than_the_longest_document() -> None:
 def whole_rows() -> tuple[Tensor, ...]:
     """Queries with 4 heads, keys and values with 2, and the gradient of the output: float64 [B, heads, T, 8]."""
     torch.manual_seed(0)
-    return tuple(torch.randn(len(ROWS), heads, LENGTH, 8, dtype=torch.float64) for heads in (4, 2, 2, 4))
+    return tuple(
+        torch.randn(len(ROWS), heads, LENGTH, 8, dtype=torch.float64) for heads in (4, 2, 2, 4)
+    )
 
 
 def on_one_device(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -71,7 +84,11 @@ def by_gathering(query: Tensor, key: Tensor, value: Tensor, window: int | None =
     for part, queries in zip(parts, query.chunk(len(parts), 2), strict=True):
         mask = visible(part, len(ROWS), queries.shape[2], window)[:, None]
         keys, values = key[:, :, : part.stop], value[:, :, : part.stop]
-        outputs.append(F.scaled_dot_product_attention(queries, keys, values, mask, scale=SCALING, enable_gqa=True))
+        outputs.append(
+            F.scaled_dot_product_attention(
+                queries, keys, values, mask, scale=SCALING, enable_gqa=True
+            )
+        )
     return torch.cat(outputs, 2)
 
 
@@ -79,16 +96,22 @@ def by_ring(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     return ring_attention(query, key, value, BOUNDS, LENGTH, dist.group.WORLD, SCALING)
 
 
-def output_and_gradients(attend: Callable[..., Tensor], tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+def output_and_gradients(
+    attend: Callable[..., Tensor], tensors: tuple[Tensor, ...]
+) -> tuple[Tensor, ...]:
     *leaves, grad = (tensor.clone().requires_grad_() for tensor in tensors)
     output = attend(*leaves)
     return output.detach(), *torch.autograd.grad(output, leaves, grad)
 
 
-def error(attend: Callable[..., Tensor], window: int | None = None, dtype: torch.dtype = torch.float32) -> float:
+def error(
+    attend: Callable[..., Tensor], window: int | None = None, dtype: torch.dtype = torch.float32
+) -> float:
     """Of output and gradients over all ranks, gathered, relative to one device's in float64: the largest."""
     group = dist.group.WORLD
-    shards = tuple(shard_sequence(tensor, 2, group.size(), group.rank()).to(dtype) for tensor in whole_rows())
+    shards = tuple(
+        shard_sequence(tensor, 2, group.size(), group.rank()).to(dtype) for tensor in whole_rows()
+    )
     results = output_and_gradients(attend, shards)
     expected = output_and_gradients(partial(on_one_device, window=window), whole_rows())
     assert all(result.dtype == dtype for result in results)

@@ -27,7 +27,9 @@ def alone(model_config: Path) -> Outcome:
     return outcomes(model_config, [Case()])[0]
 
 
-def test_the_gradient_is_the_mean_over_the_trained_tokens_of_the_step(alone: Outcome, model_config: Path) -> None:
+def test_the_gradient_is_the_mean_over_the_trained_tokens_of_the_step(
+    alone: Outcome, model_config: Path
+) -> None:
     norms = torch.stack([gradient.double().norm() for gradient in alone.gradients.values()])
     assert alone.norm == pytest.approx(norms.norm().item(), rel=1e-6)
     assert alone.tokens == int((sequences()[2] != -100).sum())
@@ -38,8 +40,17 @@ def test_the_gradient_is_the_mean_over_the_trained_tokens_of_the_step(alone: Out
     "cases",
     [
         [Case(Layout(), accumulation) for accumulation in (2, 4, 8)],
-        [Case(Layout(replicate, 2 // replicate), accumulation) for replicate in (1, 2) for accumulation in (1, 4)],
-        [Case(Layout(2, 2), 1), Case(Layout(2, 2), 2), Case(Layout(1, 4), 2), Case(Layout(4, 1), 2)],
+        [
+            Case(Layout(replicate, 2 // replicate), accumulation)
+            for replicate in (1, 2)
+            for accumulation in (1, 4)
+        ],
+        [
+            Case(Layout(2, 2), 1),
+            Case(Layout(2, 2), 2),
+            Case(Layout(1, 4), 2),
+            Case(Layout(4, 1), 2),
+        ],
     ],
     ids=["one rank", "two ranks", "four ranks"],
 )
@@ -50,7 +61,9 @@ def test_every_data_parallel_layout_and_accumulation_makes_the_same_step(
         check_same(outcome, alone)
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture", ["llama_tied", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize(
     "cases",
     [
@@ -60,7 +73,9 @@ def test_every_data_parallel_layout_and_accumulation_makes_the_same_step(
     ],
     ids=["tensor", "context", "pipeline"],
 )
-def test_every_parallelism_makes_the_same_step(cases: list[Case], architecture: str, tmp_path: Path) -> None:
+def test_every_parallelism_makes_the_same_step(
+    cases: list[Case], architecture: str, tmp_path: Path
+) -> None:
     check_layouts(cases, architecture, tmp_path)
 
 
@@ -68,23 +83,37 @@ def test_every_parallelism_makes_the_same_step(cases: list[Case], architecture: 
 @pytest.mark.parametrize(
     "cases",
     [
-        [Case(Layout(dp_shard=2, tp=2), 2), Case(Layout(dp_replicate=2, cp=2)), Case(Layout(cp=2, tp=2))],
-        [pipelined(Layout(dp_shard=2, pp=2), 2), pipelined(Layout(tp=2, pp=2), 2), pipelined(Layout(cp=2, pp=2), 2)],
+        [
+            Case(Layout(dp_shard=2, tp=2), 2),
+            Case(Layout(dp_replicate=2, cp=2)),
+            Case(Layout(cp=2, tp=2)),
+        ],
+        [
+            pipelined(Layout(dp_shard=2, pp=2), 2),
+            pipelined(Layout(tp=2, pp=2), 2),
+            pipelined(Layout(cp=2, pp=2), 2),
+        ],
     ],
     ids=["pairs", "pairs with a pipeline"],
 )
-def test_two_parallelisms_make_the_same_step(cases: list[Case], architecture: str, tmp_path: Path) -> None:
+def test_two_parallelisms_make_the_same_step(
+    cases: list[Case], architecture: str, tmp_path: Path
+) -> None:
     check_layouts(cases, architecture, tmp_path)
 
 
 def check_layouts(cases: list[Case], architecture: str, tmp_path: Path) -> None:
-    tiny_config(architecture, num_hidden_layers=4, **FOUR_LAYERS.get(architecture, {})).save_pretrained(tmp_path)
+    tiny_config(
+        architecture, num_hidden_layers=4, **FOUR_LAYERS.get(architecture, {})
+    ).save_pretrained(tmp_path)
     alone = outcomes(tmp_path, [Case()])[0]
     for outcome in outcomes(tmp_path, cases):
         check_same(outcome, alone)
 
 
-@pytest.mark.parametrize("loss", [{}, pytest.param({"disable_loss_parallel": True}, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "loss", [{}, pytest.param({"disable_loss_parallel": True}, marks=pytest.mark.slow)]
+)
 def test_norms_over_all_heads_split_too(loss: dict[str, bool], tmp_path: Path) -> None:
     tiny_config("olmo2").save_pretrained(tmp_path)
     alone, adapted = outcomes(tmp_path, [Case(), Case(lora=LoraConfig(rank=3))])
@@ -102,8 +131,15 @@ def test_sinks_and_narrow_values_make_the_same_step(architecture: str, tmp_path:
     tiny_config(architecture).save_pretrained(tmp_path)
     ring = {"context_parallel_rotate_method": "alltoall"}
     [alone] = outcomes(tmp_path, [Case()])
-    layouts = [Case(Layout(dp_shard=2), 2), Case(Layout(cp=2), 2), Case(Layout(cp=2, ring=True), 2, parallelism=ring)]
-    for outcome in (*outcomes(tmp_path, layouts), *outcomes(tmp_path, [pipelined(Layout(pp=2), 4)])):
+    layouts = [
+        Case(Layout(dp_shard=2), 2),
+        Case(Layout(cp=2), 2),
+        Case(Layout(cp=2, ring=True), 2, parallelism=ring),
+    ]
+    for outcome in (
+        *outcomes(tmp_path, layouts),
+        *outcomes(tmp_path, [pipelined(Layout(pp=2), 4)]),
+    ):
         check_same(outcome, alone)
 
 
@@ -115,14 +151,19 @@ def test_a_stage_of_a_pipeline_may_train_nothing(target: str, tmp_path: Path) ->
     check_same(outcomes(tmp_path, [replace(pipelined(Layout(pp=2), 4), lora=adapter)])[0], alone)
 
 
-@pytest.mark.parametrize("architecture", ["llama_tied", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "architecture", ["llama_tied", pytest.param("gpt2", marks=pytest.mark.slow)]
+)
 def test_adapters_learn_the_same_in_every_layout(architecture: str, tmp_path: Path) -> None:
     tiny_config(architecture).save_pretrained(tmp_path)
     layouts = (Layout(), Layout(tp=2), Layout(dp_shard=2), Layout(cp=2), Layout(pp=2), Layout(2, 2))
     degrees = {"pipeline_parallel_degree": 2}
     for adapters in (LoraConfig(rank=3), LoraConfig(rank=4, dora=True)):
         alone, *others = (
-            outcomes(tmp_path, [Case(layout, 2, parallelism=degrees if layout.pp > 1 else {}, lora=adapters)])[0]
+            outcomes(
+                tmp_path,
+                [Case(layout, 2, parallelism=degrees if layout.pp > 1 else {}, lora=adapters)],
+            )[0]
             for layout in layouts
         )
         assert {name.rpartition(".")[2] for name in alone.gradients} >= {"lora_A", "lora_B"}
@@ -130,23 +171,33 @@ def test_adapters_learn_the_same_in_every_layout(architecture: str, tmp_path: Pa
             check_same(outcome, alone)
 
 
-def test_where_parameters_gradients_and_states_are_kept_changes_nothing(alone: Outcome, model_config: Path) -> None:
+def test_where_parameters_gradients_and_states_are_kept_changes_nothing(
+    alone: Outcome, model_config: Path
+) -> None:
     layouts = (Layout(1, 2), Layout(2, 1), Layout(tp=2))
     for layout in layouts:
-        cases = [Case(layout, 2, zero_stage=1), Case(layout, 2, zero_stage=2), Case(layout, 2, offload=True)]
+        cases = [
+            Case(layout, 2, zero_stage=1),
+            Case(layout, 2, zero_stage=2),
+            Case(layout, 2, offload=True),
+        ]
         for outcome in outcomes(model_config, cases):
             check_same(outcome, alone)
 
 
 def test_an_early_step_is_the_same_step(model_config: Path) -> None:
     for layout in (Layout(1, 2), Layout(tp=2)):
-        late, early = outcomes(model_config, [Case(layout, max_norm=0), Case(layout, max_norm=0, early_step=True)])
+        late, early = outcomes(
+            model_config, [Case(layout, max_norm=0), Case(layout, max_norm=0, early_step=True)]
+        )
         assert early.gradients == {} and early.loss == late.loss
         assert differing(early.updated, late.updated) == []
 
 
 def test_keeping_gathered_parameters_changes_nothing(model_config: Path) -> None:
-    kept, freed = outcomes(model_config, [Case(Layout(1, 2), 2, zero_stage=stage) for stage in (2, 3)])
+    kept, freed = outcomes(
+        model_config, [Case(Layout(1, 2), 2, zero_stage=stage) for stage in (2, 3)]
+    )
     assert (kept.loss, kept.norm) == (freed.loss, freed.norm)
     assert differing(kept.gradients, freed.gradients) == []
     assert differing(kept.updated, freed.updated) == []

@@ -43,16 +43,22 @@ def test_split_points_are_the_first_layers_of_their_stages() -> None:
     assert sum(map(len, ranges([]))) == 6
 
 
-@pytest.mark.parametrize("points", [["layers.4", "layers.2"], ["layers.0"], ["layers.6"], ["norm"], ["ers.2"]])
+@pytest.mark.parametrize(
+    "points", [["layers.4", "layers.2"], ["layers.0"], ["layers.6"], ["norm"], ["ers.2"]]
+)
 def test_points_that_are_no_layers_in_order_are_refused(points: list[str]) -> None:
     with pytest.raises(
-        UserError, match=r"pipeline_parallel_split_points: .* from model\.layers\.1 to model\.layers\.5"
+        UserError,
+        match=r"pipeline_parallel_split_points: .* from model\.layers\.1 to model\.layers\.5",
     ):
         ranges(points, len(points) + 1)
 
 
 def refusal_of_a_projection() -> str:
-    model, mesh = meta_model(tiny_config("opt"), "eager", torch.float32), build_mesh(Layout(pp=2), "cpu")
+    model, mesh = (
+        meta_model(tiny_config("opt"), "eager", torch.float32),
+        build_mesh(Layout(pp=2), "cpu"),
+    )
     with pytest.raises(UserError) as raised:
         keep_own_stages(model, decoder_layers(model), mesh, Config(parallelism=pipeline("1F1B", 2)))
     return str(raised.value)
@@ -60,7 +66,9 @@ def refusal_of_a_projection() -> str:
 
 def test_a_model_with_unknown_parts_before_its_layers_is_refused() -> None:
     for text in run_ranks(2, refusal_of_a_projection):
-        assert "OPTForCausalLM has a Linear before its layers" in text and text.endswith("use other parallelisms.")
+        assert "OPTForCausalLM has a Linear before its layers" in text and text.endswith(
+            "use other parallelisms."
+        )
 
 
 def shapes_of_the_loss(model_config: Path) -> tuple[list[int], list[int]]:
@@ -93,9 +101,13 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
     assert "8 stages, more than the 4 layers" in refused(untied, "Interleaved1F1B", 4)
     assert "cannot share the model's tied embedding" in refused(tied, "ZBVZeroBubble", 2)
     compiled = CompileConfig(enable=True)
-    assert "leave compile.enable out" in refused(untied, "InterleavedZeroBubble", 2, compile=compiled)
+    assert "leave compile.enable out" in refused(
+        untied, "InterleavedZeroBubble", 2, compile=compiled
+    )
     recomputed = ActivationCheckpointConfig(mode="full")
-    assert 'mode = "none"' in refused(untied, "InterleavedZeroBubble", 2, activation_checkpoint=recomputed)
+    assert 'mode = "none"' in refused(
+        untied, "InterleavedZeroBubble", 2, activation_checkpoint=recomputed
+    )
     for schedule, model_config in (("1F1B", tied), ("ZBVZeroBubble", untied)):
         check_pipeline(Config(parallelism=pipeline(schedule, 2)), model_config)
 
@@ -103,7 +115,9 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
 def test_with_fewer_microbatches_than_stages_no_gradient_is_lost(tmp_path: Path) -> None:
     tiny_config("llama", num_hidden_layers=4).save_pretrained(tmp_path)
     alone = outcomes(tmp_path, [Case()])[0]
-    for outcome in outcomes(tmp_path, [pipelined(Layout(pp=2), count, "InterleavedZeroBubble") for count in (1, 2)]):
+    for outcome in outcomes(
+        tmp_path, [pipelined(Layout(pp=2), count, "InterleavedZeroBubble") for count in (1, 2)]
+    ):
         check_same(outcome, alone)
 
 
@@ -133,11 +147,15 @@ def most_kept(model_config: Path) -> tuple[float, int]:
     for layer in [layer for stage in built.stages for layer in stage.layers]:
         layer.register_forward_pre_hook(lambda *_: hooks.__enter__())
         layer.register_forward_hook(lambda *_: hooks.__exit__())
-    accumulate_gradients(built, batches, LanguageModelling.loss, total_counts(built, batches)["trained_tokens"])
+    accumulate_gradients(
+        built, batches, LanguageModelling.loss, total_counts(built, batches)["trained_tokens"]
+    )
     return max(counts) / len(counts) * 8, len(kept)
 
 
-def test_zero_bubble_keeps_a_micro_batch_no_longer_than_to_its_gradients_of_weights(tmp_path: Path) -> None:
+def test_zero_bubble_keeps_a_micro_batch_no_longer_than_to_its_gradients_of_weights(
+    tmp_path: Path,
+) -> None:
     tiny_config("llama", num_hidden_layers=4).to_json_file(tmp_path / "config.json")
     for most, after in run_ranks(2, most_kept, tmp_path / "config.json"):
         assert most < 3 and after == 0

@@ -20,9 +20,20 @@ from layouts import Case, configuration, outcomes, relative_error
 from tiny import CPU, differing, random_model, run_ranks, tokenizer_of_words
 
 KEPT = (
-    "axk1", "beam", "deepseek_v3", "deepseek_v4", "dots1", "ernie4_5_moe", "flint", "glm4_moe", "hy_v3", "inkling_text",
-    "mimo_v2_flash", "nemotron_h", "solar_open",
-)  # fmt: skip
+    "axk1",
+    "beam",
+    "deepseek_v3",
+    "deepseek_v4",
+    "dots1",
+    "ernie4_5_moe",
+    "flint",
+    "glm4_moe",
+    "hy_v3",
+    "inkling_text",
+    "mimo_v2_flash",
+    "nemotron_h",
+    "solar_open",
+)
 """Kinds of models with tensors that transformers keeps in float32, as buffers, weights and weights of parts."""
 
 
@@ -50,12 +61,16 @@ def test_what_transformers_keeps_in_float32_it_keeps_here_too(kind: str, tmp_pat
 
 
 def built(folder: Path, case: Case) -> BuiltModel:
-    return build_model(configuration(folder, case), tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU)
+    return build_model(
+        configuration(folder, case), tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU
+    )
 
 
 def kept_and_written(folder: str) -> tuple[list[str], list[str]]:
     """Of a model in bfloat16 with adapters, what is otherwise than in its files: in memory, and in what leaves."""
-    model = built(Path(folder), Case(precision="bfloat16", lora=LoraConfig(rank=2, targets=("o_proj",)))).model
+    model = built(
+        Path(folder), Case(precision="bfloat16", lora=LoraConfig(rank=2, targets=("o_proj",)))
+    ).model
     with safe_open(f"{folder}/model.safetensors", "pt") as file:
         first = {name: file.get_tensor(name) for name in file.keys() if "e_score" in name}  # noqa: SIM118
     assert first
@@ -89,7 +104,10 @@ def test_routers_in_float32_compute_in_it_alone_and_sharded(kind: str, tmp_path:
     [sharded] = outcomes(tmp_path, [Case(Layout(dp_shard=2), precision="bfloat16")])
     # Were a router rounded, tokens would go to other experts.
     assert sharded.loss == pytest.approx(alone.loss, rel=1e-3)
-    gates = [{name: one for name, one in each.gradients.items() if "gate.weight" in name} for each in (sharded, alone)]
+    gates = [
+        {name: one for name, one in each.gradients.items() if "gate.weight" in name}
+        for each in (sharded, alone)
+    ]
     assert gates[0]
     assert relative_error(*gates) < 2e-2
 
@@ -98,5 +116,7 @@ def test_sharded_weights_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     saved("ernie4_5_moe", tmp_path)
     config = configuration(tmp_path, Case(dtype="bfloat16", precision="bfloat16"))
     plan_model(config, tokenizer_of_words(), Layout(), "cpu")
-    with pytest.raises(UserError, match=r"training\.dtype: transformers keeps .*gate\.weight in float32"):
+    with pytest.raises(
+        UserError, match=r"training\.dtype: transformers keeps .*gate\.weight in float32"
+    ):
         plan_model(config, tokenizer_of_words(), Layout(dp_shard=2), "cpu")

@@ -71,7 +71,9 @@ def saved_bytes(settings: ActivationCheckpointConfig) -> int:
 
 
 def test_what_is_recomputed_is_not_kept() -> None:
-    none, full, half = (saved_bytes(mode) for mode in (ActivationCheckpointConfig(), FULL, EVERY_SECOND))
+    none, full, half = (
+        saved_bytes(mode) for mode in (ActivationCheckpointConfig(), FULL, EVERY_SECOND)
+    )
     assert full < half < none
     assert full < none / 3
 

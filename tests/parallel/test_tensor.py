@@ -30,6 +30,8 @@ def test_a_plan_of_every_part_is_followed(kind: str) -> None:
         ("mamba", "for which transformers has no tensor-parallel plan"),
     ],
 )
-def test_a_plan_that_leaves_something_open_is_refused_by_the_name_of_that(kind: str, wrong: str) -> None:
+def test_a_plan_that_leaves_something_open_is_refused_by_the_name_of_that(
+    kind: str, wrong: str
+) -> None:
     with pytest.raises(UserError, match=rf"tensor_parallel_degree: .*{wrong}"):
         check(kind)

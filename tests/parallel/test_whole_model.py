@@ -24,12 +24,16 @@ def step(model: PreTrainedModel) -> tuple[float, dict[str, Tensor]]:
 def test_it_computes_as_a_model_of_that_precision_and_keeps_its_own(architecture: str) -> None:
     mixed = random_model(tiny_config(architecture)).train()
     cast = copy.deepcopy(mixed)
-    for parameter in cast.parameters():  # not buffers, which keep their precision when a model is trained
+    for (
+        parameter
+    ) in cast.parameters():  # not buffers, which keep their precision when a model is trained
         parameter.data = parameter.data.bfloat16()
     compute_in(mixed, torch.bfloat16)
     (loss, grads), (expected, expected_grads) = step(mixed), step(cast)
     # Gemma scales what it has looked up, which is rounded once here and twice there.
-    assert loss == expected or architecture == "gemma3" and loss == pytest.approx(expected, rel=1e-3)
+    assert (
+        loss == expected or architecture == "gemma3" and loss == pytest.approx(expected, rel=1e-3)
+    )
     assert grads.keys() == expected_grads.keys()
     for name, parameter in mixed.named_parameters():
         assert parameter.dtype == grads[name].dtype == torch.float32

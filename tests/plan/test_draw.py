@@ -25,16 +25,25 @@ LAYERS = 8
 
 
 @pytest.fixture
-def drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Drawing:
+def drawn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> Drawing:
     """Draws a run of a tiny model of eight layers; returns the lines printed on a screen of so many columns."""
 
     def lines(
-        processes: int, width: int = 150, model: dict[str, object] | None = None, **parallelism: object
+        processes: int,
+        width: int = 150,
+        model: dict[str, object] | None = None,
+        **parallelism: object,
     ) -> list[str]:
         monkeypatch.setenv("COLUMNS", str(width))
         config = Config(
             job={"name": "run", "dump_folder": str(tmp_path / "run")},
-            model={"config": str(write_model(tmp_path / "model", num_hidden_layers=LAYERS, **(model or {})))},
+            model={
+                "config": str(
+                    write_model(tmp_path / "model", num_hidden_layers=LAYERS, **(model or {}))
+                )
+            },
             training={"seq_len": 64, "batch_size": 12},
             parallelism=ParallelismConfig(**parallelism),
         )
@@ -47,9 +56,13 @@ def drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def picture(folder: Path) -> list[str]:
     """The lines of text in the picture, where a letter is 12.2 wide."""
     lines: dict[str, str] = {}
-    for element in ElementTree.parse(folder / "run" / "plan.svg").iter("{http://www.w3.org/2000/svg}text"):
+    for element in ElementTree.parse(folder / "run" / "plan.svg").iter(
+        "{http://www.w3.org/2000/svg}text"
+    ):
         height, column = element.attrib["y"], round(float(element.attrib["x"]) / 12.2)
-        lines[height] = lines.get(height, "").ljust(column) + (element.text or "").replace("\xa0", " ")
+        lines[height] = lines.get(height, "").ljust(column) + (element.text or "").replace(
+            "\xa0", " "
+        )
     return list(lines.values())
 
 
@@ -64,20 +77,34 @@ def numbers(spans: str) -> list[int]:
     return [number for first, last in ends for number in range(int(first), int(last) + 1)]
 
 
-def test_ranks_are_numbered_as_the_mesh_is_and_share_out_layers_rows_and_tokens(drawn: Drawing, tmp_path: Path) -> None:
+def test_ranks_are_numbered_as_the_mesh_is_and_share_out_layers_rows_and_tokens(
+    drawn: Drawing, tmp_path: Path
+) -> None:
     lines = drawn(
-        32, data_parallel_replicate_degree=2, data_parallel_shard_degree=2, context_parallel_degree=2,
-        tensor_parallel_degree=2, pipeline_parallel_degree=2,
-    )  # fmt: skip
+        32,
+        data_parallel_replicate_degree=2,
+        data_parallel_shard_degree=2,
+        context_parallel_degree=2,
+        tensor_parallel_degree=2,
+        pipeline_parallel_degree=2,
+    )
     rows = table(lines)
     assert rows == table(picture(tmp_path))
-    assert "pp 2 × dp_replicate 2 × dp_shard 2 × cp 2 × tp 2, the last axis fastest" in " ".join(lines)
+    assert "pp 2 × dp_replicate 2 × dp_shard 2 × cp 2 × tp 2, the last axis fastest" in " ".join(
+        lines
+    )
     assert [row[0] for row in rows] == [str(rank) for rank in range(32)]
-    assert [row[1] for row in rows] == [", ".join(map(str, place)) for place in product(range(2), repeat=5)]
+    assert [row[1] for row in rows] == [
+        ", ".join(map(str, place)) for place in product(range(2), repeat=5)
+    ]
     first, last = rows[0][2], rows[31][2]
     assert {row[2] for row in rows[:16]} == {first} and {row[2] for row in rows[16:]} == {last}
-    assert numbers(first.removeprefix("embedding, ")) + numbers(last.removesuffix(", head")) == [*range(LAYERS)]
-    assert [numbers(row[4]) for row in rows[:16:4]] == [[*range(start, start + 12)] for start in (0, 12, 24, 36)]
+    assert numbers(first.removeprefix("embedding, ")) + numbers(last.removesuffix(", head")) == [
+        *range(LAYERS)
+    ]
+    assert [numbers(row[4]) for row in rows[:16:4]] == [
+        [*range(start, start + 12)] for start in (0, 12, 24, 36)
+    ]
     assert [row[5] for row in rows[:4]] == [
         "chunks 0, 3 of 4",
         "chunks 0, 3 of 4",
@@ -88,40 +115,65 @@ def test_ranks_are_numbered_as_the_mesh_is_and_share_out_layers_rows_and_tokens(
 
 @pytest.mark.parametrize(
     ("tied", "degrees", "schedule"),
-    [(False, (1, 1, 1), "1F1B"), (True, (4, 2, 1), "1F1B"), (False, (2, 1, 2), "DualPipeV"), (True, (1, 1, 2), "1F1B")],
+    [
+        (False, (1, 1, 1), "1F1B"),
+        (True, (4, 2, 1), "1F1B"),
+        (False, (2, 1, 2), "DualPipeV"),
+        (True, (1, 1, 2), "1F1B"),
+    ],
 )
 def test_the_parameters_of_the_ranks_are_the_models(
     tied: bool, degrees: tuple[int, int, int], schedule: str, drawn: Drawing, tmp_path: Path
 ) -> None:
     """Where the embedding is the head as well, either end of a pipeline has it."""
     shard, tensor, stages = degrees
-    rows = table(drawn(
-        shard * tensor * stages, model={"vocab_size": 200_000, "tie_word_embeddings": tied},
-        tensor_parallel_degree=tensor, pipeline_parallel_degree=stages, pipeline_parallel_schedule=schedule,
-    ))  # fmt: skip
+    rows = table(
+        drawn(
+            shard * tensor * stages,
+            model={"vocab_size": 200_000, "tie_word_embeddings": tied},
+            tensor_parallel_degree=tensor,
+            pipeline_parallel_degree=stages,
+            pipeline_parallel_schedule=schedule,
+        )
+    )
     with torch.device("meta"):
         model = LlamaForCausalLM(LlamaConfig.from_pretrained(tmp_path / "model"))
     expected = model.num_parameters() + (200_000 * 64 if tied and stages > 1 else 0)
-    assert sum(float(row[3].removesuffix(" M")) for row in rows) == pytest.approx(expected / 1e6, abs=0.005 * len(rows))
+    assert sum(float(row[3].removesuffix(" M")) for row in rows) == pytest.approx(
+        expected / 1e6, abs=0.005 * len(rows)
+    )
 
 
 def test_resharding_is_counted_for_this_run(drawn: Drawing) -> None:
     text = " ".join(drawn(4))
-    assert "8,192 parameters of mlp.gate_proj.weight in a layer, a rank computes with 1/1 (tp)" in text
+    assert (
+        "8,192 parameters of mlp.gate_proj.weight in a layer, a rank computes with 1/1 (tp)" in text
+    )
     assert "stores 1/4 of that (fsdp): 2,048." in text
-    assert "its 4 shards" in text and "8 times a step" in text and "up to 16" in text and "gives them back." in text
+    assert (
+        "its 4 shards" in text
+        and "8 times a step" in text
+        and "up to 16" in text
+        and "gives them back." in text
+    )
     assert "This run keeps them." in " ".join(drawn(4, zero_stage=2))
     assert "This run has but one shard." in " ".join(drawn(1))
     pipelined = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatches": 3}
     text = " ".join(drawn(4, **pipelined))
     assert "4 times a step" in text and "up to 24" in text and "This run keeps them." in text
-    assert "This run gives them back." in " ".join(drawn(4, fsdp_reshard_after_forward="always", **pipelined))
+    assert "This run gives them back." in " ".join(
+        drawn(4, fsdp_reshard_after_forward="always", **pipelined)
+    )
 
 
-def test_the_timeline_shows_waiting_and_the_bubble_and_is_whole_in_the_picture(drawn: Drawing, tmp_path: Path) -> None:
+def test_the_timeline_shows_waiting_and_the_bubble_and_is_whole_in_the_picture(
+    drawn: Drawing, tmp_path: Path
+) -> None:
     pipelined = {"pipeline_parallel_degree": 2, "pipeline_parallel_microbatches": 4}
     lines = drawn(2, **pipelined)
-    assert "4 micro-batches take 15 units" in " ".join(lines) and "wait (·) 20.0% of the time" in " ".join(lines)
+    assert "4 micro-batches take 15 units" in " ".join(
+        lines
+    ) and "wait (·) 20.0% of the time" in " ".join(lines)
     assert [line for line in lines if line.startswith("pp ")] == [
         "pp 0   F0 F1 ·  ·  B0─── F2 B1─── F3 B2─── ·  B3───",
         "pp 1   ·  F0 B0─── F1 B1─── F2 B2─── F3 B3─── ·  ·",
@@ -137,7 +189,9 @@ def test_the_timeline_shows_waiting_and_the_bubble_and_is_whole_in_the_picture(d
     assert " f0" in text and " i3" in text and " W3" in text
 
 
-def test_of_many_ranks_the_first_are_listed_and_all_are_in_the_picture(drawn: Drawing, tmp_path: Path) -> None:
+def test_of_many_ranks_the_first_are_listed_and_all_are_in_the_picture(
+    drawn: Drawing, tmp_path: Path
+) -> None:
     lines = drawn(96, pipeline_parallel_degree=4, tensor_parallel_degree=2)
     assert len(table(lines)) == 32 and "… 96 ranks, all in plan.svg" in lines
     assert [row[0] for row in table(picture(tmp_path))] == [str(rank) for rank in range(96)]
@@ -170,25 +224,32 @@ def timeline_of(schedule: str, ranks: int, microbatches: int) -> dict[int, dict[
 
 
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "rounds"), product(("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"), (2, 3, 8), (1, 2, 5))
+    ("schedule", "ranks", "rounds"),
+    product(("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS"), (2, 3, 8), (1, 2, 5)),
 )
 def test_the_bubble_is_the_textbooks(schedule: str, ranks: int, rounds: int) -> None:
     """(p - 1) / (v m + p - 1), where B is kept whole (Narayanan et al. 2021, section 2.2)."""
     microbatches, order = 2 * ranks * rounds, pipeline_order(pipeline(schedule, ranks))
     share = bubble_share(timeline_of(schedule, ranks, microbatches))
-    assert share == pytest.approx((ranks - 1) / (len(held_stages(order)[0]) * microbatches + ranks - 1))
+    assert share == pytest.approx(
+        (ranks - 1) / (len(held_stages(order)[0]) * microbatches + ranks - 1)
+    )
 
 
 @pytest.mark.parametrize("ranks", (2, 4))
 def test_two_stages_per_rank_wait_less_and_split_backward_passes_less_still(ranks: int) -> None:
-    shares = {schedule: bubble_share(timeline_of(schedule, ranks, 4 * ranks)) for schedule in SCHEDULES}
+    shares = {
+        schedule: bubble_share(timeline_of(schedule, ranks, 4 * ranks)) for schedule in SCHEDULES
+    }
     assert shares["Interleaved1F1B"] < 0.6 * shares["1F1B"]
     for schedule in ("InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"):
         assert 0 < shares[schedule] < 0.5 * shares["Interleaved1F1B"]
 
 
 @pytest.mark.parametrize(("schedule", "ranks"), product(SCHEDULES, (2, 3, 4)))
-def test_every_action_starts_as_soon_as_its_rank_is_free_and_its_inputs_are_there(schedule: str, ranks: int) -> None:
+def test_every_action_starts_as_soon_as_its_rank_is_free_and_its_inputs_are_there(
+    schedule: str, ranks: int
+) -> None:
     order = pipeline_order(pipeline(schedule, ranks), 4 * ranks)
     timeline = simulate(order)
     assert {rank: list(ends) for rank, ends in timeline.items()} == order
@@ -200,7 +261,13 @@ def test_every_action_starts_as_soon_as_its_rank_is_free_and_its_inputs_are_ther
             inputs = {
                 "F": [Action(stage - 1, "F", microbatch)],
                 "W": [Action(stage, "I", microbatch)],
-            }.get(kind, [Action(stage, "F", microbatch), *(Action(stage + 1, half, microbatch) for half in "BI")])
+            }.get(
+                kind,
+                [
+                    Action(stage, "F", microbatch),
+                    *(Action(stage + 1, half, microbatch) for half in "BI"),
+                ],
+            )
             assert end - UNITS[kind] == max([free, *(every.get(action, 0) for action in inputs)])
             free = end
 

@@ -18,9 +18,13 @@ from lacuna.train.setup import plan_batch
 from runs import make_world, refused
 
 MODEL = LlamaConfig(
-    hidden_size=512, intermediate_size=2048, num_hidden_layers=16, num_attention_heads=8, num_key_value_heads=8,
+    hidden_size=512,
+    intermediate_size=2048,
+    num_hidden_layers=16,
+    num_attention_heads=8,
+    num_key_value_heads=8,
     vocab_size=4000,
-)  # fmt: skip
+)
 
 
 def estimate(layout: Layout, compiled: bool = True, **parallelism: object) -> dict[str, float]:
@@ -34,14 +38,25 @@ def estimate(layout: Layout, compiled: bool = True, **parallelism: object) -> di
 
 
 def test_one_rank_holds_everything() -> None:
-    alone, parameters = estimate(Layout()), meta_model(MODEL, "sdpa", torch.float32).num_parameters()
+    alone, parameters = (
+        estimate(Layout()),
+        meta_model(MODEL, "sdpa", torch.float32).num_parameters(),
+    )
     assert alone["weights"] == 4 * parameters and alone["optimizer"] == 8 * parameters
-    assert alone["gathered"] == 0 and alone["gradients"] == 4 * parameters, "no copy, nothing to reduce"
-    assert estimate(Layout(), compiled=False)["gathered"] == 2 * parameters, "eager code keeps what it has cast"
-    assert estimate(Layout(dp_replicate=2))["gathered"] == 2 * parameters, "a copy in the precision of matrix products"
+    assert alone["gathered"] == 0 and alone["gradients"] == 4 * parameters, (
+        "no copy, nothing to reduce"
+    )
+    assert estimate(Layout(), compiled=False)["gathered"] == 2 * parameters, (
+        "eager code keeps what it has cast"
+    )
+    assert estimate(Layout(dp_replicate=2))["gathered"] == 2 * parameters, (
+        "a copy in the precision of matrix products"
+    )
 
 
-@pytest.mark.parametrize("layout", [Layout(dp_shard=4), Layout(cp=4), Layout(dp_shard=2, tp=2), Layout(1, 1, 2, 2)])
+@pytest.mark.parametrize(
+    "layout", [Layout(dp_shard=4), Layout(cp=4), Layout(dp_shard=2, tp=2), Layout(1, 1, 2, 2)]
+)
 def test_what_is_stored_is_shared_by_shards_and_tensor_parallel_ranks(layout: Layout) -> None:
     alone, spread = estimate(Layout()), estimate(layout)
     for part in ("weights", "optimizer"):
@@ -50,7 +65,11 @@ def test_what_is_stored_is_shared_by_shards_and_tensor_parallel_ranks(layout: La
 
 def test_context_parallelism_divides_activations_and_tensor_parallelism_most_of_them() -> None:
     alone = estimate(Layout())["activations"]
-    assert estimate(Layout(dp_shard=4))["activations"] == estimate(Layout(dp_replicate=4))["activations"] == alone
+    assert (
+        estimate(Layout(dp_shard=4))["activations"]
+        == estimate(Layout(dp_replicate=4))["activations"]
+        == alone
+    )
     assert estimate(Layout(cp=4))["activations"] == pytest.approx(alone / 4)
     assert alone / 4 < estimate(Layout(tp=4))["activations"] < alone / 2
 
@@ -58,10 +77,16 @@ def test_context_parallelism_divides_activations_and_tensor_parallelism_most_of_
 def test_a_pipeline_divides_the_layers_but_keeps_several_microbatches_in_flight() -> None:
     alone = estimate(Layout())
     one = estimate(Layout(pp=4), pipeline_parallel_microbatches=8)
-    all_at_once = estimate(Layout(pp=4), pipeline_parallel_microbatches=8, pipeline_parallel_schedule="GPipe")
+    all_at_once = estimate(
+        Layout(pp=4), pipeline_parallel_microbatches=8, pipeline_parallel_schedule="GPipe"
+    )
     assert one["weights"] < 0.3 * alone["weights"]
-    assert all_at_once["activations"] == pytest.approx(2 * one["activations"], rel=0.05), "8 against 4 micro-batches"
-    assert one["activations"] == pytest.approx(alone["activations"] / 8, rel=0.05), "4 of 8 micro-batches and 16 layers"
+    assert all_at_once["activations"] == pytest.approx(2 * one["activations"], rel=0.05), (
+        "8 against 4 micro-batches"
+    )
+    assert one["activations"] == pytest.approx(alone["activations"] / 8, rel=0.05), (
+        "4 of 8 micro-batches and 16 layers"
+    )
 
 
 def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
@@ -76,25 +101,37 @@ def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
 
 
 def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None:
-    training, adapted = {"seq_len": 2048, "batch_size": 16}, {"lora": {"rank": 8}, "quantization": {"base": "nf4"}}
+    training, adapted = (
+        {"seq_len": 2048, "batch_size": 16},
+        {"lora": {"rank": 8}, "quantization": {"base": "nf4"}},
+    )
     config = Config(training=training, **adapted)
     model = meta_model(MODEL, "sdpa", torch.bfloat16)
     quantize_layers(model, "nf4", [])
     add_adapters(model, config.lora, torch.float32)
     dense = sum(layer.weight.numel() for layer in quantized_modules(model).values())
-    plain, learning = model.num_parameters(), sum(one.numel() for one in model.parameters() if one.requires_grad)
+    plain, learning = (
+        model.num_parameters(),
+        sum(one.numel() for one in model.parameters() if one.requires_grad),
+    )
     parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
     expected = 4.13 / 8 * dense + 2 * (plain - dense - learning) + 4 * learning
     embedding = 2 * model.get_input_embeddings().weight.numel()
     assert parts["weights"] == pytest.approx(expected - embedding, rel=0.01)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * learning, 8 * learning))
-    shared = estimate_memory(config, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda")
+    shared = estimate_memory(
+        config, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda"
+    )
     assert shared["weights"] == pytest.approx(expected / 2, rel=0.01), "shards are whole"
     two_layers = 2 * (expected - 2 * embedding) / MODEL.num_hidden_layers
     assert shared["gathered"] == pytest.approx(two_layers + 2 * embedding, rel=0.05)
     narrow = Config(training=training | {"dtype": "bfloat16"}, **adapted)
-    narrow_shared = estimate_memory(narrow, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda")
-    assert narrow_shared["gathered"] < shared["gathered"], "adapters are gathered as they are stored"
+    narrow_shared = estimate_memory(
+        narrow, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda"
+    )
+    assert narrow_shared["gathered"] < shared["gathered"], (
+        "adapters are gathered as they are stored"
+    )
 
 
 def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
@@ -107,6 +144,13 @@ def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
 def test_what_a_trial_of_the_model_would_refuse_is_refused(tmp_path: Path) -> None:
     world = make_world(tmp_path)
     small_config(configuration_class("lfm2"), vocab_size=64).save_pretrained(world / "model")
-    shared = ("--cpus", 2, "--parallelism.context_parallel_degree", 2, "--data.document_mask", "false")
+    shared = (
+        "--cpus",
+        2,
+        "--parallelism.context_parallel_degree",
+        2,
+        "--data.document_mask",
+        "false",
+    )
     said = refused("train", world / "run.toml", *shared, "--dry-run")
     assert "parallelism.context_parallel_degree: shared out like that, Lfm2ForCausalLM" in said

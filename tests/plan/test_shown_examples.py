@@ -14,13 +14,22 @@ from runs import write_model
 
 @pytest.mark.parametrize("tokenization", ["cache", "online"])
 def test_padding_is_neither_shown_nor_counted(
-    tokenization: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tokenization: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("COLUMNS", "150")
-    (tmp_path / "data.jsonl").write_text("".join(json.dumps({"text": "a" * size}) + "\n" for size in (4, 9, 10, 20)))
+    (tmp_path / "data.jsonl").write_text(
+        "".join(json.dumps({"text": "a" * size}) + "\n" for size in (4, 9, 10, 20))
+    )
     config = Config(
         model={"config": str(write_model(tmp_path / "model"))},
-        data={"dataset": str(tmp_path / "data.jsonl"), "tokenization": tokenization, "shuffle": False},
+        data={
+            "dataset": str(tmp_path / "data.jsonl"),
+            "tokenization": tokenization,
+            "shuffle": False,
+        },
         packing={"mode": "none"},
         training={"seq_len": 32, "batch_size": 4},
     )
@@ -30,7 +39,11 @@ def test_padding_is_neither_shown_nor_counted(
     assert len(sizes) == 3 and set(sizes) <= {5, 10, 11, 21}
     assert sum(line.count("<end>") for line in lines) == 3
     counted = [line.rstrip("█ ") for line in lines if line.startswith("below")]
-    assert counted == ["below 8 tokens 1 examples", "below 16 tokens 2 examples", "below 32 tokens 1 examples"]
+    assert counted == [
+        "below 8 tokens 1 examples",
+        "below 16 tokens 2 examples",
+        "below 32 tokens 1 examples",
+    ]
     assert any("47 tokens in 4 rows" in line for line in lines)
 
 

@@ -21,7 +21,9 @@ TOKENIZER = tokenizer_of_words()
 def greedy(model: PreTrainedModel) -> str:
     """What transformers' own greedy generation continues the prompt with."""
     ids = torch.tensor([[5, 6, 7]])
-    output = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    output = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False
+    )
     return TOKENIZER.decode(output[0, 3:], skip_special_tokens=True)
 
 
@@ -44,8 +46,12 @@ def test_mode_attention_and_random_state_are_left_alone(training: bool) -> None:
     assert all(module.training == training for module in model.modules())
     assert model.config._attn_implementation == PACKED
     assert not model.config.use_cache
-    assert all(torch.equal(left, right) for left, right in zip(parameters, model.parameters(), strict=True))
-    assert all(parameter.requires_grad and parameter.grad is None for parameter in model.parameters())
+    assert all(
+        torch.equal(left, right) for left, right in zip(parameters, model.parameters(), strict=True)
+    )
+    assert all(
+        parameter.requires_grad and parameter.grad is None for parameter in model.parameters()
+    )
 
 
 def test_the_seed_alone_decides_what_is_sampled() -> None:
@@ -58,12 +64,16 @@ def test_the_seed_alone_decides_what_is_sampled() -> None:
 
 
 def test_an_empty_prompt_starts_from_the_first_token() -> None:
-    assert generate_text(random_model(tiny_config("llama")), TOKENIZER, "", 4, temperature=0, seed=0)
+    assert generate_text(
+        random_model(tiny_config("llama")), TOKENIZER, "", 4, temperature=0, seed=0
+    )
 
 
 def generate_on_shards(folder: str) -> list[str]:
     model = sharded_model(tiny_config("llama"), Config(model=ModelConfig(name_or_path=folder)))
-    texts = [generate_text(model, TOKENIZER, PROMPT, 12, temperature, seed=4) for temperature in (0, 1)]
+    texts = [
+        generate_text(model, TOKENIZER, PROMPT, 12, temperature, seed=4) for temperature in (0, 1)
+    ]
     assert all(isinstance(parameter, DTensor) for parameter in model.parameters()), "still gathered"
     ids = torch.arange(8)[None] % VOCABULARY
     model(input_ids=ids, use_cache=False).logits.sum().backward()
@@ -74,22 +84,34 @@ def generate_on_shards(folder: str) -> list[str]:
 def test_ranks_of_a_sharded_model_say_the_same_as_one(tmp_path: object) -> None:
     model = random_model(tiny_config("llama"))
     model.save_pretrained(tmp_path)
-    expected = [generate_text(model, TOKENIZER, PROMPT, 12, temperature, seed=4) for temperature in (0, 1)]
+    expected = [
+        generate_text(model, TOKENIZER, PROMPT, 12, temperature, seed=4) for temperature in (0, 1)
+    ]
     assert run_ranks(2, generate_on_shards, str(tmp_path)) == [expected, expected]
 
 
 def test_drawing_is_from_all_tokens_unless_fewer_are_asked_for() -> None:
     model = random_model(tiny_config("llama"))
-    model.generation_config.top_k, model.generation_config.top_p = 1, 0.1  # its own are not the user's
+    model.generation_config.top_k, model.generation_config.top_p = (
+        1,
+        0.1,
+    )  # its own are not the user's
     drawn = generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1)
     likeliest = greedy(model)
     assert drawn != likeliest
-    assert generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1, top_k=1) == likeliest
-    assert generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1, top_p=1e-6) == likeliest
+    assert (
+        generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1, top_k=1) == likeliest
+    )
+    assert (
+        generate_text(model, TOKENIZER, PROMPT, 12, temperature=5.0, seed=1, top_p=1e-6)
+        == likeliest
+    )
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_last_position_ends_a_text_which_is_said(architecture: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_last_position_ends_a_text_which_is_said(
+    architecture: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model = random_model(tiny_config(architecture, max_position_embeddings=8), seed=1)
     with caplog.at_level(logging.WARNING, "lacuna"):
         assert len(generate_text(model, TOKENIZER, PROMPT, 5, temperature=0, seed=0).split()) <= 5
@@ -113,6 +135,9 @@ def test_what_is_printed_as_it_is_made_is_what_the_whole_decodes_to(
         printer.put(torch.tensor([token]))
         printed.append(capsys.readouterr().out)
     printer.end()
-    assert "".join(printed) + capsys.readouterr().out == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+    assert (
+        "".join(printed) + capsys.readouterr().out
+        == tokenizer.decode(ids, skip_special_tokens=True) + "\n"
+    )
     assert sum(map(bool, printed)) > len(ids) / 3, "held back"
     assert "\N{REPLACEMENT CHARACTER}" not in "".join(printed)

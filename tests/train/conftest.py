@@ -14,10 +14,17 @@ def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     together(
         lambda: train(world, straight, "--checkpoint.interval", 2),
         lambda: train(
-            world, weights_only, "--checkpoint.interval", 2, "--training.steps", 4,
-            "--checkpoint.model_weights_only", "--checkpoint.export_dtype", "bfloat16",
+            world,
+            weights_only,
+            "--checkpoint.interval",
+            2,
+            "--training.steps",
+            4,
+            "--checkpoint.model_weights_only",
+            "--checkpoint.export_dtype",
+            "bfloat16",
         ),
-    )  # fmt: skip
+    )
     return straight, weights_only
 
 

@@ -49,7 +49,9 @@ def built_in(name: str, model_config: Path) -> tuple[BuiltModel, dict[str, Tenso
     """The model in a layout, and everything of it and its optimizer that a checkpoint holds."""
     case = CASES[name]
     config = Config(
-        model=ModelConfig(config=str(model_config)), training=TrainingConfig(seq_len=24), parallelism=case.parallelism
+        model=ModelConfig(config=str(model_config)),
+        training=TrainingConfig(seq_len=24),
+        parallelism=case.parallelism,
     )
     group = torch.distributed.group.WORLD
     process = Process(group.rank(), group.size(), CPU, group, group)
@@ -96,17 +98,24 @@ def check(pairs: list[tuple[str, str]], architecture: str, folder: Path) -> None
     tiny_config(architecture, num_hidden_layers=4).save_pretrained(folder / "model")
     for source in dict.fromkeys(source for source, _ in pairs):
         layout = CASES[source].layout
-        run_ranks(layout.data_parallel * layout.sharing, save, source, folder / "model", folder / source)
+        run_ranks(
+            layout.data_parallel * layout.sharing, save, source, folder / "model", folder / source
+        )
     exported = {}
     for target in dict.fromkeys(target for _, target in pairs):
-        layout, sources = CASES[target].layout, [folder / source for source, other in pairs if other == target]
+        layout, sources = (
+            CASES[target].layout,
+            [folder / source for source, other in pairs if other == target],
+        )
         ranks = layout.data_parallel * layout.sharing
         results = run_ranks(ranks, load, target, folder / "model", sources, folder / f"{target}-hf")
         assert all(itertools.chain(*results)), (target, results)
         exported[target] = load_file(folder / f"{target}-hf" / "model.safetensors")
     first, *others = exported.values()
     for other in others:
-        assert other.keys() == first.keys() and all(torch.equal(other[key], first[key]) for key in first)
+        assert other.keys() == first.keys() and all(
+            torch.equal(other[key], first[key]) for key in first
+        )
 
 
 def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
@@ -122,7 +131,9 @@ def loaded(name: str, folder: Path) -> dict[str, Tensor]:
         parallelism=case.parallelism,
     )
     built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU)
-    return {key: whole(parameter).detach().clone() for key, parameter in built.model.named_parameters()}
+    return {
+        key: whole(parameter).detach().clone() for key, parameter in built.model.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("name", ["pp 2", "tp 2, pp 2", "dp_shard 2, tp 2"])
@@ -130,7 +141,9 @@ def test_weights_of_hugging_face_load_into_any_layout_bit_by_bit(name: str, tmp_
     model = random_model(tiny_config("llama_tied", num_hidden_layers=4))
     model.save_pretrained(tmp_path)
     tensors: dict[str, Tensor] = {}
-    for of_rank in run_ranks(CASES[name].layout.data_parallel * CASES[name].layout.sharing, loaded, name, tmp_path):
+    for of_rank in run_ranks(
+        CASES[name].layout.data_parallel * CASES[name].layout.sharing, loaded, name, tmp_path
+    ):
         tensors |= of_rank
     assert differing(tensors, dict(model.named_parameters())) == []
 

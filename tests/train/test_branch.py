@@ -18,7 +18,9 @@ INTERVAL = ("--training.steps", 2000, "--checkpoint.interval", 10)
 def stop_once(text: str, world: Path, folder: Path, *flags: object) -> str:
     """Starts a run, stops it once its settings hold `text` and it has saved anew; returns what it printed."""
     settings, before = folder / "config.toml", {*steps(folder)}
-    with ended(start("train", world / "run.toml", "--job.dump_folder", folder, *INTERVAL, *flags)) as process:
+    with ended(
+        start("train", world / "run.toml", "--job.dump_folder", folder, *INTERVAL, *flags)
+    ) as process:
         wait_until(lambda: text in settings.read_text() and {*steps(folder)} - before, process)
         process.send_signal(signal.SIGTERM)
         output, _ = process.communicate(timeout=120)
@@ -41,8 +43,11 @@ def test_the_same_command_goes_on_from_after_the_branch_and_what_was_left_is_set
     assert "resuming after step 10 " in said
     assert f"{len(left) - 1} later checkpoints, if any, are set aside in {aside}" in said
     assert {path.name for path in aside.iterdir()} == {
-        *(f"step-{step}" for step in left if step > 10), "metrics.jsonl", "hf", "finished.json",
-    }  # fmt: skip
+        *(f"step-{step}" for step in left if step > 10),
+        "metrics.jsonl",
+        "hf",
+        "finished.json",
+    }
     reached = steps(folder)[-1]
     assert f"Stopped and saved after step {reached}. The same command goes on from there." in said
 
@@ -59,9 +64,16 @@ def test_the_same_command_goes_on_from_after_the_branch_and_what_was_left_is_set
 
 @pytest.mark.parametrize(
     ("asked", "before", "expected"),
-    [(-1, None, False), (4, None, True), (4, "load_step = 4", False), (4, "load_step = -1", True), (-1, "", False),
-     (4, "load_step = 6", True), (4, "", True)],
-)  # fmt: skip
+    [
+        (-1, None, False),
+        (4, None, True),
+        (4, "load_step = 4", False),
+        (4, "load_step = -1", True),
+        (-1, "", False),
+        (4, "load_step = 6", True),
+        (4, "", True),
+    ],
+)
 def test_a_run_goes_back_unless_the_start_before_did(
     tmp_path: Path, asked: int, before: str | None, expected: bool
 ) -> None:
@@ -77,4 +89,6 @@ def test_settings_that_cannot_be_read_are_told(tmp_path: Path) -> None:
 
 
 def asking(folder: Path, step: int) -> Config:
-    return Config.model_validate({"job": JobConfig(dump_folder=str(folder)), "checkpoint": {"load_step": step}})
+    return Config.model_validate(
+        {"job": JobConfig(dump_folder=str(folder)), "checkpoint": {"load_step": step}}
+    )

@@ -13,9 +13,17 @@ pytestmark = pytest.mark.slow  # whole runs of the command line
 # 20 documents, each in a row, in steps of 8: the last one has 3 × 20 - 7 × 8 = 4.
 EPOCHS, STEPS = 3, 8
 FLAGS = (
-    "--training.steps", "none", "--training.epochs", EPOCHS, "--packing.mode", "none",
-    "--training.global_batch_size", 8, "--training.seq_len", 256,
-)  # fmt: skip
+    "--training.steps",
+    "none",
+    "--training.epochs",
+    EPOCHS,
+    "--packing.mode",
+    "none",
+    "--training.global_batch_size",
+    8,
+    "--training.seq_len",
+    256,
+)
 TWO = ("--cpus", 2, "--training.batch_size", 4)
 LAYOUTS = {
     "whole": ("--training.batch_size", 8),
@@ -36,7 +44,9 @@ def small(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of three passes over 20 documents, in several layouts."""
     folder = tmp_path_factory.mktemp("small")
     flags = ("--data.dataset", world / "validation.jsonl", *FLAGS)
-    together(*(lambda name=name: train(world, folder / name, *flags, *LAYOUTS[name]) for name in LAYOUTS))
+    together(
+        *(lambda name=name: train(world, folder / name, *flags, *LAYOUTS[name]) for name in LAYOUTS)
+    )
     return folder
 
 
@@ -54,11 +64,22 @@ def test_the_smaller_last_step_is_that_of_one_device(small: Path, layout: str) -
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", OTHERS)
 def test_it_is_so_in_other_layouts(small: Path, layout: str, world: Path, tmp_path: Path) -> None:
-    train(world, tmp_path / "run", "--data.dataset", world / "validation.jsonl", *FLAGS, *OTHERS[layout])
-    assert curve(tmp_path / "run") == [pytest.approx(row, rel=1e-4) for row in curve(small / "whole")]
+    train(
+        world,
+        tmp_path / "run",
+        "--data.dataset",
+        world / "validation.jsonl",
+        *FLAGS,
+        *OTHERS[layout],
+    )
+    assert curve(tmp_path / "run") == [
+        pytest.approx(row, rel=1e-4) for row in curve(small / "whole")
+    ]
 
 
-def test_a_run_by_epochs_goes_on_exactly_and_may_be_made_longer(small: Path, world: Path, tmp_path: Path) -> None:
+def test_a_run_by_epochs_goes_on_exactly_and_may_be_made_longer(
+    small: Path, world: Path, tmp_path: Path
+) -> None:
     flags = ("--data.dataset", world / "validation.jsonl", *FLAGS, *LAYOUTS["shards, accumulated"])
     stop_after(4, world, tmp_path / "run", *flags)
     train(world, tmp_path / "run", *flags)

@@ -22,9 +22,15 @@ pytestmark = pytest.mark.slow  # whole runs of the command line
 
 
 @pytest.fixture(scope="module")
-def started(world: Path, straight: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def started(
+    world: Path, straight: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
     """Three steps each from the same weights in three forms; and a checkpoint converted to Hugging Face's."""
-    folder, source, last = tmp_path_factory.mktemp("forms"), straight / "hf", checkpoint(straight, 8)
+    folder, source, last = (
+        tmp_path_factory.mktemp("forms"),
+        straight / "hf",
+        checkpoint(straight, 8),
+    )
     short = ("--training.steps", 3)
 
     def train_from_step_0() -> None:
@@ -34,8 +40,12 @@ def started(world: Path, straight: Path, tmp_path_factory: pytest.TempPathFactor
     together(
         train_from_step_0,
         lambda: lacuna("convert", last, folder / "converted", "--to", "hf"),
-        lambda: train(world, folder / "hf", *short, "--model.config", "none", "--model.name_or_path", source),
-        lambda: train(world, folder / "initial_load_path", *short, "--checkpoint.initial_load_path", last),
+        lambda: train(
+            world, folder / "hf", *short, "--model.config", "none", "--model.name_or_path", source
+        ),
+        lambda: train(
+            world, folder / "initial_load_path", *short, "--checkpoint.initial_load_path", last
+        ),
     )
     return {path.name: path for path in folder.iterdir()}
 
@@ -47,7 +57,9 @@ def test_a_run_from_a_converted_step_0_is_the_run_from_the_hugging_face_folder(
     assert curve(started["hf"])[0][1] < curve(straight)[0][1] - 0.5, "these weights are trained"
 
 
-def test_initial_load_path_takes_the_weights_alone_and_counts_steps_from_0(started: dict[str, Path]) -> None:
+def test_initial_load_path_takes_the_weights_alone_and_counts_steps_from_0(
+    started: dict[str, Path],
+) -> None:
     keys = ("loss", "grad_norm", "lr", "tokens")
     assert curve(started["initial_load_path"], *keys) == curve(started["hf"], *keys)
     assert [step for step, *_ in curve(started["hf"])] == [1, 2, 3]
@@ -70,12 +82,16 @@ def test_a_checkpoint_of_weights_alone_holds_the_exported_ones(weights_only: Pat
     assert all(tensor.dtype == torch.bfloat16 for tensor in exported.values())
     tensors = {f"model.{name}": torch.empty(tensor.shape) for name, tensor in exported.items()}
     read_tensors(str(checkpoint(weights_only, 4)), tensors, Process())
-    assert all(torch.equal(tensors[f"model.{name}"], tensor.float()) for name, tensor in exported.items())
+    assert all(
+        torch.equal(tensors[f"model.{name}"], tensor.float()) for name, tensor in exported.items()
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("architecture", ["llama_tied", "gemma2", "bloom", "qwen3_moe"])
-def test_a_checkpoint_of_any_architecture_opens_as_the_model_it_was_made_of(architecture: str, tmp_path: Path) -> None:
+def test_a_checkpoint_of_any_architecture_opens_as_the_model_it_was_made_of(
+    architecture: str, tmp_path: Path
+) -> None:
     random_model(tiny_config(architecture), "eager").save_pretrained(tmp_path / "hf")
     tokenizer_of_words().save_pretrained(tmp_path / "hf")
     convert(str(tmp_path / "hf"), str(tmp_path / "step-0"), "dcp", None)
@@ -100,8 +116,12 @@ def beside_bfloat16(folder: Path, settings: LoraConfig) -> tuple[str, str]:
     return base, adapter
 
 
-def test_modules_trained_whole_in_float32_are_merged_into_a_bfloat16_model_that_computes(tmp_path: Path) -> None:
-    base, adapter = beside_bfloat16(tmp_path, LoraConfig(rank=2, modules=("embed_tokens", "norm", "lm_head")))
+def test_modules_trained_whole_in_float32_are_merged_into_a_bfloat16_model_that_computes(
+    tmp_path: Path,
+) -> None:
+    base, adapter = beside_bfloat16(
+        tmp_path, LoraConfig(rank=2, modules=("embed_tokens", "norm", "lm_head"))
+    )
     expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     ids = torch.arange(4, 20)[None]
     for source in (adapter, base):
@@ -111,12 +131,22 @@ def test_modules_trained_whole_in_float32_are_merged_into_a_bfloat16_model_that_
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_an_adapter_is_merged_into_a_bfloat16_model_of_few_positions(tmp_path: Path) -> None:
     _, adapter = beside_bfloat16(tmp_path, LoraConfig(rank=2))
-    assert "the largest difference of any of 16 is 0" in convert(adapter, str(tmp_path / "hf"), "hf", None, None, False)
-    assert differing(load_file(tmp_path / "hf/model.safetensors"), load_file(tmp_path / "base/model.safetensors")) == []
+    assert "the largest difference of any of 16 is 0" in convert(
+        adapter, str(tmp_path / "hf"), "hf", None, None, False
+    )
+    assert (
+        differing(
+            load_file(tmp_path / "hf/model.safetensors"),
+            load_file(tmp_path / "base/model.safetensors"),
+        )
+        == []
+    )
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_a_checkpoint_of_adapters_opens_in_the_types_of_the_model_they_are_beside(tmp_path: Path) -> None:
+def test_a_checkpoint_of_adapters_opens_in_the_types_of_the_model_they_are_beside(
+    tmp_path: Path,
+) -> None:
     base, settings = str(tmp_path / "base"), LoraConfig(rank=2, modules=("lm_head",))
     random_model(tiny_config("llama")).to(torch.bfloat16).save_pretrained(base)
     expected = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
@@ -130,7 +160,9 @@ def test_a_checkpoint_of_adapters_opens_in_the_types_of_the_model_they_are_besid
             to_toml(Config(model={"name_or_path": base}, training={"seq_len": 32}, lora=settings))
         )
 
-    write_checkpoint(str(tmp_path / "step-1"), model_tensors(model), {"step": 1}, describe, Process())
+    write_checkpoint(
+        str(tmp_path / "step-1"), model_tensors(model), {"step": 1}, describe, Process()
+    )
     found, *_ = load_any_model(str(tmp_path / "step-1"), "cpu")
     assert differing(dict(expected.named_buffers()), dict(found.named_buffers())) == []
     assert differing(expected.state_dict(), found.state_dict()) == []

@@ -25,7 +25,9 @@ def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     short = ("--training.steps", 3, "--model.config", "none", "--model.name_or_path")
     adapted = ("--lora.rank", 2, "--checkpoint.interval", 3)
     together(
-        lambda: train(world, folder / "of_file", *short, file, "--cpus", 2, "--training.batch_size", 2),
+        lambda: train(
+            world, folder / "of_file", *short, file, "--cpus", 2, "--training.batch_size", 2
+        ),
         lambda: train(world, folder / "of_folder", *short, folder_form),
         lambda: train(world, folder / "adapted", *short, file, *adapted),
     )
@@ -40,14 +42,22 @@ def test_a_run_from_a_file_is_the_run_from_a_folder_on_any_number_of_processes(r
     assert AutoTokenizer.from_pretrained(runs / "of_file" / "hf").chat_template
 
 
-def test_what_was_trained_becomes_a_file_that_answers_the_same(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_trained_becomes_a_file_that_answers_the_same(
+    runs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", runs / "cache")
-    kinds = {runs / "of_file": "F16", checkpoint(runs / "adapted", 3): "BF16", runs / "start.gguf": "F16"}
+    kinds = {
+        runs / "of_file": "F16",
+        checkpoint(runs / "adapted", 3): "BF16",
+        runs / "start.gguf": "F16",
+    }
     for source, kind in kinds.items():
         again = str(runs / f"{source.stem}-again.gguf")
         convert(str(source), again, "gguf", kind)
         before, after = (load_any_model(str(name), "cpu")[:2] for name in (source, again))
-        answers = [generate_text(*each, "def read(self", 12, 0.0, 0, False) for each in (before, after)]
+        answers = [
+            generate_text(*each, "def read(self", 12, 0.0, 0, False) for each in (before, after)
+        ]
         assert answers[0] == answers[1] != ""
     fields = gguf.GGUFReader(runs / "of_file-again.gguf").fields
     assert fields["tokenizer.ggml.pre"].contents() == "smollm"

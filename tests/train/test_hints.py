@@ -33,9 +33,15 @@ def folder(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer.save_pretrained(folder / "base")
     settings = {"vocab_size": len(tokenizer), "max_position_embeddings": 2048}
     torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig.from_pretrained(world / "model", **settings)).save_pretrained(folder / "base")
-    (folder / "chats.jsonl").write_text(json.dumps(TALK) + "\n" + json.dumps(TALK | {"id": "b"}) + "\n")
-    (folder / "my.jsonl").write_text('{"text": "the dog ran", "messages": ' + json.dumps(TALK["messages"]) + "}\n")
+    LlamaForCausalLM(LlamaConfig.from_pretrained(world / "model", **settings)).save_pretrained(
+        folder / "base"
+    )
+    (folder / "chats.jsonl").write_text(
+        json.dumps(TALK) + "\n" + json.dumps(TALK | {"id": "b"}) + "\n"
+    )
+    (folder / "my.jsonl").write_text(
+        '{"text": "the dog ran", "messages": ' + json.dumps(TALK["messages"]) + "}\n"
+    )
     return folder
 
 
@@ -43,11 +49,31 @@ def folder(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def outputs(world: Path, folder: Path) -> dict[str, str]:
     """What runs printed, to a pipe of 80 columns."""
     env = environment(COLUMNS="80")
-    fine = ("--model.name_or_path", "base", "--data.dataset", "chats.jsonl", "--training.seq_len", 64)
-    held_out = ("--validation.dataset", world / "validation.jsonl", "--validation.dataset_split", "train")
+    fine = (
+        "--model.name_or_path",
+        "base",
+        "--data.dataset",
+        "chats.jsonl",
+        "--training.seq_len",
+        64,
+    )
+    held_out = (
+        "--validation.dataset",
+        world / "validation.jsonl",
+        "--validation.dataset_split",
+        "train",
+    )
     calls = {
         "text": ("train", world / "run.toml", "--job.dump_folder", "text", *held_out),
-        "sft": ("train", "sft.toml", *fine, "--validation.prompts", "who are you?", "--validation.max_new_tokens", 4),
+        "sft": (
+            "train",
+            "sft.toml",
+            *fine,
+            "--validation.prompts",
+            "who are you?",
+            "--validation.max_new_tokens",
+            4,
+        ),
         "lora": ("train", "lora.toml", *fine),
         "qlora": ("train", "qlora.toml", *fine, "--dry-run"),
     }
@@ -61,11 +87,21 @@ def hint(output: str, name: str) -> str:
     return line
 
 
-def test_prompts_are_the_runs_own_or_how_its_data_begins(world: Path, outputs: dict[str, str]) -> None:
+def test_prompts_are_the_runs_own_or_how_its_data_begins(
+    world: Path, outputs: dict[str, str]
+) -> None:
     first = json.loads((world / "validation.jsonl").read_text().splitlines()[0])["text"].split()[:5]
-    assert shlex.split(hint(outputs["text"], "try it"))[:4] == ["lacuna", "generate", "text", "--prompt"]
+    assert shlex.split(hint(outputs["text"], "try it"))[:4] == [
+        "lacuna",
+        "generate",
+        "text",
+        "--prompt",
+    ]
     assert shlex.split(hint(outputs["text"], "try it"))[4].split()[:5] == first
-    assert hint(outputs["sft"], "try it") == "lacuna generate outputs/sft --chat --prompt 'who are you?'"
+    assert (
+        hint(outputs["sft"], "try it")
+        == "lacuna generate outputs/sft --chat --prompt 'who are you?'"
+    )
     words = shlex.split(hint(outputs["lora"], "try it"))
     assert words[2:] == ["outputs/lora/hf/adapter", "--chat", "--prompt", "the 'cat' sat"]
 
@@ -81,10 +117,19 @@ def test_hints_name_the_columns_and_the_task_of_the_run(outputs: dict[str, str])
 
 @pytest.mark.parametrize(
     ("run", "name"),
-    [("text", "your data"), ("text", "train on"), ("text", "try it"), ("sft", "your data"), ("lora", "your data"),
-     ("lora", "try it"), ("lora", "merge")],
-)  # fmt: skip
-def test_commands_work_as_they_are_printed(run: str, name: str, folder: Path, outputs: dict[str, str]) -> None:
+    [
+        ("text", "your data"),
+        ("text", "train on"),
+        ("text", "try it"),
+        ("sft", "your data"),
+        ("lora", "your data"),
+        ("lora", "try it"),
+        ("lora", "merge"),
+    ],
+)
+def test_commands_work_as_they_are_printed(
+    run: str, name: str, folder: Path, outputs: dict[str, str]
+) -> None:
     command, *words = shlex.split(hint(outputs[run], name).partition(" (rows")[0])
     assert command == "lacuna"
     words = [f"{run}-mine" if word == "mine" else word for word in words]
@@ -103,8 +148,14 @@ def test_samples_of_a_chat_show_question_and_answer_apart(outputs: dict[str, str
 
 
 def test_what_goes_to_a_pipe_is_not_broken_into_lines(outputs: dict[str, str]) -> None:
-    assert re.search(r"^text: .* 8 steps of 4 × 32 tokens; writing to text$", outputs["text"], re.MULTILINE)
-    assert re.search(r"^memory a rank +about .* GiB \(weights .*, loss [\d.]+\) *$", outputs["qlora"], re.MULTILINE)
+    assert re.search(
+        r"^text: .* 8 steps of 4 × 32 tokens; writing to text$", outputs["text"], re.MULTILINE
+    )
+    assert re.search(
+        r"^memory a rank +about .* GiB \(weights .*, loss [\d.]+\) *$",
+        outputs["qlora"],
+        re.MULTILINE,
+    )
     assert not re.search(r" $", outputs["text"], re.MULTILINE), "nor padded"
 
 

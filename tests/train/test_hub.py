@@ -10,8 +10,15 @@ from fake_hub import TOKEN, FakeHub, fake_hub
 from lacuna.config import UserError, load_config
 from runs import curve, together, train, weights
 
-UPLOAD = ("--checkpoint.hf_upload_enabled", "--checkpoint.hf_repo_base_name", "org/model", "--training.steps", 4,
-          "--checkpoint.interval", 2)  # fmt: skip
+UPLOAD = (
+    "--checkpoint.hf_upload_enabled",
+    "--checkpoint.hf_repo_base_name",
+    "org/model",
+    "--training.steps",
+    4,
+    "--checkpoint.interval",
+    2,
+)
 
 
 Sent = dict[str, tuple[Path, str, FakeHub]]
@@ -34,15 +41,25 @@ def more(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Sent:
     """The same of kinds that take longer."""
     wait = ("--checkpoint.hf_upload_background", "false")
     kinds = {
-        "two ranks": ({}, True, (*UPLOAD, *wait, "--cpus", 2, "--training.batch_size", 2, "--lora.rank", 2)),
-        "checkpoints": ({}, True, (*UPLOAD, "--checkpoint.hf_upload_format", "dcp", "--checkpoint.async_mode=async")),
+        "two ranks": (
+            {},
+            True,
+            (*UPLOAD, *wait, "--cpus", 2, "--training.batch_size", 2, "--lora.rank", 2),
+        ),
+        "checkpoints": (
+            {},
+            True,
+            (*UPLOAD, "--checkpoint.hf_upload_format", "dcp", "--checkpoint.async_mode=async"),
+        ),
         "at the end": ({}, True, (*UPLOAD, "--checkpoint.hf_upload_when", "end")),
         "slow": ({"seconds": 30.0}, True, (*UPLOAD, "--checkpoint.interval", 1)),
     }
     return sent_by(world, tmp_path_factory.mktemp("hub"), kinds)
 
 
-def sent_by(world: Path, folder: Path, kinds: dict[str, tuple[dict[str, Any], bool, tuple[object, ...]]]) -> Sent:
+def sent_by(
+    world: Path, folder: Path, kinds: dict[str, tuple[dict[str, Any], bool, tuple[object, ...]]]
+) -> Sent:
     def run(name: str) -> tuple[Path, str, FakeHub]:
         settings, token, flags = kinds[name]
         with fake_hub(**settings) as hub:
@@ -74,7 +91,11 @@ def test_each_checkpoint_and_the_final_model_are_commits_with_tags(sent: Sent) -
 def test_training_is_the_same_and_adapters_go_along(sent: Sent, more: Sent) -> None:
     assert curve(sent["waits"][0]) == curve(sent["no token"][0])
     for _, files in more["two ranks"][2].commits:
-        assert {"adapter/adapter_model.safetensors", "adapter/adapter_config.json", "config.json"} <= files.keys()
+        assert {
+            "adapter/adapter_model.safetensors",
+            "adapter/adapter_config.json",
+            "config.json",
+        } <= files.keys()
 
 
 @pytest.mark.slow
@@ -98,7 +119,9 @@ def test_no_checkpoint_waits_for_an_upload_before_it(more: Sent) -> None:
     folder, printed, hub = more["slow"]
     assert [message for message, _ in hub.commits] == ["step 1", "step 4"]
     assert "is not uploaded: the one before is still on its way" in printed
-    assert {path.name for path in (folder / "checkpoint").glob("step-*")} == {f"step-{step}" for step in range(1, 5)}
+    assert {path.name for path in (folder / "checkpoint").glob("step-*")} == {
+        f"step-{step}" for step in range(1, 5)
+    }
 
 
 def test_what_the_hub_refuses_is_said_and_the_run_goes_on(sent: Sent) -> None:
@@ -125,14 +148,19 @@ def test_the_token_is_told_to_the_hub_alone(sent: Sent) -> None:
         assert TOKEN not in printed
         files = [path for path in folder.rglob("*") if path.is_file()]
         assert not [path for path in files if TOKEN.encode() in path.read_bytes()]
-        assert not any(TOKEN.encode() in content for _, sent in hub.commits for content in sent.values())
+        assert not any(
+            TOKEN.encode() in content for _, sent in hub.commits for content in sent.values()
+        )
 
 
 def test_half_of_the_settings_is_refused(world: Path) -> None:
     for flags, part in (
         (("--checkpoint.hf_upload_enabled",), "hf_repo_base_name: the second says where to"),
         (("--checkpoint.hf_repo_base_name", "org/model"), "nothing would be sent there"),
-        (("--checkpoint.hf_upload_enabled", "--checkpoint.hf_repo_base_name", "a b"), "hf_repo_base_name"),
+        (
+            ("--checkpoint.hf_upload_enabled", "--checkpoint.hf_repo_base_name", "a b"),
+            "hf_repo_base_name",
+        ),
     ):
         with pytest.raises(UserError, match=part):
             load_config(str(world / "run.toml"), flags)

@@ -44,15 +44,31 @@ def settings(world: Path, folder: Path, last: int) -> tuple[object, ...]:
     model = folder / "model"
     write_model(model, attention_dropout=0.1)
     return (
-        "--model.config", model, "--training.steps", last, "--training.batch_size", 2,
-        "--data.num_workers", 1, "--checkpoint.keep_latest_k", 2, "--validation.dataset", world / "validation.jsonl",
-        "--validation.dataset_split", "train", "--validation.freq", 7,
-    )  # fmt: skip
+        "--model.config",
+        model,
+        "--training.steps",
+        last,
+        "--training.batch_size",
+        2,
+        "--data.num_workers",
+        1,
+        "--checkpoint.keep_latest_k",
+        2,
+        "--validation.dataset",
+        world / "validation.jsonl",
+        "--validation.dataset_split",
+        "train",
+        "--validation.freq",
+        7,
+    )
 
 
 def workers(launcher: Process) -> list[int]:
     """The processes that a launcher has started so far, by rank."""
-    return [int(number) for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    return [
+        int(number)
+        for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    ]
 
 
 def nobody_left(folder: Path) -> bool:
@@ -86,13 +102,19 @@ def wait_for_moment(moment: str, process: Process, folder: Path, generator: rand
         if moment == "step":
             time.sleep(generator.uniform(0, 0.1))
         else:
-            wait_until(lambda: hidden("unfinished" if moment == "writing" else "removed"), process, pause=OFTEN)
+            wait_until(
+                lambda: hidden("unfinished" if moment == "writing" else "removed"),
+                process,
+                pause=OFTEN,
+            )
 
 
 def start_run(world: Path, folder: Path, *flags: object) -> Process:
     """Starts a run whose output goes to a file: a pipe that nobody reads would fill and stop it."""
     with open(log(folder), "w") as file:
-        return start_anew("train", world / "run.toml", "--job.dump_folder", folder, *flags, stdout=file)
+        return start_anew(
+            "train", world / "run.toml", "--job.dump_folder", folder, *flags, stdout=file
+        )
 
 
 def log(folder: Path) -> Path:
@@ -114,7 +136,9 @@ def kill(process: Process, folder: Path, rank: int | None) -> None:
     assert nobody_left(folder), "orphans"
 
 
-def kill_until_done(world: Path, folder: Path, ranks: int, mode: str, flags: tuple[object, ...], rounds: int) -> None:
+def kill_until_done(
+    world: Path, folder: Path, ranks: int, mode: str, flags: tuple[object, ...], rounds: int
+) -> None:
     """Starts a run again and again, kills it `rounds` times at random, and lets it come to its end at last."""
     generator = random.Random(f"{ranks} {mode}")
     flags = (*flags, "--cpus", ranks, "--checkpoint.async_mode", mode)
@@ -122,7 +146,9 @@ def kill_until_done(world: Path, folder: Path, ranks: int, mode: str, flags: tup
     victims = [VICTIMS[number % len(VICTIMS)] if ranks > 1 else None for number in range(rounds)]
     generator.shuffle(victims)
     for moment, victim in zip(moments, victims, strict=True):
-        with ended(start_run(world, folder, *flags, "--checkpoint.interval", generator.choice((1, 2)))) as process:
+        with ended(
+            start_run(world, folder, *flags, "--checkpoint.interval", generator.choice((1, 2)))
+        ) as process:
             wait_for_moment(moment, process, folder, generator)
             kill(process, folder, victim)
     train(world, folder, *flags, "--checkpoint.interval", 1)
@@ -131,7 +157,9 @@ def kill_until_done(world: Path, folder: Path, ranks: int, mode: str, flags: tup
 def assert_same_end(killed: Path, straight: Path) -> None:
     keys = ("loss", "grad_norm", "lr", "tokens", "skipped_steps")
     assert curve(killed, *keys) == curve(straight, *keys)
-    validations = [[row for row in rows(folder) if "val_loss" in row] for folder in (killed, straight)]
+    validations = [
+        [row for row in rows(folder) if "val_loss" in row] for folder in (killed, straight)
+    ]
     assert validations[0] == validations[1] != []
     assert weights(killed) == weights(straight)
     last = curve(straight)[-1][0]
@@ -142,14 +170,19 @@ def assert_same_end(killed: Path, straight: Path) -> None:
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def runs(request: pytest.FixtureRequest, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Runs:
+def runs(
+    request: pytest.FixtureRequest, world: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Runs:
     ranks = request.param
     folder = tmp_path_factory.mktemp("kill")
     flags = settings(world, folder, 28)
     straight, killed = folder / "straight", {mode: folder / mode for mode in MODES}
     together(
         lambda: train(world, straight, *flags, "--cpus", ranks),
-        *(lambda mode=mode: kill_until_done(world, killed[mode], ranks, mode, flags, 4 - ranks) for mode in MODES),
+        *(
+            lambda mode=mode: kill_until_done(world, killed[mode], ranks, mode, flags, 4 - ranks)
+            for mode in MODES
+        ),
     )
     return Runs(straight, killed)
 
@@ -177,7 +210,9 @@ def test_a_run_killed_20_times_ends_as_the_straight_run_bit_for_bit(
 
 def test_a_killed_launcher_leaves_no_orphan_that_writes(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with ended(start_run(world, folder, "--cpus", 2, *settings(world, tmp_path, 100_000))) as process:
+    with ended(
+        start_run(world, folder, "--cpus", 2, *settings(world, tmp_path, 100_000))
+    ) as process:
         wait_until(lambda: len(rows(folder)) > 3, process)
         process.kill()
         process.wait()
@@ -190,7 +225,9 @@ def test_a_killed_launcher_leaves_no_orphan_that_writes(world: Path, tmp_path: P
 
 def test_a_killed_worker_stops_the_others_and_is_named(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    with ended(start_run(world, folder, "--cpus", 2, *settings(world, tmp_path, 100_000))) as process:
+    with ended(
+        start_run(world, folder, "--cpus", 2, *settings(world, tmp_path, 100_000))
+    ) as process:
         wait_until(lambda: len(rows(folder)) > 3, process)
         kill(process, folder, 1)
 

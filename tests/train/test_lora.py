@@ -14,10 +14,26 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lacuna.config import UserError
 from lacuna.config.sections import LoraConfig as Settings
 from lacuna.export.huggingface import export_adapter
-from lacuna.model.lora import adapted_modules, add_adapters, load_adapters, trained_names, without_adapters
+from lacuna.model.lora import (
+    adapted_modules,
+    add_adapters,
+    load_adapters,
+    trained_names,
+    without_adapters,
+)
 from lacuna.parallel.precision import compute_in
 from lacuna.train.forms import open_model
-from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
+from runs import (
+    checkpoint,
+    curve,
+    lacuna,
+    make_world,
+    refused,
+    stop_after,
+    together,
+    train,
+    weights,
+)
 from tiny import random_model, tiny_config, tokenizer_of_words
 
 pytestmark = pytest.mark.slow  # whole runs of the command line
@@ -40,14 +56,25 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(world: Path) -> tuple[object, ...]:
-    start = ("--model.name_or_path", world / "base", "--model.config", "none", "--model.tokenizer_path")
+    start = (
+        "--model.name_or_path",
+        world / "base",
+        "--model.config",
+        "none",
+        "--model.tokenizer_path",
+    )
     return *start, world / "model", "--lora.rank", 4, "--lora.alpha", 8
 
 
 @pytest.fixture(scope="module")
 def runs(world: Path) -> dict[str, Path]:
     folders = {kind: world / "runs" / kind for kind in KINDS}
-    together(*(lambda kind=kind: train(world, folders[kind], *settings(world), *KINDS[kind]) for kind in KINDS))
+    together(
+        *(
+            lambda kind=kind: train(world, folders[kind], *settings(world), *KINDS[kind])
+            for kind in KINDS
+        )
+    )
     return folders
 
 
@@ -56,7 +83,9 @@ def logits(model: PreTrainedModel | PeftModel) -> Tensor:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_merged_model_is_what_peft_computes_from_the_adapter(world: Path, runs: dict[str, Path], kind: str) -> None:
+def test_the_merged_model_is_what_peft_computes_from_the_adapter(
+    world: Path, runs: dict[str, Path], kind: str
+) -> None:
     base = AutoModelForCausalLM.from_pretrained(world / "base")
     before = logits(base)
     beside = logits(PeftModel.from_pretrained(base, runs[kind] / "hf" / "adapter"))
@@ -73,7 +102,9 @@ def test_two_ranks_train_the_same_adapter(world: Path, runs: dict[str, Path]) ->
 
 
 @pytest.mark.parametrize("kind", ("scaled", "DoRA"))
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(world: Path, runs: dict[str, Path], kind: str) -> None:
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    world: Path, runs: dict[str, Path], kind: str
+) -> None:
     again = world / "again" / kind
     stop_after(2, world, again, *settings(world), *KINDS[kind])
     train(world, again, *settings(world), *KINDS[kind])
@@ -81,18 +112,25 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(world: Path, runs: dic
     assert weights(again) == weights(runs[kind])
 
 
-def test_a_checkpoint_holds_what_was_trained_and_becomes_the_merged_model(world: Path, runs: dict[str, Path]) -> None:
+def test_a_checkpoint_holds_what_was_trained_and_becomes_the_merged_model(
+    world: Path, runs: dict[str, Path]
+) -> None:
     last = checkpoint(runs["DoRA"], 8)
     stored = sum(file.stat().st_size for file in last.glob("*.distcp"))
     assert stored < (world / "base" / "model.safetensors").stat().st_size
     lacuna("convert", last, world / "converted", "--to", "hf")
-    found, wanted = (load_file(folder / "model.safetensors") for folder in (world / "converted", runs["DoRA"] / "hf"))
+    found, wanted = (
+        load_file(folder / "model.safetensors")
+        for folder in (world / "converted", runs["DoRA"] / "hf")
+    )
     torch.testing.assert_close(found, wanted)
 
 
 def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
     base = AutoModelForCausalLM.from_pretrained(world / "base")
-    theirs = get_peft_model(base, LoraConfig(r=3, lora_alpha=5, target_modules=["k_proj", "o_proj"], use_rslora=True))
+    theirs = get_peft_model(
+        base, LoraConfig(r=3, lora_alpha=5, target_modules=["k_proj", "o_proj"], use_rslora=True)
+    )
     with torch.no_grad():
         for name, parameter in theirs.named_parameters():
             if "lora_B" in name:
@@ -101,25 +139,41 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
     still = ("--lora.adapter", world / "theirs", "--optimizer.lr", 0, "--training.steps", 1)
     train(world, world / "on", *settings(world)[:6], *still)
     started = load_file(world / "theirs" / "adapter_model.safetensors")
-    torch.testing.assert_close(load_file(world / "on" / "hf" / "adapter" / "adapter_model.safetensors"), started)
+    torch.testing.assert_close(
+        load_file(world / "on" / "hf" / "adapter" / "adapter_model.safetensors"), started
+    )
     merged = AutoModelForCausalLM.from_pretrained(world / "on" / "hf")
     torch.testing.assert_close(logits(merged), logits(theirs), rtol=1e-5, atol=1e-5)
     shutil.rmtree(world / "theirs")  # which the run needs no more
     lacuna("convert", checkpoint(world / "on", 1), world / "of-step", "--to", "hf")
-    torch.testing.assert_close(logits(AutoModelForCausalLM.from_pretrained(world / "of-step")), logits(merged))
+    torch.testing.assert_close(
+        logits(AutoModelForCausalLM.from_pretrained(world / "of-step")), logits(merged)
+    )
     lacuna("train", world / "on" / "config.toml", "--training.steps", 2)
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--lora.targets", "wq"), "lora.targets: 'wq' matches no linear layer of the model: choose of down_proj"),
+        (
+            ("--lora.targets", "wq"),
+            "lora.targets: 'wq' matches no linear layer of the model: choose of down_proj",
+        ),
         (("--lora.targets", "lm_head"), "'lm_head' matches no linear layer"),
         (("--lora.modules", "nrm"), "lora.modules: 'nrm' matches no module"),
-        (("--lora.targets=",), "lora.targets, lora.parameters, lora.modules: they name nothing that could learn"),
+        (
+            ("--lora.targets=",),
+            "lora.targets, lora.parameters, lora.modules: they name nothing that could learn",
+        ),
         (("--lora.rank", "33"), "lora.rank: 33 is more than 32"),
-        (("--lora.rank", "0", "--lora.dora"), "lora.dora, lora.rank: without the second there is no adapter"),
-        (("--lora.rank", "0", "--lora.targets", "q_proj"), "lora.targets, lora.rank: without it there is no adapter"),
+        (
+            ("--lora.rank", "0", "--lora.dora"),
+            "lora.dora, lora.rank: without the second there is no adapter",
+        ),
+        (
+            ("--lora.rank", "0", "--lora.targets", "q_proj"),
+            "lora.targets, lora.rank: without it there is no adapter",
+        ),
         (
             ("--model.new_tokens", "<a>", "--model.train_new_tokens_only"),
             "adapters leave the vocabulary frozen: name its embedding in lora.modules",
@@ -127,14 +181,20 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
         (("--lora.adapter", "nowhere"), "lora.adapter: cannot read nowhere/adapter_config.json"),
     ],
 )
-def test_adapters_that_cannot_be_are_refused(world: Path, flags: tuple[str, ...], said: str) -> None:
+def test_adapters_that_cannot_be_are_refused(
+    world: Path, flags: tuple[str, ...], said: str
+) -> None:
     given = settings(world)[:6] if "--lora.rank" in flags else settings(world)
     assert said in refused("train", world / "run.toml", *given, *flags, "--dry-run")
 
 
 @pytest.mark.parametrize(
     ("architecture", "modules"),
-    [("llama", ("mlp", "up_proj")), ("llama_tied", ("embed_tokens",)), ("llama_tied", ("lm_head",))],
+    [
+        ("llama", ("mlp", "up_proj")),
+        ("llama_tied", ("embed_tokens",)),
+        ("llama_tied", ("lm_head",)),
+    ],
 )
 def test_modules_that_are_trained_whole_are_so_in_peft(
     architecture: str, modules: tuple[str, ...], tmp_path: Path
@@ -175,7 +235,9 @@ def test_an_adapter_is_for_the_layers_that_peft_chose(
     theirs = get_peft_model(base, LoraConfig(r=3, init_lora_weights=False, **chosen))
     theirs.save_pretrained(tmp_path)
     described = tmp_path / "adapter_config.json"
-    described.write_text(json.dumps(json.loads(described.read_text()) | {"target_modules": chosen["target_modules"]}))
+    described.write_text(
+        json.dumps(json.loads(described.read_text()) | {"target_modules": chosen["target_modules"]})
+    )
     ours, stated = random_model(base.config), Settings(adapter=(str(tmp_path),))
     add_adapters(ours, stated, torch.float32)
     load_adapters(ours, trained_names(ours), stated)
@@ -185,13 +247,20 @@ def test_an_adapter_is_for_the_layers_that_peft_chose(
 def test_a_gate_of_one_output_gets_a_new_adapter_by_its_name_alone() -> None:
     for targets, rank, gates in ((("all-linear",), 4, 0), (("shared_expert_gate",), 1, 2)):
         chosen, *_ = add_adapters(
-            random_model(tiny_config("qwen2_moe")), Settings(rank=rank, targets=targets), torch.float32
+            random_model(tiny_config("qwen2_moe")),
+            Settings(rank=rank, targets=targets),
+            torch.float32,
         )
         assert sum(name.endswith("shared_expert_gate") for name in chosen) == gates
 
 
-def test_an_adapters_files_that_cannot_be_read_are_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
-    folder, no = shutil.copytree(runs["plain"] / "hf" / "adapter", tmp_path / "adapter"), tmp_path / "no"
+def test_an_adapters_files_that_cannot_be_read_are_refused(
+    world: Path, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    folder, no = (
+        shutil.copytree(runs["plain"] / "hf" / "adapter", tmp_path / "adapter"),
+        tmp_path / "no",
+    )
     AutoTokenizer.from_pretrained(world / "model").save_pretrained(world / "base")
     file = folder / "adapter_model.safetensors"
     file.write_bytes(file.read_bytes()[:-99])
@@ -200,7 +269,9 @@ def test_an_adapters_files_that_cannot_be_read_are_refused(world: Path, runs: di
     assert f"lora.adapter: cannot read {file}" in refused("convert", folder, no, "--to", "hf")
 
 
-def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(world: Path, tmp_path: Path) -> None:
+def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(
+    world: Path, tmp_path: Path
+) -> None:
     tokenizer_of_words().save_pretrained(base := tmp_path / "base")
     random_model(tiny_config("llama")).save_pretrained(base)
     given, tokenizer = Settings(rank=2), tokenizer_of_words()
@@ -211,56 +282,109 @@ def test_an_adapter_brings_the_chat_template_that_it_was_trained_with(world: Pat
     assert open_model(str(tmp_path / "adapter")).tokenizer.chat_template == tokenizer.chat_template
 
 
-def test_a_run_that_goes_on_with_less_than_it_trained_is_refused(world: Path, runs: dict[str, Path]) -> None:
+def test_a_run_that_goes_on_with_less_than_it_trained_is_refused(
+    world: Path, runs: dict[str, Path]
+) -> None:
     shutil.copytree(runs["plain"], world / "fewer")
     more = (*settings(world), "--lora.targets", "q_proj", "--training.steps", 9)
     said = train(world, world / "fewer", *more, status=2)
     assert "model.model.layers.0.mlp.down_proj.lora_A' is not among what is trained" in said
 
 
-def test_an_adapter_of_an_equally_shaped_model_is_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
-    random_model(AutoConfig.from_pretrained(world / "model"), seed=1).save_pretrained(tmp_path / "twin")
+def test_an_adapter_of_an_equally_shaped_model_is_refused(
+    world: Path, runs: dict[str, Path], tmp_path: Path
+) -> None:
+    random_model(AutoConfig.from_pretrained(world / "model"), seed=1).save_pretrained(
+        tmp_path / "twin"
+    )
     given = ("--model.name_or_path", tmp_path / "twin", *settings(world)[2:6])
-    said = refused("train", world / "run.toml", *given, "--lora.adapter", runs["plain"] / "hf" / "adapter", "--dry-run")
-    assert f"lora.adapter: {tmp_path / 'twin'} is another model than the adapters', {world / 'base'}" in said
+    said = refused(
+        "train",
+        world / "run.toml",
+        *given,
+        "--lora.adapter",
+        runs["plain"] / "hf" / "adapter",
+        "--dry-run",
+    )
+    assert (
+        f"lora.adapter: {tmp_path / 'twin'} is another model than the adapters', {world / 'base'}"
+        in said
+    )
 
 
 def test_an_adapter_of_another_model_is_refused(world: Path, runs: dict[str, Path]) -> None:
     other = ("--model.name_or_path", "none", "--model.config", world / "other.json")
     AutoConfig.from_pretrained(world / "model", hidden_size=32).to_json_file(world / "other.json")
     tokens = ("--model.tokenizer_path", world / "model")
-    said = train(world, world / "no", *other, *tokens, "--lora.adapter", runs["plain"] / "hf" / "adapter", status=2)
+    said = train(
+        world,
+        world / "no",
+        *other,
+        *tokens,
+        "--lora.adapter",
+        runs["plain"] / "hf" / "adapter",
+        status=2,
+    )
     assert "is of another model" in said
 
 
-def test_an_adapter_with_more_than_the_run_takes_is_refused(world: Path, runs: dict[str, Path]) -> None:
-    given = (*settings(world)[:6], "--lora.adapter", runs["plain"] / "hf" / "adapter", "--lora.targets", "q_proj")
+def test_an_adapter_with_more_than_the_run_takes_is_refused(
+    world: Path, runs: dict[str, Path]
+) -> None:
+    given = (
+        *settings(world)[:6],
+        "--lora.adapter",
+        runs["plain"] / "hf" / "adapter",
+        "--lora.targets",
+        "q_proj",
+    )
     said = train(world, world / "less", *given, status=2)
-    assert "or of other settings than lora.*: nothing here takes base_model.model.model.layers.0.mlp" in said
+    assert (
+        "or of other settings than lora.*: nothing here takes base_model.model.model.layers.0.mlp"
+        in said
+    )
 
 
 def test_several_adapters_are_started_from_as_their_sum(world: Path, runs: dict[str, Path]) -> None:
     both = [runs[kind] / "hf" / "adapter" for kind in ("summand", "plain")]
-    given = (*settings(world)[:6], "--lora.adapter", *both, "--training.steps", 1, "--optimizer.lr", 0)
+    given = (
+        *settings(world)[:6],
+        "--lora.adapter",
+        *both,
+        "--training.steps",
+        1,
+        "--optimizer.lr",
+        0,
+    )
     train(world, world / "sum", *given)
-    theirs = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(world / "base"), both[0], "first")
+    theirs = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(world / "base"), both[0], "first"
+    )
     theirs.load_adapter(both[1], "second")
     theirs.base_model.set_adapter(["first", "second"])
     merged = AutoModelForCausalLM.from_pretrained(world / "sum" / "hf")
     torch.testing.assert_close(logits(merged), logits(theirs), rtol=1e-5, atol=1e-5)
-    summed = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(world / "base"), world / "sum/hf/adapter")
+    summed = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(world / "base"), world / "sum/hf/adapter"
+    )
     torch.testing.assert_close(logits(summed), logits(theirs), rtol=1e-5, atol=1e-5)
 
 
 def test_several_adapters_without_a_sum_are_refused(world: Path, runs: dict[str, Path]) -> None:
-    other = ("--lora.adapter", runs["plain"] / "hf" / "adapter", runs["two ranks"] / "hf" / "adapter")
+    other = (
+        "--lora.adapter",
+        runs["plain"] / "hf" / "adapter",
+        runs["two ranks"] / "hf" / "adapter",
+    )
     assert "lora.adapter: " in train(world, world / "less", *settings(world)[:6], *other, status=2)
     whole = ("--lora.adapter", runs["scaled"] / "hf" / "adapter", runs["scaled"] / "hf" / "adapter")
     said = train(world, world / "less", *settings(world)[:6], *whole, status=2)
     assert "has no sum over several adapters" in said
 
 
-def test_an_adapter_with_ranks_of_its_own_for_some_layers_is_refused(world: Path, tmp_path: Path) -> None:
+def test_an_adapter_with_ranks_of_its_own_for_some_layers_is_refused(
+    world: Path, tmp_path: Path
+) -> None:
     base = AutoModelForCausalLM.from_pretrained(world / "base")
     theirs = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], alpha_pattern={"q_proj": 5})
     get_peft_model(base, theirs).save_pretrained(tmp_path)
@@ -269,7 +393,13 @@ def test_an_adapter_with_ranks_of_its_own_for_some_layers_is_refused(world: Path
 
 
 def test_only_new_rows_of_a_vocabulary_trained_beside_adapters_move(world: Path) -> None:
-    new = ("--model.new_tokens", "<a>", "--model.train_new_tokens_only", "--lora.modules", "embed_tokens,lm_head")
+    new = (
+        "--model.new_tokens",
+        "<a>",
+        "--model.train_new_tokens_only",
+        "--lora.modules",
+        "embed_tokens,lm_head",
+    )
     train(world, world / "rows", *settings(world), *new)
     base = load_file(world / "base" / "model.safetensors")["model.embed_tokens.weight"]
     rows = load_file(world / "rows" / "hf" / "model.safetensors")["model.embed_tokens.weight"]

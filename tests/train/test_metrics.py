@@ -32,10 +32,22 @@ def reported(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Reported:
     other = write_documents(folder / "other.jsonl", random.Random(2), 200)
     sources = [str(world / "train.jsonl"), str(other)]
     flags = (
-        "--training.steps", STEPS, "--data.dataset", ",".join(sources), "--data.data_probs", "0.8,0.2",
-        "--validation.dataset", world / "validation.jsonl", "--validation.dataset_split", "train",
-        "--validation.freq", 50, "--checkpoint.interval", 60, "--metrics.enable_tensorboard",
-    )  # fmt: skip
+        "--training.steps",
+        STEPS,
+        "--data.dataset",
+        ",".join(sources),
+        "--data.data_probs",
+        "0.8,0.2",
+        "--validation.dataset",
+        world / "validation.jsonl",
+        "--validation.dataset_split",
+        "train",
+        "--validation.freq",
+        50,
+        "--checkpoint.interval",
+        60,
+        "--metrics.enable_tensorboard",
+    )
     every, seldom = folder / "every", folder / "seldom"
     seldom_flags = (*flags, "--training.batch_size", 8, "--metrics.log_freq", 7)
     together(
@@ -56,12 +68,16 @@ def shares_of(sources: list[str]) -> list[str]:
     return [f"share_{number}_{source}" for number, source in enumerate(sources)]
 
 
-def test_rows_have_the_documented_keys_and_those_of_a_mixture_its_shares(reported: Reported) -> None:
+def test_rows_have_the_documented_keys_and_those_of_a_mixture_its_shares(
+    reported: Reported,
+) -> None:
     assert [row["step"] for row in training_rows(reported.every)] == list(range(1, STEPS + 1))
     for row in rows(reported.every):
         training = [*METRICS, *shares_of(reported.sources)]
         assert list(row) == (
-            training if "loss" in row else ["step", "val_loss", "val_bits_per_byte", "val_token_accuracy"]
+            training
+            if "loss" in row
+            else ["step", "val_loss", "val_bits_per_byte", "val_token_accuracy"]
         )
 
 
@@ -102,29 +118,45 @@ def test_every_rank_writes_its_own_file_when_asked(reported: Reported) -> None:
     mirror = reported.every / "mirror"
     mirror.mkdir()
     shutil.copy(reported.every / "metrics-rank-1.jsonl", mirror / "metrics.jsonl")
-    assert curve(mirror, "loss", "grad_norm", "tokens") == curve(reported.every, "loss", "grad_norm", "tokens")
+    assert curve(mirror, "loss", "grad_norm", "tokens") == curve(
+        reported.every, "loss", "grad_norm", "tokens"
+    )
     assert (reported.every / "tb" / "rank-1").is_dir()
 
 
 def test_tensorboard_holds_the_same_numbers_also_after_a_resume(reported: Reported) -> None:
-    accumulator = EventAccumulator(str(reported.seldom / "tb"), size_guidance={"scalars": 0}).Reload()
+    accumulator = EventAccumulator(
+        str(reported.seldom / "tb"), size_guidance={"scalars": 0}
+    ).Reload()
     board = {
         tag: [(event.step, event.value) for event in accumulator.Scalars(tag)]
         for tag in accumulator.Tags()["scalars"]
-    }  # fmt: skip
+    }
     written: dict[str, list[tuple[int, float]]] = {}
     for row in rows(reported.seldom):
         for key, value in row.items():
             if key != "step" and value is not None:
                 written.setdefault(key, []).append((row["step"], value))
-    unnamed = {key if not key.startswith("share_") else key[:7]: points for key, points in written.items()}
+    unnamed = {
+        key if not key.startswith("share_") else key[:7]: points for key, points in written.items()
+    }
     assert unnamed.keys() == {tag if not tag.startswith("share_") else tag[:7] for tag in board}
     for tag, points in board.items():
         expected = unnamed[tag if not tag.startswith("share_") else tag[:7]]
         assert [step for step, _ in points] == [step for step, _ in expected]
-        assert [value for _, value in points] == pytest.approx([value for _, value in expected], rel=1e-6)
+        assert [value for _, value in points] == pytest.approx(
+            [value for _, value in expected], rel=1e-6
+        )
 
 
 def test_a_run_that_steps_in_the_backward_pass_reports_no_norm(world: Path, tmp_path: Path) -> None:
-    train(world, tmp_path, "--optimizer.early_step_in_backward", "--training.max_norm", 0, "--training.steps", 2)
+    train(
+        world,
+        tmp_path,
+        "--optimizer.early_step_in_backward",
+        "--training.max_norm",
+        0,
+        "--training.steps",
+        2,
+    )
     assert [norm for _, norm in curve(tmp_path, "grad_norm")] == [None, None]

@@ -43,7 +43,9 @@ def thinking(batch: Batch) -> Batch:
     return replace(batch, columns=batch.columns | columns)
 
 
-def trained(case: Case, folder: Path, implementation: str) -> tuple[dict[str, Tensor], list[float], float]:
+def trained(
+    case: Case, folder: Path, implementation: str
+) -> tuple[dict[str, Tensor], list[float], float]:
     """Whole weights after two steps, the norms of their gradients, and the first one's, of trained rows alone."""
     config = Config(
         model=ModelConfig(name_or_path=str(folder), new_tokens=NEW, train_new_tokens_only=True),
@@ -65,7 +67,11 @@ def trained(case: Case, folder: Path, implementation: str) -> tuple[dict[str, Te
             square += float(gradient[IDS if ends else ...].square().sum()) if step == 0 else 0.0
         norm, _ = update(built, optimizer, trained)
         norms.append(norm.item())
-    return {name: whole(weight).detach() for name, weight in built.model.named_parameters()}, norms, square**0.5
+    return (
+        {name: whole(weight).detach() for name, weight in built.model.named_parameters()},
+        norms,
+        square**0.5,
+    )
 
 
 def check_moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
@@ -80,7 +86,9 @@ def check_moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_old_rows_stay_to_the_bit_and_all_else_is_trained(name: str, architecture: str, tmp_path: Path) -> None:
+def test_old_rows_stay_to_the_bit_and_all_else_is_trained(
+    name: str, architecture: str, tmp_path: Path
+) -> None:
     case = CASES[name]
     model = random_model(tiny_config(architecture))
     model.save_pretrained(tmp_path)
@@ -89,7 +97,9 @@ def test_old_rows_stay_to_the_bit_and_all_else_is_trained(name: str, architectur
     alone, norms, norm = run_ranks(1, trained, CASES["alone"], tmp_path, "foreach")[0]
     check_moved(before, alone)
     assert norms[0] == pytest.approx(norm, rel=1e-6), "nothing else counts"
-    for after, also, _ in run_ranks(case.layout.data_parallel * case.layout.sharing, trained, case, tmp_path, "fused"):
+    for after, also, _ in run_ranks(
+        case.layout.data_parallel * case.layout.sharing, trained, case, tmp_path, "fused"
+    ):
         check_moved(before, after)
         assert also == pytest.approx(norms, rel=1e-5)
 
@@ -98,7 +108,9 @@ def test_a_run_goes_on_exactly_and_its_export_opens_in_transformers(tmp_path: Pa
     source = write_model(tmp_path / "model")
     old = LlamaForCausalLM(LlamaConfig.from_pretrained(source))
     old.save_pretrained(source)
-    (tmp_path / "train.jsonl").write_text('{"text": "the cat<think>on the mat</think>sat there"}\n' * 40)
+    (tmp_path / "train.jsonl").write_text(
+        '{"text": "the cat<think>on the mat</think>sat there"}\n' * 40
+    )
     (tmp_path / "run.toml").write_text(f"""
 [model]
 name_or_path = "{source}"
@@ -118,7 +130,11 @@ export_dtype = "float32"
 [metrics]
 enable_tensorboard = false
 """)
-    multiple, straight, resumed = "--model.vocabulary_multiple", tmp_path / "straight", tmp_path / "resumed"
+    multiple, straight, resumed = (
+        "--model.vocabulary_multiple",
+        tmp_path / "straight",
+        tmp_path / "resumed",
+    )
     *_, plain, padded = together(
         lambda: train(tmp_path, straight, "--cpus", 2, "--training.steps", 4, multiple, 8),
         lambda: train(tmp_path, resumed, "--cpus", 2, "--training.steps", 2, multiple, 8),
@@ -127,19 +143,39 @@ enable_tensorboard = false
     )
     going_on, refused = together(
         lambda: train(tmp_path, resumed, "--cpus", 2, "--training.steps", 4, multiple, 8),
-        lambda: train(tmp_path, straight, "--training.steps", 6, multiple, 8, "--model.new_tokens", "<a>", status=2),
+        lambda: train(
+            tmp_path,
+            straight,
+            "--training.steps",
+            6,
+            multiple,
+            8,
+            "--model.new_tokens",
+            "<a>",
+            status=2,
+        ),
     )
     assert "resuming after step 2" in going_on and weights(resumed) == weights(straight)
-    assert "model.new_tokens (was ('<think>', '</think>'), is ('<a>',)) changed" in refused.replace("\n", "")
+    assert "model.new_tokens (was ('<think>', '</think>'), is ('<a>',)) changed" in refused.replace(
+        "\n", ""
+    )
 
-    tokenizer, model = (kind.from_pretrained(straight / "hf") for kind in (AutoTokenizer, AutoModelForCausalLM))
+    tokenizer, model = (
+        kind.from_pretrained(straight / "hf") for kind in (AutoTokenizer, AutoModelForCausalLM)
+    )
     assert tokenizer("a<think>b</think>").input_ids[1::2] == [257, 258]
     assert tokenizer.decode([257, 32, 258], skip_special_tokens=True) == tokenizer.decode([32])
     assert model.config.vocab_size == 264
-    for now, end in ((model.model.embed_tokens.weight, old.model.embed_tokens), (model.lm_head.weight, old.lm_head)):
+    for now, end in (
+        (model.model.embed_tokens.weight, old.model.embed_tokens),
+        (model.lm_head.weight, old.lm_head),
+    ):
         assert torch.equal(now[:257], end.weight)
         mean = end.weight.double().mean(0).float()
         assert [torch.equal(row, mean) for row in now[257:]] == [False, False, *[True] * 5]
 
-    shown = [int(text.partition(" parameters")[0].split()[-1].replace(",", "")) for text in (plain, padded)]
+    shown = [
+        int(text.partition(" parameters")[0].split()[-1].replace(",", ""))
+        for text in (plain, padded)
+    ]
     assert shown == [old.num_parameters() + 2 * 64 * new for new in (2, 320 - 257)]

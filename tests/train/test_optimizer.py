@@ -24,7 +24,16 @@ from lacuna.train.optimizer import (
     update,
     warmup_steps,
 )
-from tiny import CPU, differing, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words, whole
+from tiny import (
+    CPU,
+    differing,
+    random_model,
+    relative_error,
+    run_ranks,
+    tiny_config,
+    tokenizer_of_words,
+    whole,
+)
 
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 TRAINED = torch.tensor(10.0, dtype=torch.float64)
@@ -45,13 +54,17 @@ def configuration(folder: Path, implementation: str, **training: object) -> Conf
 
 
 def build(config: Config) -> BuiltModel:
-    return build_model(config, tokenizer_of_words(), build_mesh(Layout(1, dist.get_world_size()), "cpu"), CPU)
+    return build_model(
+        config, tokenizer_of_words(), build_mesh(Layout(1, dist.get_world_size()), "cpu"), CPU
+    )
 
 
 def undecayed(architecture: str) -> set[str]:
     """The names of the parameters without weight decay."""
     model = random_model(tiny_config(architecture))
-    groups = build_optimizer(model, Config(optimizer=OptimizerConfig(weight_decay=0.3))).param_groups
+    groups = build_optimizer(
+        model, Config(optimizer=OptimizerConfig(weight_decay=0.3))
+    ).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -70,8 +83,17 @@ def test_embeddings_norms_and_biases_do_not_decay(architecture: str) -> None:
 
 
 NO_MATRICES = {
-    "gpt_oss": ("experts.gate_up_proj_bias", "experts.down_proj_bias", "self_attn.sinks", "router.bias"),
-    "recurrent_gemma": ("rg_lru.input_gate_bias", "rg_lru.recurrent_gate_bias", "rg_lru.recurrent_param"),
+    "gpt_oss": (
+        "experts.gate_up_proj_bias",
+        "experts.down_proj_bias",
+        "self_attn.sinks",
+        "router.bias",
+    ),
+    "recurrent_gemma": (
+        "rg_lru.input_gate_bias",
+        "rg_lru.recurrent_gate_bias",
+        "rg_lru.recurrent_param",
+    ),
     "mamba": ("mixer.A_log", "mixer.D", "mixer.dt_proj.bias"),
     "zamba": ("mamba.A_log", "mamba.D", "mamba.dt_proj_bias"),
     "kimi_linear": ("forget_gate.A_log", "forget_gate.dt_bias"),
@@ -83,7 +105,11 @@ NO_MATRICES = {
 
 MATRICES = {
     "gpt_oss": ("experts.gate_up_proj", "experts.down_proj", "q_proj.weight", "router.weight"),
-    "recurrent_gemma": ("rg_lru.input_gate_weight", "rg_lru.recurrent_gate_weight", "conv_1d.weight"),
+    "recurrent_gemma": (
+        "rg_lru.input_gate_weight",
+        "rg_lru.recurrent_gate_weight",
+        "conv_1d.weight",
+    ),
     "mamba": ("mixer.in_proj.weight", "mixer.conv1d.weight", "mixer.x_proj.weight"),
     "zamba": ("mamba.x_proj_weight", "mamba.dt_proj_weight"),
     "qwen2_moe": ("shared_expert_gate.weight", "experts.down_proj"),
@@ -95,8 +121,14 @@ MATRICES = {
 def test_what_decays_is_a_matrix_however_many_dimensions_others_have(kind: str) -> None:
     model = meta_model(small_config(configuration_class(kind)), "eager", torch.float32)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    decayed, free = ([names[one] for one in group["params"]] for group in build_optimizer(model, Config()).param_groups)
-    for wanted, others, ends in ((free, decayed, NO_MATRICES.get(kind, ())), (decayed, free, MATRICES.get(kind, ()))):
+    decayed, free = (
+        [names[one] for one in group["params"]]
+        for group in build_optimizer(model, Config()).param_groups
+    )
+    for wanted, others, ends in (
+        (free, decayed, NO_MATRICES.get(kind, ())),
+        (decayed, free, MATRICES.get(kind, ())),
+    ):
         for end in ends:
             assert any(name.endswith(end) for name in wanted), end
             assert not any(name.endswith(end) for name in others), end
@@ -117,7 +149,9 @@ def test_frozen_parameters_are_left_alone() -> None:
     model = random_model(tiny_config("llama"))
     model.model.requires_grad_(False)
     groups = build_optimizer(model, Config()).param_groups
-    assert [parameter for group in groups for parameter in group["params"]] == [model.lm_head.weight]
+    assert [parameter for group in groups for parameter in group["params"]] == [
+        model.lm_head.weight
+    ]
 
 
 def give_gradients(model: nn.Module, scale: float = 0.5) -> None:
@@ -137,7 +171,9 @@ def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], d
     config = configuration(folder, implementation)
     built = build(config)
     plain = random_model(tiny_config("llama"))
-    plain.load_state_dict({name: whole(tensor) for name, tensor in built.model.state_dict().items()})
+    plain.load_state_dict(
+        {name: whole(tensor) for name, tensor in built.model.state_dict().items()}
+    )
     matrices = [p for name, p in plain.named_parameters() if p.ndim > 1 and "embed" not in name]
     others = [p for name, p in plain.named_parameters() if p.ndim == 1 or "embed" in name]
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
@@ -163,7 +199,9 @@ def three_steps_each(folder: Path) -> list[tuple[dict[str, Tensor], dict[str, Te
 def test_three_steps_on_shards_are_torchs_steps_on_the_whole(model_config: Path) -> None:
     for results in run_ranks(2, three_steps_each, model_config):
         for implementation, (ours, expected) in zip(IMPLEMENTATIONS, results, strict=True):
-            assert relative_error({name: ours[name] for name in expected}, expected) < 1e-6, implementation
+            assert relative_error({name: ours[name] for name in expected}, expected) < 1e-6, (
+                implementation
+            )
             assert ours["optimizer.lm_head.weight.step"].item() == 3, implementation
 
 
@@ -177,7 +215,10 @@ def skipped_steps(folder: Path, implementation: str) -> None:
     """Two good steps with skipped ones between must equal the two good steps."""
     config = configuration(folder, implementation, skip_nan_inf=True)
     built, untroubled = build(config), build(config)
-    optimizer, calm = build_optimizer(built.model, config), build_optimizer(untroubled.model, config)
+    optimizer, calm = (
+        build_optimizer(built.model, config),
+        build_optimizer(untroubled.model, config),
+    )
     nothing_trained = torch.zeros_like(TRAINED)
 
     initial = snapshot(built, optimizer)
@@ -188,7 +229,12 @@ def skipped_steps(folder: Path, implementation: str) -> None:
     assert not any(after[name].any() for name in after if name.startswith("optimizer."))
     assert differing({name: after[name] for name in initial}, initial) == []
 
-    for trained, broken in ((TRAINED, False), (TRAINED, True), (nothing_trained, False), (TRAINED, False)):
+    for trained, broken in (
+        (TRAINED, False),
+        (TRAINED, True),
+        (nothing_trained, False),
+        (TRAINED, False),
+    ):
         before = snapshot(built, optimizer)
         give_gradients(built.model)
         if broken:
@@ -211,7 +257,9 @@ def skipped_steps_each(folder: Path) -> None:
         skipped_steps(folder, implementation)
 
 
-def test_a_skipped_step_leaves_parameters_state_and_step_count_untouched(model_config: Path) -> None:
+def test_a_skipped_step_leaves_parameters_state_and_step_count_untouched(
+    model_config: Path,
+) -> None:
     run_ranks(2, skipped_steps_each, model_config)
 
 
@@ -236,7 +284,10 @@ def clipped(folder: Path, limits: list[float]) -> list[tuple[float, dict[str, Te
     for max_norm in limits:
         give_gradients(built.model)
         norm = clip_gradients(built, max_norm)
-        gradients = {name: whole(parameter.grad).clone() for name, parameter in built.model.named_parameters()}
+        gradients = {
+            name: whole(parameter.grad).clone()
+            for name, parameter in built.model.named_parameters()
+        }
         results.append((norm.item(), gradients))
     return results
 
@@ -246,12 +297,20 @@ def test_clipping_shards_is_clipping_the_whole(model_config: Path) -> None:
     for results in run_ranks(2, clipped, model_config, limits):
         _, unclipped = results[0]
         for limit, (norm, gradients) in zip(limits, results, strict=True):
-            plain = {name: nn.Parameter(torch.zeros_like(gradient)) for name, gradient in unclipped.items()}
+            plain = {
+                name: nn.Parameter(torch.zeros_like(gradient))
+                for name, gradient in unclipped.items()
+            }
             for name, parameter in plain.items():
                 parameter.grad = unclipped[name].clone()
             expected = nn.utils.clip_grad_norm_(plain.values(), limit or torch.inf)
             assert 0.5 < norm == pytest.approx(expected.item(), rel=1e-6)
-            assert relative_error(gradients, {name: parameter.grad for name, parameter in plain.items()}) < 1e-6
+            assert (
+                relative_error(
+                    gradients, {name: parameter.grad for name, parameter in plain.items()}
+                )
+                < 1e-6
+            )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -262,14 +321,19 @@ def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None
     give_gradients(model)
     stepped.step()
     ours, theirs = (optimizer_tensors(model, optimizer) for optimizer in (allocated, stepped))
-    described = [{name: (t.shape, t.dtype, t.device) for name, t in state.items()} for state in (ours, theirs)]
+    described = [
+        {name: (t.shape, t.dtype, t.device) for name, t in state.items()}
+        for state in (ours, theirs)
+    ]
     assert described[0] == described[1]
     assert not any(tensor.any() for tensor in ours.values())
 
 
 def test_an_early_step_is_taken_after_one_that_was_skipped() -> None:
     model = random_model(tiny_config("llama"))
-    optimizer = build_optimizer(model, Config(optimizer=OptimizerConfig(early_step_in_backward=True)))
+    optimizer = build_optimizer(
+        model, Config(optimizer=OptimizerConfig(early_step_in_backward=True))
+    )
     optimizer.found_inf = torch.ones(())  # as `update` leaves it
     before = model.lm_head.weight.detach().clone()
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
@@ -279,7 +343,10 @@ def test_an_early_step_is_taken_after_one_that_was_skipped() -> None:
 ROOT = math.sqrt(0.5)
 RATES = {
     # 2 steps of warmup to a third and two thirds, then 8 of decay: 1 - p with p = 1/9 ... 8/9
-    "linear": ({"warmup_steps": 2}, [1 / 3, 2 / 3, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9]),
+    "linear": (
+        {"warmup_steps": 2},
+        [1 / 3, 2 / 3, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9],
+    ),
     "linear with a floor": (
         {"warmup_steps": 2, "lr_min": 0.1},
         [1 / 3, 2 / 3, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2],
@@ -306,7 +373,10 @@ RATES = {
     "no decay": ({"warmup_steps": 0, "decay_ratio": 0.0}, [1.0] * 10),
     "no warmup": ({"warmup_steps": 0, "decay_ratio": 0.2}, [1.0] * 8 + [2 / 3, 1 / 3]),
     # half of the steps should decay, but only 2 are left after the warmup: p = 1/3, 2/3
-    "clamped": ({"warmup_steps": 8, "decay_ratio": 0.5}, [n / 9 for n in range(1, 9)] + [2 / 3, 1 / 3]),
+    "clamped": (
+        {"warmup_steps": 8, "decay_ratio": 0.5},
+        [n / 9 for n in range(1, 9)] + [2 / 3, 1 / 3],
+    ),
     "warmup longer than the run": ({"warmup_steps": 19}, [n / 20 for n in range(1, 11)]),
 }
 
@@ -318,9 +388,15 @@ def test_the_learning_rate_of_every_step(settings: dict, expected: list[float]) 
     assert rates == pytest.approx([0.02 * factor for factor in expected], rel=1e-12)
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (9, 0), (60, 6), (1_999, 199), (2_000, 200), (10**6, 200)])
-def test_a_warmup_that_nobody_gave_is_a_tenth_of_the_run_and_at_most_200_steps(total: int, warmup: int) -> None:
-    config = Config(optimizer=OptimizerConfig(lr=0.02), lr_scheduler=LRSchedulerConfig(decay_type="constant"))
+@pytest.mark.parametrize(
+    ("total", "warmup"), [(1, 0), (9, 0), (60, 6), (1_999, 199), (2_000, 200), (10**6, 200)]
+)
+def test_a_warmup_that_nobody_gave_is_a_tenth_of_the_run_and_at_most_200_steps(
+    total: int, warmup: int
+) -> None:
+    config = Config(
+        optimizer=OptimizerConfig(lr=0.02), lr_scheduler=LRSchedulerConfig(decay_type="constant")
+    )
     assert warmup_steps(config, total) == warmup
     assert peak_step(config, total) == min(warmup, total - 1)
     assert learning_rate(config, peak_step(config, total), total) == 0.02
@@ -330,4 +406,6 @@ def test_a_warmup_that_nobody_gave_is_a_tenth_of_the_run_and_at_most_200_steps(t
 @pytest.mark.parametrize("name", RATES)
 def test_the_peak_is_the_highest_rate_of_the_run(name: str) -> None:
     settings, factors = RATES[name]
-    assert factors[peak_step(Config(lr_scheduler=LRSchedulerConfig(**settings)), 10)] == max(factors)
+    assert factors[peak_step(Config(lr_scheduler=LRSchedulerConfig(**settings)), 10)] == max(
+        factors
+    )

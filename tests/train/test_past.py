@@ -59,7 +59,10 @@ def test_changed_data_or_tokenizer_is_refused(
         output = again(begun, tmp_path, status=2)
     finally:
         path.write_text(content)
-    assert f"not what it was when the run was started: {said}" in output and "initial_load_path" in output
+    assert (
+        f"not what it was when the run was started: {said}" in output
+        and "initial_load_path" in output
+    )
     assert max(row["step"] for row in rows(tmp_path / "run")) == 4
 
 
@@ -77,9 +80,13 @@ def test_changed_settings_and_another_model_configuration_are_said_before_the_fi
         path.write_text(content)
     said, _, steps = output.partition("step      6")
     assert "attention_dropout of the model's configuration: 0.0 → 0.125 (" in said and steps
-    assert "training.steps: 4 → 6 (the learning rate goes on where the new schedule has it: " in said
+    assert (
+        "training.steps: 4 → 6 (the learning rate goes on where the new schedule has it: " in said
+    )
     assert "metrics.log_freq: 1 → 2\n" in "\n".join(line.rstrip() for line in said.splitlines())
-    assert "optimizer.weight_decay: " in said and "(the moments of the steps so far are kept)" in said
+    assert (
+        "optimizer.weight_decay: " in said and "(the moments of the steps so far are kept)" in said
+    )
     assert "job.task" not in said and "data.dataset:" not in said
 
 

@@ -12,7 +12,17 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.model.quantization import dequantize, packed_sizes, quantize
-from runs import checkpoint, curve, lacuna, make_world, refused, stop_after, together, train, weights
+from runs import (
+    checkpoint,
+    curve,
+    lacuna,
+    make_world,
+    refused,
+    stop_after,
+    together,
+    train,
+    weights,
+)
 from tiny import differing, random_model
 
 pytestmark = pytest.mark.slow  # whole runs of the command line
@@ -31,13 +41,24 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
     linear = [name for name in whole if name.endswith("_proj.weight")]
     for form in FORMS:
         packed = {name: quantize(whole[name], form) for name in linear}
-        dense = {name: dequantize(packed[name], form, whole[name].shape, torch.float32) for name in linear}
+        dense = {
+            name: dequantize(packed[name], form, whole[name].shape, torch.float32)
+            for name in linear
+        }
         write(folder / f"dequantized-{form}", model.config.to_dict(), whole | dense)
         settings = {"load_in_8bit": True}
         if form == "nf4":
-            settings = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}
+            settings = {
+                "load_in_4bit": True,
+                "bnb_4bit_quant_type": "nf4",
+                "bnb_4bit_use_double_quant": True,
+            }
         about = {"quantization_config": {"quant_method": "bitsandbytes", **settings}}
-        stored = {key: part for name in linear for key, part in as_stored(name, packed[name], whole[name].shape, form)}
+        stored = {
+            key: part
+            for name in linear
+            for key, part in as_stored(name, packed[name], whole[name].shape, form)
+        }
         rest = {name: tensor for name, tensor in whole.items() if name not in linear}
         write(folder / f"quantized-{form}", model.config.to_dict() | about, rest | stored)
     return folder
@@ -54,9 +75,18 @@ def as_stored(name: str, packed: Tensor, shape: torch.Size, form: str) -> list[t
     scales, *coded, codes, _ = packed.split(packed_sizes(form, shape))
     if form == "int8":
         rows = scales.clone().view(torch.float32)
-        return [(name, codes.clone().view(torch.int8).view(shape)), (name.replace("weight", "SCB"), rows)]
+        return [
+            (name, codes.clone().view(torch.int8).view(shape)),
+            (name.replace("weight", "SCB"), rows),
+        ]
     *groups, offset = scales.clone().view(torch.float32).tolist()
-    about = {"quant_type": "nf4", "blocksize": 64, "shape": [*shape], "dtype": "float32", "nested_blocksize": 256}
+    about = {
+        "quant_type": "nf4",
+        "blocksize": 64,
+        "shape": [*shape],
+        "dtype": "float32",
+        "nested_blocksize": 256,
+    }
     state = json.dumps(about | {"nested_dtype": "float32", "nested_offset": offset}).encode()
     return [
         (name, codes.clone()[:, None]),
@@ -69,7 +99,13 @@ def as_stored(name: str, packed: Tensor, shape: torch.Size, form: str) -> list[t
 
 
 def settings(world: Path, base: str = "base", form: str = "nf4") -> tuple[object, ...]:
-    start = ("--model.name_or_path", world / base, "--model.config", "none", "--model.tokenizer_path")
+    start = (
+        "--model.name_or_path",
+        world / base,
+        "--model.config",
+        "none",
+        "--model.tokenizer_path",
+    )
     return *start, world / "model", "--lora.rank", 4, "--lora.alpha", 8, "--quantization.base", form
 
 
@@ -95,13 +131,17 @@ def with_adapter(base: Path, adapter: Path) -> Tensor:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_and_weights_quantised_already_train_the_same_adapter(runs: dict[str, Path], form: str) -> None:
+def test_two_ranks_and_weights_quantised_already_train_the_same_adapter(
+    runs: dict[str, Path], form: str
+) -> None:
     assert curve(runs[form]) == curve(runs[f"{form} as stored"])
     for (_, *one), (_, *two) in zip(curve(runs[form]), curve(runs[f"{form} on two"]), strict=True):
         assert one == pytest.approx(two, rel=1e-5)
 
 
-def test_a_run_that_goes_on_is_the_run_that_never_stopped(world: Path, runs: dict[str, Path]) -> None:
+def test_a_run_that_goes_on_is_the_run_that_never_stopped(
+    world: Path, runs: dict[str, Path]
+) -> None:
     stop_after(2, world, world / "again", *settings(world))
     train(world, world / "again", *settings(world))
     assert curve(world / "again") == curve(runs["nf4"])
@@ -127,7 +167,9 @@ def test_an_adapter_is_merged_into_the_base_that_is_asked_for(
     original = with_adapter(world / "base", runs["nf4"] / "hf" / "adapter")
     shutil.copytree(runs["nf4"] / "hf" / "adapter", tmp_path / "of no base")
     described = tmp_path / "of no base" / "adapter_config.json"
-    described.write_text(json.dumps(json.loads(described.read_text()) | {"base_model_name_or_path": None}))
+    described.write_text(
+        json.dumps(json.loads(described.read_text()) | {"base_model_name_or_path": None})
+    )
     sources = {"run": checkpoint(runs["nf4"], 8), "adapter": runs["nf4"] / "hf" / "adapter"}
     sources |= {"moved": tmp_path / "of no base"}
     for name, source in sources.items():
@@ -141,23 +183,41 @@ def test_an_adapter_is_merged_into_the_base_that_is_asked_for(
 def test_an_adapter_is_had_alone(runs: dict[str, Path], place: str, tmp_path: Path) -> None:
     lacuna("convert", runs["nf4"] / place, tmp_path / "alone", "--to", "hf", "--adapter-only")
     name = "adapter_model.safetensors"
-    assert (tmp_path / "alone" / name).read_bytes() == (runs["nf4"] / "hf" / "adapter" / name).read_bytes()
+    assert (tmp_path / "alone" / name).read_bytes() == (
+        runs["nf4"] / "hf" / "adapter" / name
+    ).read_bytes()
 
 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (("--lora.rank", "0"), "quantization.base, lora.rank: quantised weights only learn through adapters"),
-        (("--lora.dora", "true"), "quantization.base, lora.dora: DoRA measures weights, which are packed"),
+        (
+            ("--lora.rank", "0"),
+            "quantization.base, lora.rank: quantised weights only learn through adapters",
+        ),
+        (
+            ("--lora.dora", "true"),
+            "quantization.base, lora.dora: DoRA measures weights, which are packed",
+        ),
         (("--parallelism.tensor_parallel_degree", "2"), "packed weights do not split"),
         (("--quantization.base", "int4"), "quantization.base: should be 'none', 'int8' or 'nf4'"),
-        (("--model.name_or_path", "quantized-int8"), "quantised by bitsandbytes as int8, quantization.base is nf4"),
-        (("--model.name_or_path", "awq"), "its weights are quantised by awq: only bitsandbytes' int8, and nf4 with"),
+        (
+            ("--model.name_or_path", "quantized-int8"),
+            "quantised by bitsandbytes as int8, quantization.base is nf4",
+        ),
+        (
+            ("--model.name_or_path", "awq"),
+            "its weights are quantised by awq: only bitsandbytes' int8, and nf4 with",
+        ),
     ],
 )
-def test_what_cannot_be_quantised_is_refused(world: Path, flags: tuple[str, ...], said: str) -> None:
+def test_what_cannot_be_quantised_is_refused(
+    world: Path, flags: tuple[str, ...], said: str
+) -> None:
     (world / "awq").mkdir(exist_ok=True)
-    described = AutoConfig.from_pretrained(world / "base").to_dict() | {"quantization_config": {"quant_method": "awq"}}
+    described = AutoConfig.from_pretrained(world / "base").to_dict() | {
+        "quantization_config": {"quant_method": "awq"}
+    }
     (world / "awq" / "config.json").write_text(json.dumps(described))
     given = dict(zip(*[iter(settings(world))] * 2, strict=True))
     given |= {flags[0]: world / flags[1] if flags[0] == "--model.name_or_path" else flags[1]}
@@ -170,7 +230,11 @@ def test_what_cannot_be_quantised_is_refused(world: Path, flags: tuple[str, ...]
     [
         (("base", "none"), None, "lora.init, quantization.base: needs what quantising took"),
         (("base", "nf4"), "nf4/hf/adapter", "lora.init, lora.adapter: only for new adapters"),
-        (("quantized-nf4", "nf4"), None, "lora.init = loftq: the model's files are quantised, and no longer have"),
+        (
+            ("quantized-nf4", "nf4"),
+            None,
+            "lora.init = loftq: the model's files are quantised, and no longer have",
+        ),
     ],
 )
 def test_adapters_begin_as_what_was_lost_where_something_was_and_is_known(
@@ -181,7 +245,9 @@ def test_adapters_begin_as_what_was_lost_where_something_was_and_is_known(
     assert said in refused("train", world / "run.toml", *words)
 
 
-def test_what_files_have_quantised_does_not_learn_and_is_not_taken_for_weights(world: Path, tmp_path: Path) -> None:
+def test_what_files_have_quantised_does_not_learn_and_is_not_taken_for_weights(
+    world: Path, tmp_path: Path
+) -> None:
     said = refused(
         "train",
         world / "run.toml",
@@ -190,19 +256,30 @@ def test_what_files_have_quantised_does_not_learn_and_is_not_taken_for_weights(w
         "down_proj",
         "--dry-run",
     )
-    assert "lora.modules: ['model.layers.0.mlp.down_proj'] is quantised in the model's files" in said
+    assert (
+        "lora.modules: ['model.layers.0.mlp.down_proj'] is quantised in the model's files" in said
+    )
     AutoTokenizer.from_pretrained(world / "base").save_pretrained(world / "quantized-int8")
     for form in ("hf", "gguf"):
         said = refused("convert", world / "quantized-int8", tmp_path / "no", "--to", form)
-        assert "quantized-int8: its weights are quantised: give the model that they were made from" in said
+        assert (
+            "quantized-int8: its weights are quantised: give the model that they were made from"
+            in said
+        )
     assert not (tmp_path / "no").exists()
 
 
-def test_a_run_is_merged_into_another_base_by_its_adapter(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_a_run_is_merged_into_another_base_by_its_adapter(
+    world: Path, runs: dict[str, Path], tmp_path: Path
+) -> None:
     for source in (runs["nf4"], runs["nf4"] / "hf" / "adapter"):
-        said = lacuna("convert", source, tmp_path / source.name, "--to", "hf", "--base", world / "base")
+        said = lacuna(
+            "convert", source, tmp_path / source.name, "--to", "hf", "--base", world / "base"
+        )
         assert f"Merged into the weights of {world / 'base'}, as its files have them" in said
-    one, two = (load_file(tmp_path / name / "model.safetensors") for name in (runs["nf4"].name, "adapter"))
+    one, two = (
+        load_file(tmp_path / name / "model.safetensors") for name in (runs["nf4"].name, "adapter")
+    )
     assert not differing(one, two)
 
 
@@ -211,25 +288,36 @@ def test_an_adapter_of_quantised_files_is_merged_into_them(
     world: Path, runs: dict[str, Path], form: str, tmp_path: Path
 ) -> None:
     AutoTokenizer.from_pretrained(world / "base").save_pretrained(world / f"quantized-{form}")
-    said = lacuna("convert", runs[f"{form} as stored"] / "hf" / "adapter", tmp_path / "new", "--to", "hf")
+    said = lacuna(
+        "convert", runs[f"{form} as stored"] / "hf" / "adapter", tmp_path / "new", "--to", "hf"
+    )
     assert f"dequantised from {form}" in said
-    one, two = (load_file(at / "model.safetensors") for at in (tmp_path / "new", runs[f"{form} as stored"] / "hf"))
+    one, two = (
+        load_file(at / "model.safetensors")
+        for at in (tmp_path / "new", runs[f"{form} as stored"] / "hf")
+    )
     torch.testing.assert_close(one, two)
 
 
-def test_what_cannot_be_merged_is_refused(world: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_what_cannot_be_merged_is_refused(
+    world: Path, runs: dict[str, Path], tmp_path: Path
+) -> None:
     last, no = checkpoint(runs["nf4"], 8), tmp_path / "no"
     other = random_model(AutoConfig.from_pretrained(world / "model", hidden_size=32))
     other.save_pretrained(tmp_path / "other")
     said = refused("convert", last, no, "--to", "hf", "--base", tmp_path / "other")
     assert "it belongs to another model configuration" in said
-    random_model(AutoConfig.from_pretrained(world / "model"), seed=1).save_pretrained(tmp_path / "twin")
+    random_model(AutoConfig.from_pretrained(world / "model"), seed=1).save_pretrained(
+        tmp_path / "twin"
+    )
     for source in (last, runs["nf4"] / "hf" / "adapter"):
         said = refused("convert", source, no, "--to", "hf", "--base", tmp_path / "twin")
         assert f"twin is another model than the adapters', {world / 'base'}" in said
     said = refused("convert", world / "base", no, "--to", "hf", "--base", world / "base")
     assert "has no adapters to merge" in said
-    said = refused("convert", runs["nf4"], no, "--to", "hf", "--adapter-only", "--dtype", "bfloat16")
+    said = refused(
+        "convert", runs["nf4"], no, "--to", "hf", "--adapter-only", "--dtype", "bfloat16"
+    )
     assert "--dtype is for whole models" in said
     said = refused("convert", world / "base", no, "--to", "hf", "--adapter-only")
     assert "has no adapters" in said

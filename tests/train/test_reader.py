@@ -61,7 +61,10 @@ def as_tensors(folder: Path, payload: Payload) -> None:
 def seal(folder: Path) -> None:
     """Writes the manifest anew: checksums say that nothing is damaged, not who made it."""
     files = [path for path in folder.rglob("*") if path.is_file() and path.name != "manifest.json"]
-    checksums = {str(file.relative_to(folder)): [file.stat().st_size, zlib.crc32(file.read_bytes())] for file in files}
+    checksums = {
+        str(file.relative_to(folder)): [file.stat().st_size, zlib.crc32(file.read_bytes())]
+        for file in files
+    }
     (folder / "manifest.json").write_text(json.dumps(checksums))
     assert find_damage(str(folder), Process()) is None
 
@@ -79,9 +82,14 @@ OPENED_BY: dict[str, Callable[[Path, Path], tuple[object, ...]]] = {
     "convert to dcp": lambda world, step: ("convert", step, step.parent / "made", "--to", "dcp"),
     "resume": resume,
     "initial_load_path": lambda world, step: (
-        "train", world / "run.toml", "--job.dump_folder", step.parent / "run", "--checkpoint.initial_load_path", step,
+        "train",
+        world / "run.toml",
+        "--job.dump_folder",
+        step.parent / "run",
+        "--checkpoint.initial_load_path",
+        step,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

@@ -25,18 +25,33 @@ class Resumed(NamedTuple):
 
 
 @pytest.fixture(scope="module", params=[1, 2], ids=["one rank", "two ranks"])
-def run(request: pytest.FixtureRequest, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Resumed:
+def run(
+    request: pytest.FixtureRequest, world: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Resumed:
     folder = tmp_path_factory.mktemp("resume")
     model = write_model(folder / "model", attention_dropout=0.1, tie_word_embeddings=True)
     flags = (
-        "--cpus", request.param, "--model.config", model, "--training.steps", STEPS, "--training.batch_size", 2,
-        "--checkpoint.interval", 10, "--validation.dataset", world / "validation.jsonl",
-        "--validation.dataset_split", "train", "--validation.freq", 25,
-    )  # fmt: skip
+        "--cpus",
+        request.param,
+        "--model.config",
+        model,
+        "--training.steps",
+        STEPS,
+        "--training.batch_size",
+        2,
+        "--checkpoint.interval",
+        10,
+        "--validation.dataset",
+        world / "validation.jsonl",
+        "--validation.dataset_split",
+        "train",
+        "--validation.freq",
+        25,
+    )
     straight, stopped, resumed = folder / "straight", folder / "stopped", folder / "resumed"
     _, goodbye = together(
         lambda: train(world, straight, *flags), lambda: stop_after(12, world, stopped, *flags)
-    )  # fmt: skip
+    )
     shutil.copytree(stopped, resumed)
     return Resumed(straight, stopped, resumed, flags, goodbye, train(world, resumed, *flags))
 
@@ -55,7 +70,9 @@ def test_every_loss_and_gradient_norm_after_a_resume_equals_the_straight_runs(ru
     assert curve(run.resumed, "loss", "grad_norm", "lr", "tokens") == curve(
         run.straight, "loss", "grad_norm", "lr", "tokens"
     )
-    measured = [[row for row in rows(folder) if "val_loss" in row] for folder in (run.straight, run.resumed)]
+    measured = [
+        [row for row in rows(folder) if "val_loss" in row] for folder in (run.straight, run.resumed)
+    ]
     assert measured[0] == measured[1]
     assert [row["step"] for row in measured[0]] == [0, 25, 50, 60]
 
@@ -64,7 +81,9 @@ def test_final_weights_after_a_resume_are_the_straight_runs_to_the_byte(run: Res
     assert weights(run.resumed) == weights(run.straight)
 
 
-def test_a_resume_drops_metric_rows_beyond_its_checkpoint(run: Resumed, world: Path, tmp_path: Path) -> None:
+def test_a_resume_drops_metric_rows_beyond_its_checkpoint(
+    run: Resumed, world: Path, tmp_path: Path
+) -> None:
     if "2" in map(str, run.flags[:2]):
         pytest.skip("the number of ranks does not matter")
     folder = tmp_path / "run"
@@ -85,7 +104,9 @@ def test_other_samples_are_refused_by_name_and_leave_the_run_as_it_was(
     folder = tmp_path / "run"
     shutil.copytree(run.stopped, folder)
     files = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    output = train(world, folder, *run.flags, "--training.seq_len", 16, "--training.seed", 1, status=2)
+    output = train(
+        world, folder, *run.flags, "--training.seq_len", 16, "--training.seed", 1, status=2
+    )
     assert "training.seq_len (was 32, is 16)" in output
     assert "training.seed (was 42, is 1)" in output
     assert "Traceback" not in output
@@ -93,9 +114,18 @@ def test_other_samples_are_refused_by_name_and_leave_the_run_as_it_was(
 
 
 def test_the_layout_may_change_on_the_way(world: Path, tmp_path: Path) -> None:
-    flags = ("--lr_scheduler.decay_type", "constant", "--training.global_batch_size", 4,
-             "--validation.dataset", world / "validation.jsonl", "--validation.dataset_split", "train",
-             "--validation.freq", 4)  # fmt: skip
+    flags = (
+        "--lr_scheduler.decay_type",
+        "constant",
+        "--training.global_batch_size",
+        4,
+        "--validation.dataset",
+        world / "validation.jsonl",
+        "--validation.dataset_split",
+        "train",
+        "--validation.freq",
+        4,
+    )
     train(world, tmp_path / "straight", "--training.steps", 12, *flags)
     ways = (
         (4, "--cpus", 2, "--parallelism.tensor_parallel_degree", 2),
@@ -105,7 +135,11 @@ def test_the_layout_may_change_on_the_way(world: Path, tmp_path: Path) -> None:
     for last, *way in ways:
         train(world, tmp_path / "changing", "--training.steps", last, *flags, *way)
     straight, changing = (
-        [row.get(key, 0.0) for row in rows(tmp_path / name) for key in ("loss", "grad_norm", "val_loss")]
+        [
+            row.get(key, 0.0)
+            for row in rows(tmp_path / name)
+            for key in ("loss", "grad_norm", "val_loss")
+        ]
         for name in ("straight", "changing")
     )
     assert changing == pytest.approx(straight, rel=1e-5)
@@ -120,8 +154,17 @@ def test_ranks_may_change_from_1_to_2_to_4_to_1_on_the_way(world: Path, tmp_path
     flags = ("--lr_scheduler.decay_type", "constant")
     train(world, tmp_path / "straight", "--training.steps", 40, *flags)
     for ranks, last in ((1, 10), (2, 20), (4, 30), (1, 40)):
-        output = train(world, tmp_path / "changing", "--training.steps", last, "--cpus", ranks, *flags)
+        output = train(
+            world, tmp_path / "changing", "--training.steps", last, "--cpus", ranks, *flags
+        )
         assert " steps of 4 × 32 tokens" in output, "the global batch stays"
-    straight, changing = curve(tmp_path / "straight", "loss", "tokens"), curve(tmp_path / "changing", "loss", "tokens")
-    assert [(step, tokens) for step, _, tokens in straight] == [(step, tokens) for step, _, tokens in changing]
-    assert [loss for _, loss, _ in changing] == pytest.approx([loss for _, loss, _ in straight], rel=1e-5)
+    straight, changing = (
+        curve(tmp_path / "straight", "loss", "tokens"),
+        curve(tmp_path / "changing", "loss", "tokens"),
+    )
+    assert [(step, tokens) for step, _, tokens in straight] == [
+        (step, tokens) for step, _, tokens in changing
+    ]
+    assert [loss for _, loss, _ in changing] == pytest.approx(
+        [loss for _, loss, _ in straight], rel=1e-5
+    )

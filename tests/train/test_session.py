@@ -26,7 +26,11 @@ def test_lines_that_are_no_rows_are_told_and_left_out(
 ) -> None:
     path = tmp_path / "metrics.jsonl"
     first, third, fourth = (f'{{"step": {step}}}\n'.encode() for step in (1, 3, 4))
-    path.write_bytes(first + (b"" if odd == "cut" else ODD[odd] + third + fourth) + (ODD[odd] if odd == "cut" else b""))
+    path.write_bytes(
+        first
+        + (b"" if odd == "cut" else ODD[odd] + third + fourth)
+        + (ODD[odd] if odd == "cut" else b"")
+    )
     with _open_rows(str(path), 3) as file:
         file.write("more\n")
     assert path.read_bytes() == first + (b"" if odd == "cut" else third) + b"more\n"
@@ -37,7 +41,9 @@ def test_lines_that_are_no_rows_are_told_and_left_out(
 def test_a_damaged_note_of_the_end_is_told_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config.model_validate({"job": JobConfig(dump_folder=str(tmp_path)), "training": {"steps": 8}})
+    config = Config.model_validate(
+        {"job": JobConfig(dump_folder=str(tmp_path)), "training": {"steps": 8}}
+    )
     note = tmp_path / "finished.json"
     note.write_text('{"step": 8, "steps": 8, "epochs": null}')
     assert finished_step(config) == 8
@@ -51,5 +57,8 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     nowhere = ["/proc/run", "/sys/kernel"] if os.path.isdir("/sys/kernel") else []
     (tmp_path / "file").write_text("")
     for folder in (*nowhere, str(tmp_path / "file"), str(tmp_path / "file" / "run")):
-        with pytest.raises(UserError, match=f"job.dump_folder: cannot write to '{folder}': .*; choose another folder"):
+        with pytest.raises(
+            UserError,
+            match=f"job.dump_folder: cannot write to '{folder}': .*; choose another folder",
+        ):
             lock(folder)

@@ -11,7 +11,9 @@ from lacuna.train.setup import plan_batch
 
 def planned(ranks: int, saved: int | None = None, **training: int) -> BatchPlan:
     return plan_batch(
-        Config(job=JobConfig(dump_folder="outputs/run"), training=TrainingConfig(**training)), Layout(ranks), saved
+        Config(job=JobConfig(dump_folder="outputs/run"), training=TrainingConfig(**training)),
+        Layout(ranks),
+        saved,
     )
 
 
@@ -23,16 +25,23 @@ def test_the_global_batch_follows_from_the_parts() -> None:
 def test_accumulation_follows_from_the_global_batch() -> None:
     assert planned(2, batch_size=4, global_batch_size=32) == BatchPlan(4, 4, 32)
     assert planned(4, batch_size=4, global_batch_size=32) == BatchPlan(4, 2, 32)
-    assert planned(8, batch_size=4, global_batch_size=32, gradient_accumulation_steps=1) == BatchPlan(4, 1, 32)
+    assert planned(
+        8, batch_size=4, global_batch_size=32, gradient_accumulation_steps=1
+    ) == BatchPlan(4, 1, 32)
 
 
 def test_a_global_batch_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(UserError, match=r"training\.global_batch_size: 12 is no multiple .* 4 × 2 = 8"):
+    with pytest.raises(
+        UserError, match=r"training\.global_batch_size: 12 is no multiple .* 4 × 2 = 8"
+    ):
         planned(2, batch_size=4, global_batch_size=12)
 
 
 def test_parts_that_contradict_the_global_batch_are_refused() -> None:
-    with pytest.raises(UserError, match=r"training\.gradient_accumulation_steps: 2 does not fit .* = 4: give only one"):
+    with pytest.raises(
+        UserError,
+        match=r"training\.gradient_accumulation_steps: 2 does not fit .* = 4: give only one",
+    ):
         planned(2, batch_size=4, global_batch_size=32, gradient_accumulation_steps=2)
 
 
@@ -46,17 +55,23 @@ def test_parts_that_contradict_the_global_batch_are_refused() -> None:
         (1, 32, BatchPlan(16, 1, 16)),
     ],
 )
-def test_a_resumed_run_keeps_its_global_batch_on_other_ranks(ranks: int, micro: int, expected: BatchPlan) -> None:
+def test_a_resumed_run_keeps_its_global_batch_on_other_ranks(
+    ranks: int, micro: int, expected: BatchPlan
+) -> None:
     assert planned(ranks, saved=16, batch_size=micro) == expected
 
 
 def test_a_resumed_run_ignores_accumulation_but_not_another_global_batch() -> None:
     assert planned(2, saved=16, batch_size=4, gradient_accumulation_steps=7) == BatchPlan(4, 2, 16)
     assert planned(2, saved=16, batch_size=4, global_batch_size=16) == BatchPlan(4, 2, 16)
-    with pytest.raises(UserError, match=r"global_batch_size: 32 is asked for.*'outputs/run' was started with 16"):
+    with pytest.raises(
+        UserError, match=r"global_batch_size: 32 is asked for.*'outputs/run' was started with 16"
+    ):
         planned(2, saved=16, batch_size=4, global_batch_size=32)
 
 
 def test_ranks_that_cannot_share_a_saved_global_batch_are_refused() -> None:
-    with pytest.raises(UserError, match=r"global_batch_size = 16, which 3 data-parallel ranks cannot share evenly"):
+    with pytest.raises(
+        UserError, match=r"global_batch_size = 16, which 3 data-parallel ranks cannot share evenly"
+    ):
         planned(3, saved=16, batch_size=4)

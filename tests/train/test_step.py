@@ -37,28 +37,62 @@ def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str
     texts = texts_of(world / "train.jsonl")
     for name, every in (("rare", 7), ("common", 1)):
         marked = [text + POISON * (number % every == 0) for number, text in enumerate(texts)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in marked))
+        (folder / f"{name}.jsonl").write_text(
+            "".join(json.dumps({"text": text}) + "\n" for text in marked)
+        )
 
     def run(name: str, data: str, *flags: object, status: int = 0) -> str:
         return train(
-            world, folder / name, "--model.config", "none", "--model.name_or_path", folder / "start",
-            "--data.dataset", folder / f"{data}.jsonl", "--training.steps", STEPS, "--checkpoint.interval", 1,
-            *flags, status=status,
-        )  # fmt: skip
+            world,
+            folder / name,
+            "--model.config",
+            "none",
+            "--model.name_or_path",
+            folder / "start",
+            "--data.dataset",
+            folder / f"{data}.jsonl",
+            "--training.steps",
+            STEPS,
+            "--checkpoint.interval",
+            1,
+            *flags,
+            status=status,
+        )
 
     skip = "--training.skip_nan_inf"
     stopped, *others = together(
         lambda: run("stopped", "rare", status=1),
         lambda: run("skipping", "rare", skip),
-        lambda: run("two ranks", "rare", skip, "--cpus", 2, "--training.batch_size", 2,
-                    "--optimizer.implementation", "foreach"),
-        lambda: run("diverged", "common", skip, "--training.max_skipped_steps", 3, "--cpus", 2,
-                    "--training.batch_size", 32, status=1),
-    )  # fmt: skip
+        lambda: run(
+            "two ranks",
+            "rare",
+            skip,
+            "--cpus",
+            2,
+            "--training.batch_size",
+            2,
+            "--optimizer.implementation",
+            "foreach",
+        ),
+        lambda: run(
+            "diverged",
+            "common",
+            skip,
+            "--training.max_skipped_steps",
+            3,
+            "--cpus",
+            2,
+            "--training.batch_size",
+            32,
+            status=1,
+        ),
+    )
     shutil.copytree(folder / "stopped", folder / "continued")
     others.append(run("continued", "rare", skip))
     names = ("stopped", "skipping", "two ranks", "diverged", "continued")
-    return {str(folder / name): output for name, output in zip(names, (stopped, *others), strict=True)}
+    return {
+        str(folder / name): output for name, output in zip(names, (stopped, *others), strict=True)
+    }
 
 
 def folder_of(runs: dict[str, str], name: str) -> Path:
@@ -70,9 +104,13 @@ def output_of(runs: dict[str, str], name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["skipping", "two ranks"])
-def test_steps_without_finite_gradients_are_skipped_and_counted(name: str, runs: dict[str, str]) -> None:
+def test_steps_without_finite_gradients_are_skipped_and_counted(
+    name: str, runs: dict[str, str]
+) -> None:
     count = 0
-    for _, loss, norm, skipped in curve(folder_of(runs, name), "loss", "grad_norm", "skipped_steps"):
+    for _, loss, norm, skipped in curve(
+        folder_of(runs, name), "loss", "grad_norm", "skipped_steps"
+    ):
         assert (loss is None) == (norm is None)
         count += loss is None
         assert skipped == count
@@ -80,7 +118,9 @@ def test_steps_without_finite_gradients_are_skipped_and_counted(name: str, runs:
 
 
 @pytest.mark.parametrize("name", ["skipping", "two ranks", "continued"])
-def test_weights_stay_finite_but_for_what_was_not_from_the_start(name: str, runs: dict[str, str]) -> None:
+def test_weights_stay_finite_but_for_what_was_not_from_the_start(
+    name: str, runs: dict[str, str]
+) -> None:
     final = load_file(folder_of(runs, name) / "hf" / "model.safetensors")
     bad = {key: int((~weight.isfinite()).sum()) for key, weight in final.items()}
     assert {key: count for key, count in bad.items() if count} == {"model.embed_tokens.weight": 64}
@@ -88,7 +128,10 @@ def test_weights_stay_finite_but_for_what_was_not_from_the_start(name: str, runs
 
 def test_all_ranks_skip_the_step_of_which_one_has_bad_gradients(runs: dict[str, str]) -> None:
     one, two = (
-        [tuple(math.nan if value is None else value for value in row) for row in curve(folder_of(runs, name), *KEYS)]
+        [
+            tuple(math.nan if value is None else value for value in row)
+            for row in curve(folder_of(runs, name), *KEYS)
+        ]
         for name in ("skipping", "two ranks")
     )
     assert len(one) == len(two) == STEPS

@@ -35,7 +35,10 @@ MORE = {
 
 def workers(launcher: Process) -> list[int]:
     """The processes of a run, by rank."""
-    return [int(number) for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
+    return [
+        int(number)
+        for number in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    ]
 
 
 def halt(process: Process, folder: Path, case: Case) -> None:
@@ -56,10 +59,17 @@ def halt(process: Process, folder: Path, case: Case) -> None:
 def said_of(world: Path, folder: Path, case: Case) -> str:
     """What a run says after a rank of it was halted; it must end while only the shorter of two bounds has passed."""
     flags = (
-        "--cpus", case.ranks, "--training.steps", 100_000, "--checkpoint.interval", 1 if case.saving else 100_000,
-        "--comm.train_timeout_seconds", LATE if case.saving else SOON,
-        "--comm.save_timeout_seconds", SOON if case.saving else LATE,
-    )  # fmt: skip
+        "--cpus",
+        case.ranks,
+        "--training.steps",
+        100_000,
+        "--checkpoint.interval",
+        1 if case.saving else 100_000,
+        "--comm.train_timeout_seconds",
+        LATE if case.saving else SOON,
+        "--comm.save_timeout_seconds",
+        SOON if case.saving else LATE,
+    )
     with ended(start("train", world / "run.toml", "--job.dump_folder", folder, *flags)) as process:
         halt(process, folder, case)
         output, _ = process.communicate(timeout=PATIENCE)
@@ -68,7 +78,9 @@ def said_of(world: Path, folder: Path, case: Case) -> str:
 
 
 def check(world: Path, folder: Path, cases: dict[str, Case]) -> None:
-    outputs = together(*(lambda name=name: said_of(world, folder / name, cases[name]) for name in cases))
+    outputs = together(
+        *(lambda name=name: said_of(world, folder / name, cases[name]) for name in cases)
+    )
     for case, output in zip(cases.values(), outputs, strict=True):
         assert f"lacuna: rank {case.victim} is halted, as by SIGSTOP" in output
         assert f"lacuna: rank {case.victim} did not answer: Timed out waiting {SOON}000ms" in output

@@ -10,7 +10,13 @@ from typing import NamedTuple
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig, LlamaForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    LlamaForCausalLM,
+)
 
 from reference import rows_of, texts_of, train_plainly
 from runs import METRICS, WORDS, checkpoint, curve, lacuna, rows, steps, together, train, weights
@@ -22,12 +28,33 @@ LAYOUTS = {
     "2 accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
     "4 accumulated": ("--training.batch_size", 1, "--training.global_batch_size", 4),
     "two ranks": ("--cpus", 2, "--training.batch_size", 2),
-    "two replicas": ("--cpus", 2, "--training.batch_size", 2, "--parallelism.data_parallel_replicate_degree", 2),
-    "zero stage 2": (
-        "--cpus", 2, "--training.batch_size", 1, "--training.global_batch_size", 4, "--parallelism.zero_stage", 2,
+    "two replicas": (
+        "--cpus",
+        2,
+        "--training.batch_size",
+        2,
+        "--parallelism.data_parallel_replicate_degree",
+        2,
     ),
-}  # fmt: skip
-FOUR_RANKS = ("--cpus", 4, "--training.batch_size", 1, "--parallelism.data_parallel_replicate_degree", 2)
+    "zero stage 2": (
+        "--cpus",
+        2,
+        "--training.batch_size",
+        1,
+        "--training.global_batch_size",
+        4,
+        "--parallelism.zero_stage",
+        2,
+    ),
+}
+FOUR_RANKS = (
+    "--cpus",
+    4,
+    "--training.batch_size",
+    1,
+    "--parallelism.data_parallel_replicate_degree",
+    2,
+)
 
 
 def write_uneven_documents(path: Path) -> Path:
@@ -55,9 +82,19 @@ def uneven(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Uneven:
     LlamaForCausalLM(AutoConfig.from_pretrained(world / "model")).save_pretrained(start)
     AutoTokenizer.from_pretrained(world / "model").save_pretrained(start)
     flags = (
-        "--model.config", "none", "--model.name_or_path", start, "--data.dataset", data, "--data.shuffle", "false",
-        "--validation.dataset", world / "validation.jsonl", "--validation.dataset_split", "train",
-    )  # fmt: skip
+        "--model.config",
+        "none",
+        "--model.name_or_path",
+        start,
+        "--data.dataset",
+        data,
+        "--data.shuffle",
+        "false",
+        "--validation.dataset",
+        world / "validation.jsonl",
+        "--validation.dataset_split",
+        "train",
+    )
     return Uneven(start, data, flags)
 
 
@@ -65,7 +102,12 @@ def uneven(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Uneven:
 def layouts(world: Path, uneven: Uneven, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a run of each layout."""
     folder = tmp_path_factory.mktemp("layouts")
-    together(*(lambda name=name: train(world, folder / name, *uneven.flags, *LAYOUTS[name]) for name in LAYOUTS))
+    together(
+        *(
+            lambda name=name: train(world, folder / name, *uneven.flags, *LAYOUTS[name])
+            for name in LAYOUTS
+        )
+    )
     return folder
 
 
@@ -93,21 +135,28 @@ def test_a_step_is_the_same_on_two_replicas_of_two_shards(
     check_same(tmp_path / "run", layouts / "batch 4")
 
 
-def test_a_run_is_what_a_plain_loop_of_torch_and_transformers_does(layouts: Path, uneven: Uneven) -> None:
+def test_a_run_is_what_a_plain_loop_of_torch_and_transformers_does(
+    layouts: Path, uneven: Uneven
+) -> None:
     model = AutoModelForCausalLM.from_pretrained(uneven.start, dtype=torch.float32)
-    packed = list(rows_of(texts_of(uneven.data), AutoTokenizer.from_pretrained(uneven.start), LENGTH))
+    packed = list(
+        rows_of(texts_of(uneven.data), AutoTokenizer.from_pretrained(uneven.start), LENGTH)
+    )
     batches = [packed[step * BATCH : (step + 1) * BATCH] for step in range(STEPS)]
     trained = [sum(len(targets) for _, targets in row) for row in packed]
     assert min(trained) == LENGTH / 2 and max(trained) == LENGTH, "not as uneven as it should be"
     rates = [1.5e-3, *(3e-3 * (1 - step / 8) for step in range(1, 8))]
     for done, (step, loss, norm, rate) in zip(
-        train_plainly(model, batches, rates), curve(layouts / "batch 4", "loss", "grad_norm", "lr"), strict=True
+        train_plainly(model, batches, rates),
+        curve(layouts / "batch 4", "loss", "grad_norm", "lr"),
+        strict=True,
     ):
         assert rate == pytest.approx(rates[step - 1])
         assert (loss, norm) == pytest.approx(done, rel=1e-4)
     final = load_file(layouts / "batch 4" / "hf" / "model.safetensors")
     for name, weight in model.state_dict().items():
-        # Adam divides a gradient near zero by its own size: its rounding moves the weight by a share of the rate, 3e-3.
+        # Adam divides a gradient near zero by its own size: its rounding moves the weight by a
+        # share of the rate, 3e-3.
         torch.testing.assert_close(final[name], weight, rtol=1e-3, atol=5e-5)
 
 
@@ -120,15 +169,27 @@ def plain(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         "again": (),
         "other seed": ("--training.seed", 43, "--checkpoint.export_dtype", "none"),
         "bfloat16 compute": (
-            "--training.mixed_precision_param", "bfloat16", "--checkpoint.export_dtype", "float16",
-            "--profiling.enable_profiling", "--profiling.profile_freq", 4,
+            "--training.mixed_precision_param",
+            "bfloat16",
+            "--checkpoint.export_dtype",
+            "float16",
+            "--profiling.enable_profiling",
+            "--profiling.profile_freq",
+            4,
         ),
         "bfloat16 weights": ("--training.dtype", "bfloat16"),
         "two epochs": (
-            "--training.steps", "none", "--training.epochs", 2, "--data.dataset", world / "validation.jsonl",
+            "--training.steps",
+            "none",
+            "--training.epochs",
+            2,
+            "--data.dataset",
+            world / "validation.jsonl",
         ),
-    }  # fmt: skip
-    together(*(lambda name=name: train(world, folder / name, *variations[name]) for name in variations))
+    }
+    together(
+        *(lambda name=name: train(world, folder / name, *variations[name]) for name in variations)
+    )
     return folder
 
 
@@ -136,7 +197,9 @@ def test_rows_of_a_run_on_one_source_have_the_documented_keys_in_their_order(pla
     assert [list(row) for row in rows(plain / "one")] == [list(METRICS)] * STEPS
 
 
-def test_the_same_command_gives_the_same_weights_to_the_bit_and_another_seed_others(plain: Path) -> None:
+def test_the_same_command_gives_the_same_weights_to_the_bit_and_another_seed_others(
+    plain: Path,
+) -> None:
     assert curve(plain / "one") == curve(plain / "again")
     assert weights(plain / "one") == weights(plain / "again")
     assert curve(plain / "one")[0][1:] != curve(plain / "other seed")[0][1:]
@@ -172,12 +235,18 @@ def test_transformers_opens_the_final_model_with_tokenizer_and_generation_settin
     name: str, dtype: torch.dtype, plain: Path
 ) -> None:
     folder = plain / name / "hf"
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(folder),
+        AutoTokenizer.from_pretrained(folder),
+    )
     assert {parameter.dtype for parameter in model.parameters()} == {dtype}
     assert model.config.use_cache
     assert GenerationConfig.from_pretrained(folder).eos_token_id == tokenizer.eos_token_id == 256
     inputs = tokenizer("the cat", return_tensors="pt")
-    assert model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1] > inputs.input_ids.shape[1]
+    assert (
+        model.generate(**inputs, max_new_tokens=4, do_sample=False).shape[1]
+        > inputs.input_ids.shape[1]
+    )
 
 
 def test_a_finished_run_says_so_and_stays_as_it_is_until_it_is_made_longer(

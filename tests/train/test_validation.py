@@ -18,12 +18,26 @@ PROMPTS = ("the cat", "then a dog")
 def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
     """Folder and output of a run that is validated now and then, and of one that does not get better."""
     folder = tmp_path_factory.mktemp("validated")
-    held_out = ("--validation.dataset", world / "validation.jsonl", "--validation.dataset_split", "train")
+    held_out = (
+        "--validation.dataset",
+        world / "validation.jsonl",
+        "--validation.dataset_split",
+        "train",
+    )
     flags = {
-        "validated": ("--validation.freq", 3, "--validation.prompts", *PROMPTS, "--validation.temperature", 0),
+        "validated": (
+            "--validation.freq",
+            3,
+            "--validation.prompts",
+            *PROMPTS,
+            "--validation.temperature",
+            0,
+        ),
         "hopeless": ("--optimizer.lr", 0, "--validation.freq", 2, "--validation.patience", 2),
     }
-    outputs = together(*(lambda name=name: train(world, folder / name, *held_out, *flags[name]) for name in flags))
+    outputs = together(
+        *(lambda name=name: train(world, folder / name, *held_out, *flags[name]) for name in flags)
+    )
     again = train(world, folder / "hopeless", *held_out, *flags["hopeless"])
     return {
         "validated": (folder / "validated", outputs[0]),
@@ -61,7 +75,9 @@ def test_the_last_loss_is_what_transformers_says_of_the_exported_model(
             torch.equal(likeliest, target)
             for tokens, targets in (piece for row in pieces for piece in row if piece[1])
             for likeliest, target in zip(
-                model(torch.tensor([tokens])).logits[0].argmax(-1), torch.tensor(targets), strict=False
+                model(torch.tensor([tokens])).logits[0].argmax(-1),
+                torch.tensor(targets),
+                strict=False,
             )
         ]
     last = validations(folder)[-1]
@@ -69,19 +85,27 @@ def test_the_last_loss_is_what_transformers_says_of_the_exported_model(
     assert last["val_token_accuracy"] == pytest.approx(sum(right) / len(right), abs=1e-9)
     text_bytes = sum(len(text) for text in texts)
     tokens = text_bytes + len(texts)
-    assert last["val_bits_per_byte"] == pytest.approx(loss / math.log(2) * tokens / text_bytes, rel=1e-5)
+    assert last["val_bits_per_byte"] == pytest.approx(
+        loss / math.log(2) * tokens / text_bytes, rel=1e-5
+    )
 
 
-def test_prompts_are_completed_at_each_validation_shown_and_kept(runs: dict[str, tuple[Path, str]]) -> None:
+def test_prompts_are_completed_at_each_validation_shown_and_kept(
+    runs: dict[str, tuple[Path, str]],
+) -> None:
     folder, output = runs["validated"]
     samples = [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
     assert [(row["step"], row["prompt"]) for row in samples] == [
         (step, prompt) for step in (0, 3, 6, 8) for prompt in PROMPTS
     ]
     assert all(f"sample after step {step}" in output for step in (0, 3, 6, 8))
-    model, tokenizer = (kind.from_pretrained(folder / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer))
+    model, tokenizer = (
+        kind.from_pretrained(folder / "hf") for kind in (AutoModelForCausalLM, AutoTokenizer)
+    )
     inputs = tokenizer(PROMPTS[0], return_tensors="pt")
-    ids = model.generate(**inputs, max_new_tokens=64, do_sample=False)[0, inputs.input_ids.shape[1] :]
+    ids = model.generate(**inputs, max_new_tokens=64, do_sample=False)[
+        0, inputs.input_ids.shape[1] :
+    ]
     assert samples[-2]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 

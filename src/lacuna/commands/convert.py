@@ -18,24 +18,45 @@ GGUF_TYPES = "of the weights in GGUF: F16 (default), BF16, Q8_0, Q4_0, Q4_1, Q5_
 
 def run(words: list[str]) -> None:
     """Runs the command."""
-    parser = CommandParser(prog="lacuna convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter)
-    parser.add_argument("source", metavar="SOURCE", help="run folder, checkpoint, adapter, HF folder or id, .gguf file")
+    parser = CommandParser(
+        prog="lacuna convert", description=__doc__, formatter_class=RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="run folder, checkpoint, adapter, HF folder or id, .gguf file",
+    )
     parser.add_argument("target", metavar="TARGET", help="folder or file to write; must not exist")
-    parser.add_argument("--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted")
-    parser.add_argument("--base", help="model to merge adapters into, instead of that they were trained beside")
-    parser.add_argument("--adapter-only", "--adapter_only", action="store_true", help="write adapters, not merged")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as is")
+    parser.add_argument(
+        "--to", required=True, choices=("hf", "dcp", "gguf"), help="the form wanted"
+    )
+    parser.add_argument(
+        "--base", help="model to merge adapters into, instead of that they were trained beside"
+    )
+    parser.add_argument(
+        "--adapter-only", "--adapter_only", action="store_true", help="write adapters, not merged"
+    )
+    parser.add_argument(
+        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the weights; default: as is"
+    )
     parser.add_argument("--type", metavar="TYPE", help=GGUF_TYPES)
-    parser.add_argument("--trust-remote-code", "--trust_remote_code", action="store_true", help=TRUST)
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help=TRUST
+    )
     given = parser.parse_args(words)
     is_gguf, there = given.to == "gguf", os.path.exists(given.target)
-    refuse({
-        "convert: --type is for --to gguf; others take --dtype": given.type is not None and not is_gguf,
-        "convert: --to gguf takes --type, not --dtype": given.dtype is not None and is_gguf,
-        "convert: --dtype is for whole models, not adapters": given.dtype is not None and given.adapter_only,
-        "convert: --adapter-only is for --to hf; merged adapters go into GGUF": given.adapter_only and given.to != "hf",
-        f"convert: {given.target} exists already: choose another target, or remove it": there,
-    })  # fmt: skip
+    refuse(
+        {
+            "convert: --type is for --to gguf; others take --dtype": given.type is not None
+            and not is_gguf,
+            "convert: --to gguf takes --type, not --dtype": given.dtype is not None and is_gguf,
+            "convert: --dtype is for whole models, not adapters": given.dtype is not None
+            and given.adapter_only,
+            "convert: --adapter-only is for --to hf; merged adapters go into GGUF": given.adapter_only
+            and given.to != "hf",
+            f"convert: {given.target} exists already: choose another target, or remove it": there,
+        }
+    )
     from lacuna.export.gguf import require
     from lacuna.train.forms import convert
 

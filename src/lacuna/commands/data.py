@@ -2,8 +2,9 @@
 
 usage: lacuna data [RUN.toml] [--section.key value ...] [--gpus N | --cpus N]
 
-Prints a few examples of the first step, trained tokens green and special tokens visible, then lengths, how full rows
-are, what is longer than a row, and tokens and steps an epoch. Nothing is trained.
+Prints a few examples of the first step, trained tokens green and special tokens visible, then
+lengths, how full rows are, what is longer than a row, and tokens and steps an epoch. Nothing is
+trained.
 """
 
 from lacuna.commands.arguments import parse_run
@@ -12,6 +13,8 @@ from lacuna.commands.arguments import parse_run
 def run(words: list[str]) -> None:
     """Runs the command."""
     options, config = parse_run("data", str(__doc__), words)
-    from lacuna.plan.examples import show_data  # torch takes seconds to import: not before it is needed
+    from lacuna.plan.examples import (
+        show_data,
+    )  # torch takes seconds to import: not before it is needed
 
     show_data(config, options.gpus or options.cpus or 1)

@@ -17,27 +17,50 @@ conversation: a line of standard input is a message, until its end (Ctrl-D) or C
 def run(words: list[str]) -> None:
     """Runs the command."""
     parser = CommandParser(prog="lacuna generate", description=ABOUT)
-    parser.add_argument("model", metavar="MODEL", help="HF folder or Hub id, checkpoint step, or run folder")
-    parser.add_argument("--prompt", help="the text to go on from; with --chat a question, or left out")
-    parser.add_argument("--max-new-tokens", "--max_new_tokens", type=int, default=128, help="default: 128")
+    parser.add_argument(
+        "model", metavar="MODEL", help="HF folder or Hub id, checkpoint step, or run folder"
+    )
+    parser.add_argument(
+        "--prompt", help="the text to go on from; with --chat a question, or left out"
+    )
+    parser.add_argument(
+        "--max-new-tokens", "--max_new_tokens", type=int, default=128, help="default: 128"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
-    parser.add_argument("--top-p", "--top_p", type=float, default=1.0, help="draw from the likeliest of this share")
-    parser.add_argument("--top-k", "--top_k", type=int, default=0, help="draw from this many; default: 0, from all")
+    parser.add_argument(
+        "--top-p", "--top_p", type=float, default=1.0, help="draw from the likeliest of this share"
+    )
+    parser.add_argument(
+        "--top-k", "--top_k", type=int, default=0, help="draw from this many; default: 0, from all"
+    )
     parser.add_argument("--seed", type=int, default=0, help="for temperatures above 0; default: 0")
-    parser.add_argument("--chat", action="store_true", help="answer, by the tokenizer's chat template")
-    parser.add_argument("--trust-remote-code", "--trust_remote_code", action="store_true", help=TRUST)
+    parser.add_argument(
+        "--chat", action="store_true", help="answer, by the tokenizer's chat template"
+    )
+    parser.add_argument(
+        "--trust-remote-code", "--trust_remote_code", action="store_true", help=TRUST
+    )
     given = parser.parse_args(words)
-    refuse({
-        "generate: --max-new-tokens must be at least 1 and --temperature not negative":
-            given.max_new_tokens < 1 or given.temperature < 0,
-        "generate: --top-p must be above 0 and at most 1, and --top-k not negative":
-            not 0 < given.top_p <= 1 or given.top_k < 0,
-        "generate: --top-p and --top-k are for drawing: give --temperature above 0 as well":
-            given.temperature == 0 and (given.top_p < 1 or given.top_k > 0),
-        "generate: give --prompt TEXT, or --chat for a conversation": given.prompt is None and not given.chat,
-    })  # fmt: skip
+    refuse(
+        {
+            "generate: --max-new-tokens must be at least 1 and --temperature not negative": given.max_new_tokens
+            < 1
+            or given.temperature < 0,
+            "generate: --top-p must be above 0 and at most 1, and --top-k not negative": not 0
+            < given.top_p
+            <= 1
+            or given.top_k < 0,
+            "generate: --top-p and --top-k are for drawing: give --temperature above 0 as well": given.temperature
+            == 0
+            and (given.top_p < 1 or given.top_k > 0),
+            "generate: give --prompt TEXT, or --chat for a conversation": given.prompt is None
+            and not given.chat,
+        }
+    )
     from lacuna.data.template import require_questions
-    from lacuna.parallel.processes import device_type  # torch takes seconds to import: not before the words are right
+    from lacuna.parallel.processes import (
+        device_type,
+    )  # torch takes seconds to import: not before the words are right
     from lacuna.rollout.generate import Printer, generate_text
     from lacuna.train.forms import load_any_model
 
@@ -48,7 +71,14 @@ def run(words: list[str]) -> None:
         require_questions(tokenizer)
 
     def say(prompt: str | list[dict[str, str]]) -> str:
-        sampling = (given.max_new_tokens, given.temperature, given.seed, False, given.top_k, given.top_p)
+        sampling = (
+            given.max_new_tokens,
+            given.temperature,
+            given.seed,
+            False,
+            given.top_k,
+            given.top_p,
+        )
         return generate_text(model, tokenizer, prompt, *sampling, streamer=Printer(tokenizer))
 
     if not given.chat:
@@ -73,11 +103,15 @@ def _converse(answer: Callable[[list[dict[str, Any]]], str]) -> None:
     # To standard error: the other output is for what the model says.
     note = partial(print, end="", file=sys.stderr, flush=True) if here else lambda _: None
     if here:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # which raises, and here that is a good end
+        signal.signal(
+            signal.SIGINT, signal.default_int_handler
+        )  # which raises, and here that is a good end
     with suppress(EOFError, *[KeyboardInterrupt] * here):
         while True:
             note("> ")
-            with explained("generate: standard input cannot be read", UnicodeError, mend="give it in UTF-8"):
+            with explained(
+                "generate: standard input cannot be read", UnicodeError, mend="give it in UTF-8"
+            ):
                 line = input()
             if line.strip():
                 said.append({"role": "user", "content": _readable(line)})

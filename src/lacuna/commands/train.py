@@ -2,8 +2,8 @@
 
 usage: lacuna train [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--dry-run]
 
-Trains the model that RUN.toml describes; without a file, the embedded quickstart. A run that was stopped goes on
-where its last checkpoint left it when it is started again.
+Trains the model that RUN.toml describes; without a file, the embedded quickstart. A run that was
+stopped goes on where its last checkpoint left it when it is started again.
 
   RUN.toml         settings in TOML, one table per section; also a recipe of lacuna's own (below)
   --section.key V  one setting, over the file's; V may be left out for true
@@ -22,7 +22,9 @@ def run(words: list[str]) -> int | None:
     """Runs the command; returns the exit status of the run, if there is one."""
     options, config = parse_run("train", str(__doc__), words, "--dry-run", "--dry_run")
     processes = runs_here(options.gpus, options.cpus)
-    if options.dry_run or config.memory_estimation.enabled:  # torch takes seconds to import: not before it is needed
+    if (
+        options.dry_run or config.memory_estimation.enabled
+    ):  # torch takes seconds to import: not before it is needed
         from lacuna.plan.dry_run import dry_run
 
         dry_run(config, int(os.environ.get("WORLD_SIZE", processes)))

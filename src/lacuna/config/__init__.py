@@ -11,11 +11,22 @@ from lacuna.config.errors import (
     make_folder,
     of_stage,
     refuse,
-)  # fmt: skip
+)
 from lacuna.config.parse import load_config, to_toml
 from lacuna.config.sections import Config
 
 __all__ = [
-    "LAUNCHED", "STORE", "Config", "RunError", "UnansweredError", "UserError", "explained", "load_config", "logger",
-    "make_folder", "of_stage", "refuse", "to_toml",
-]  # fmt: skip
+    "LAUNCHED",
+    "STORE",
+    "Config",
+    "RunError",
+    "UnansweredError",
+    "UserError",
+    "explained",
+    "load_config",
+    "logger",
+    "make_folder",
+    "of_stage",
+    "refuse",
+    "to_toml",
+]

@@ -27,32 +27,61 @@ RENAMED: dict[str, str] = {
     "debug.deterministic": "training.deterministic",
 }
 
-# Last part of names that are written elsewhere, also where the setting works otherwise -> the setting to propose.
+# Last part of names that are written elsewhere, also where the setting works otherwise -> the
+# setting to propose.
 MEANT: dict[str, str] = {
-    "learning_rate": "optimizer.lr", "warmup_ratio": "lr_scheduler.warmup_steps", "adam_beta1": "optimizer.beta1",
-    "adam_beta2": "optimizer.beta2", "adam_epsilon": "optimizer.eps", "lr_scheduler_type": "lr_scheduler.decay_type",
-    "num_train_epochs": "training.epochs", "num_epochs": "training.epochs", "max_steps": "training.steps",
-    "per_device_train_batch_size": "training.batch_size", "micro_batch_size": "training.batch_size",
-    "max_grad_norm": "training.max_norm", "clip_grad_norm": "training.max_norm", "max_length": "training.seq_len",
-    "max_seq_length": "training.seq_len", "sequence_len": "training.seq_len", "block_size": "training.seq_len",
-    "output_dir": "job.dump_folder", "run_name": "job.name", "model_name_or_path": "model.name_or_path",
-    "base_model": "model.name_or_path", "train_file": "data.dataset", "validation_file": "validation.dataset",
-    "logging_steps": "metrics.log_freq", "eval_steps": "validation.freq", "save_steps": "checkpoint.interval",
-    "save_total_limit": "checkpoint.keep_latest_k", "lora_r": "lora.rank", "lora_alpha": "lora.alpha",
-    "lora_dropout": "lora.dropout", "target_modules": "lora.targets", "load_in_4bit": "quantization.base",
-    "load_in_8bit": "quantization.base", "gradient_checkpointing": "activation_checkpoint.mode",
-    "attn_implementation": "model.attention", "chat_template": "chat.template", "report_to": "metrics.enable_wandb",
+    "learning_rate": "optimizer.lr",
+    "warmup_ratio": "lr_scheduler.warmup_steps",
+    "adam_beta1": "optimizer.beta1",
+    "adam_beta2": "optimizer.beta2",
+    "adam_epsilon": "optimizer.eps",
+    "lr_scheduler_type": "lr_scheduler.decay_type",
+    "num_train_epochs": "training.epochs",
+    "num_epochs": "training.epochs",
+    "max_steps": "training.steps",
+    "per_device_train_batch_size": "training.batch_size",
+    "micro_batch_size": "training.batch_size",
+    "max_grad_norm": "training.max_norm",
+    "clip_grad_norm": "training.max_norm",
+    "max_length": "training.seq_len",
+    "max_seq_length": "training.seq_len",
+    "sequence_len": "training.seq_len",
+    "block_size": "training.seq_len",
+    "output_dir": "job.dump_folder",
+    "run_name": "job.name",
+    "model_name_or_path": "model.name_or_path",
+    "base_model": "model.name_or_path",
+    "train_file": "data.dataset",
+    "validation_file": "validation.dataset",
+    "logging_steps": "metrics.log_freq",
+    "eval_steps": "validation.freq",
+    "save_steps": "checkpoint.interval",
+    "save_total_limit": "checkpoint.keep_latest_k",
+    "lora_r": "lora.rank",
+    "lora_alpha": "lora.alpha",
+    "lora_dropout": "lora.dropout",
+    "target_modules": "lora.targets",
+    "load_in_4bit": "quantization.base",
+    "load_in_8bit": "quantization.base",
+    "gradient_checkpointing": "activation_checkpoint.mode",
+    "attn_implementation": "model.attention",
+    "chat_template": "chat.template",
+    "report_to": "metrics.enable_wandb",
     "bf16": "training.mixed_precision_param",
-}  # fmt: skip
+}
 
 # Those of them that are true where ours is false.
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
 _ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 
-# Pattern of a name that nothing here answers to -> why it cannot be had; leaving it out is the mending.
+# Pattern of a name that nothing here answers to -> why it cannot be had; leaving it out is the
+# mending.
 REFUSED: dict[str, str] = {
-    **dict.fromkeys(_ARCHITECTURE, "the Hugging Face configuration decides; set model.config or model.name_or_path"),
+    **dict.fromkeys(
+        _ARCHITECTURE,
+        "the Hugging Face configuration decides; set model.config or model.name_or_path",
+    ),
     "job.config_file": "a TOML file cannot name another; give it on the command line",
     "job.use_for_integration_test": "no test suite is chosen by configuration",
     "training.pin_memory": "batches are always pinned on a GPU",
@@ -60,5 +89,8 @@ REFUSED: dict[str, str] = {
     "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
     "checkpoint.*_hf*": "the final model is always exported to hf/; `lacuna convert` exports any other",
-    **{f"{section}*": f"the section {section} is not available yet" for section in ("distillation", "grpo", "ppo")},
+    **{
+        f"{section}*": f"the section {section} is not available yet"
+        for section in ("distillation", "grpo", "ppo")
+    },
 }

@@ -17,11 +17,24 @@ from lacuna.config.sections import Config, JobConfig
 # Datasets that are readers of local files; the files are data_files.
 READERS = ("json", "text", "parquet", "csv", "arrow")
 
-_ENDINGS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst", ".xz", ".bz2", ".gguf")
+_ENDINGS = (
+    ".json",
+    ".jsonl",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".arrow",
+    ".txt",
+    ".gz",
+    ".zst",
+    ".xz",
+    ".bz2",
+    ".gguf",
+)
 
-# Conditions that do not go together, or cannot be had at all -> why, and what to do. A condition is a setting (or
-# pattern of settings) that is on (not false, 0, empty or left out), or whose value fits a pattern; `no` negates it. Of
-# several that are parted by `|` each counts.
+# Conditions that do not go together, or cannot be had at all -> why, and what to do. A condition is
+# a setting (or pattern of settings) that is on (not false, 0, empty or left out), or whose value
+# fits a pattern; `no` negates it. Of several that are parted by `|` each counts.
 CONTRADICTIONS: dict[str, str] = {
     "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
     "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
@@ -71,7 +84,9 @@ def problems_of(config: Config) -> list[str]:
     """Everything about the configuration that is known to be wrong before the machine is looked at."""
     sources: tuple[Source, ...] = ()
     problems = [*_name(config.job), *_contradictions(config), *_batch(config), *_stages(config)]
-    problems += long_warmup(config, config.training.steps or sys.maxsize)  # of epochs it is known with the data
+    problems += long_warmup(
+        config, config.training.steps or sys.maxsize
+    )  # of epochs it is known with the data
     try:
         sources = config.data.resolved_sources()
     except UserError as error:
@@ -104,7 +119,9 @@ def _batch(config: Config) -> Iterator[str]:
         names = "training.context_len, training.seq_len, training.varlen"
         yield f"{names}: {context} is not {length}, or less with varlen; leave out training.context_len"
     if together and together % (size * accumulation):
-        names = "training.global_batch_size, training.batch_size, training.gradient_accumulation_steps"
+        names = (
+            "training.global_batch_size, training.batch_size, training.gradient_accumulation_steps"
+        )
         yield f"{names}: {together} is no multiple of {size} x {accumulation}; change one of them"
 
 
@@ -166,11 +183,16 @@ def _paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[str, s
     for field in ("name_or_path", "config", "tokenizer_path"):
         yield f"model.{field}", getattr(config.model, field) or ""
     yield "checkpoint.initial_load_path", os.path.abspath(config.checkpoint.initial_load_path or "")
-    named = [("data.sources" if config.data.sources else "data.data_files", source) for source in sources]
+    named = [
+        ("data.sources" if config.data.sources else "data.data_files", source) for source in sources
+    ]
     if validation := config.validation.resolved_source():
         named.append(("validation.data_files", validation))
     for setting, source in named:
         yield setting.replace("data_files", "dataset"), source.dataset
         folder = "." if source.dataset in READERS else source.dataset
         here = [file for file in source.files if "://" not in file and os.path.isdir(folder)]
-        yield from ((setting, os.path.abspath(os.path.join(folder, source.dir or "", file))) for file in here)
+        yield from (
+            (setting, os.path.abspath(os.path.join(folder, source.dir or "", file)))
+            for file in here
+        )

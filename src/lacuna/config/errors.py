@@ -9,7 +9,9 @@ from pathlib import Path
 
 logger = logging.getLogger("lacuna")
 
-LAUNCHED = "LACUNA_LAUNCHED"  # in the environment of processes that lacuna itself started: which one did
+LAUNCHED = (
+    "LACUNA_LAUNCHED"  # in the environment of processes that lacuna itself started: which one did
+)
 STORE = "LACUNA_STORE"  # there as well: the open socket at which they find each other
 
 
@@ -46,16 +48,20 @@ def require_writable(folder: str) -> None:
         path = Path(folder).absolute()
         there = next(one for one in (path, *path.parents) if one.exists())
         is_folder, is_open = there.is_dir(), os.access(there, os.W_OK | os.X_OK)
-    refuse({
-        f"{wrong}: {there} is a file; choose another folder": not is_folder,
-        f"{wrong}: {there} may not be written to; choose another folder": not is_open,
-    })  # fmt: skip
+    refuse(
+        {
+            f"{wrong}: {there} is a file; choose another folder": not is_folder,
+            f"{wrong}: {there} may not be written to; choose another folder": not is_open,
+        }
+    )
 
 
 def make_folder(folder: str) -> None:
     """Makes an output folder, unless it is there. Raises `UserError` as `require_writable` does."""
     require_writable(folder)
-    with explained(f"job.dump_folder: cannot write to {folder!r}", OSError, mend="choose another folder"):
+    with explained(
+        f"job.dump_folder: cannot write to {folder!r}", OSError, mend="choose another folder"
+    ):
         os.makedirs(folder, exist_ok=True)
 
 

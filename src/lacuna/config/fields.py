@@ -6,7 +6,15 @@ import pathlib
 from contextlib import suppress
 from typing import Annotated, Any, get_args
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, NonNegativeFloat, Strict, TypeAdapter, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    NonNegativeFloat,
+    Strict,
+    TypeAdapter,
+    ValidationError,
+)
 from pydantic.fields import FieldInfo
 
 # The recipes and model configurations that ship with the package.
@@ -57,14 +65,21 @@ Paths = Annotated[
     Strict(False),
     BeforeValidator(_listed),
 ]
-Shares = Annotated[tuple[Annotated[NonNegativeFloat, Strict(False)], ...], Strict(False), BeforeValidator(_listed)]
-Texts = Annotated[tuple[str, ...], Strict(False), BeforeValidator(lambda one: (one,) if isinstance(one, str) else one)]
+Shares = Annotated[
+    tuple[Annotated[NonNegativeFloat, Strict(False)], ...], Strict(False), BeforeValidator(_listed)
+]
+Texts = Annotated[
+    tuple[str, ...],
+    Strict(False),
+    BeforeValidator(lambda one: (one,) if isinstance(one, str) else one),
+]
 
 
 def read_value(field: FieldInfo, given: Any) -> Any:
     """The value that a setting gets from TOML, or from the `Words` after a flag; None means its default.
 
-    No word at all is true. Raises ValidationError for a wrong value, ValueError for too many or too few words.
+    No word at all is true. Raises ValidationError for a wrong value, ValueError for too many or too
+    few words.
     """
     reader = TypeAdapter(field.rebuild_annotation(), config=Section.model_config)
     if given == Words(("none",)) and "none" not in get_args(field.annotation):
@@ -72,7 +87,9 @@ def read_value(field: FieldInfo, given: Any) -> Any:
     if not isinstance(given, Words) or (given and isinstance(field.default, tuple)):
         return reader.validate_python(given)
     if len(given) > 1:
-        raise ValueError(f"takes one value (got {' '.join(given)}); the TOML file goes before all flags")
+        raise ValueError(
+            f"takes one value (got {' '.join(given)}); the TOML file goes before all flags"
+        )
     if given:
         return reader.validate_strings(given[0])
     with suppress(ValidationError):
@@ -82,4 +99,8 @@ def read_value(field: FieldInfo, given: Any) -> Any:
 
 def shown(value: Any) -> str:
     """A value as TOML writes it; the word none for none."""
-    return "none" if value is None else json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return (
+        "none"
+        if value is None
+        else json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")
+    )

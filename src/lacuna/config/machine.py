@@ -6,36 +6,50 @@ from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, WithJs
 
 from lacuna.config.fields import Names, Path, Section, also
 
-SCHEDULES = ("GPipe", "1F1B", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-_Schedule = Annotated[Literal[SCHEDULES], also(afab="GPipe", **{name.lower(): name for name in SCHEDULES})]
+SCHEDULES = (
+    "GPipe",
+    "1F1B",
+    "Interleaved1F1B",
+    "LoopedBFS",
+    "InterleavedZeroBubble",
+    "ZBVZeroBubble",
+    "DualPipeV",
+)
+_Schedule = Annotated[
+    Literal[SCHEDULES], also(afab="GPipe", **{name.lower(): name for name in SCHEDULES})
+]
 
 
 class ParallelismConfig(Section):
     """How the work is spread over the devices.
 
     data_parallel_replicate_degree: Copies of the model, each fed its own batches.
-    data_parallel_shard_degree: Ranks that each copy of the model is sharded over; -1 means all that remain.
-    fsdp_reshard_after_forward: Free the gathered parameters between forward and backward pass: less memory, more
-        traffic.
-    zero_stage: ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them, 1 keeps gradients whole as
-        well.
+    data_parallel_shard_degree: Ranks that each copy of the model is sharded over; -1 means all that
+        remain.
+    fsdp_reshard_after_forward: Free the gathered parameters between forward and backward pass: less
+        memory, more traffic.
+    zero_stage: ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them, 1 keeps
+        gradients whole as well.
     tensor_parallel_degree: Ranks that each matrix is split over, and each sequence in between.
-    disable_loss_parallel: Take the loss of whole sequences on every tensor-parallel rank, instead of its share on
-        each.
-    enable_async_tensor_parallel: Overlap tensor parallelism's traffic with its matrix products; on GPUs, with
-        compile.enable.
+    disable_loss_parallel: Take the loss of whole sequences on every tensor-parallel rank, instead
+        of its share on each.
+    enable_async_tensor_parallel: Overlap tensor parallelism's traffic with its matrix products; on
+        GPUs, with compile.enable.
     context_parallel_degree: Ranks that each sequence is split over.
-    context_parallel_rotate_method: How a rank gets the keys and values of the others: round a ring, which overlaps and
-        takes less memory, or all at once, as layers with sliding windows, soft caps or dropout always do.
+    context_parallel_rotate_method: How a rank gets the keys and values of the others: round a ring,
+        which overlaps and takes less memory, or all at once, as layers with sliding windows, soft
+        caps or dropout always do.
     pipeline_parallel_degree: Ranks that the layers are spread over.
-    pipeline_parallel_split_points: Layers that begin a new stage, such as layers.4. Unset: a balanced split.
-    pipeline_parallel_schedule: Order in which the stages work: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
-        InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
-    pipeline_parallel_schedule_csv: File with a schedule of your own, in torch's format: a line per rank, cells such as
-        0F0 and 1B0.
-    pipeline_parallel_microbatches: Pieces that the sequences of a rank's step are cut into. Unset: one per stage, or
-        the accumulated micro-batches if they are more.
-    enable_compiled_autograd: Not available: torch's compiled autograd gives wrong gradients under FSDP2's hooks.
+    pipeline_parallel_split_points: Layers that begin a new stage, such as layers.4. Unset: a
+        balanced split.
+    pipeline_parallel_schedule: Order in which the stages work: GPipe, 1F1B, Interleaved1F1B,
+        LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
+    pipeline_parallel_schedule_csv: File with a schedule of your own, in torch's format: a line per
+        rank, cells such as 0F0 and 1B0.
+    pipeline_parallel_microbatches: Pieces that the sequences of a rank's step are cut into. Unset:
+        one per stage, or the accumulated micro-batches if they are more.
+    enable_compiled_autograd: Not available: torch's compiled autograd gives wrong gradients under
+        FSDP2's hooks.
     expert_parallel_degree: Ranks that the experts of a layer are spread over; not available yet.
     """
 
@@ -50,7 +64,9 @@ class ParallelismConfig(Section):
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "alltoall"
     pipeline_parallel_degree: PositiveInt = 1
     pipeline_parallel_split_points: Names = ()
-    pipeline_parallel_schedule: Annotated[_Schedule, WithJsonSchema({"type": "string"})] = "1F1B"  # too many to list
+    pipeline_parallel_schedule: Annotated[_Schedule, WithJsonSchema({"type": "string"})] = (
+        "1F1B"  # too many to list
+    )
     pipeline_parallel_schedule_csv: Path | None = None
     pipeline_parallel_microbatches: PositiveInt | None = None
     enable_compiled_autograd: bool = False
@@ -60,15 +76,18 @@ class ParallelismConfig(Section):
 class ActivationCheckpointConfig(Section):
     """What is computed again in the backward pass to save memory.
 
-    mode: Which activations are recomputed: all, some by selective_ac_option, or as many as memory_budget asks.
-    selective_ac_option: With mode selective: k recomputes every k-th layer; op keeps attention, communication and
-        every second matrix product.
+    mode: Which activations are recomputed: all, some by selective_ac_option, or as many as
+        memory_budget asks.
+    selective_ac_option: With mode selective: k recomputes every k-th layer; op keeps attention,
+        communication and every second matrix product.
     memory_budget: With mode memory_budget: share of the activations that torch.compile may keep.
     offload: With mode full: keep the layers' inputs, which are all that is left, in CPU memory.
     """
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    selective_ac_option: Annotated[str, BeforeValidator(str), Field(pattern="^(op|[1-9][0-9]*)$")] = "2"
+    selective_ac_option: Annotated[
+        str, BeforeValidator(str), Field(pattern="^(op|[1-9][0-9]*)$")
+    ] = "2"
     memory_budget: float = Field(0.5, ge=0, le=1)
     offload: bool = False
 
@@ -76,7 +95,8 @@ class ActivationCheckpointConfig(Section):
 class CompileConfig(Section):
     """Whether torch.compile makes the model faster.
 
-    enable: Compile each layer. Unset: yes on a GPU, unless a zero-bubble pipeline cannot; no on a CPU.
+    enable: Compile each layer. Unset: yes on a GPU, unless a zero-bubble pipeline cannot; no on a
+        CPU.
     """
 
     enable: bool | None = None
@@ -87,8 +107,8 @@ class Float8Config(Section):
 
     enable_float8_linear: Compute linear layers in float8; not available yet.
     enable_fsdp_float8_all_gather: Gather sharded parameters in float8; not available yet.
-    precompute_float8_dynamic_scale_for_fsdp: Compute the scales of all parameters at once after each step; not
-        available yet.
+    precompute_float8_dynamic_scale_for_fsdp: Compute the scales of all parameters at once after
+        each step; not available yet.
     scaling_type_input: Scaling of the inputs; dynamic is the only one left.
     scaling_type_weight: Scaling of the weights; dynamic is the only one left.
     scaling_type_grad_output: Scaling of the gradients; dynamic is the only one left.
@@ -114,18 +134,21 @@ class CheckpointConfig(Section):
     model_weights_only: Save only the weights in the last checkpoint; it cannot be resumed from.
     export_dtype: Precision of the exported model and of a last checkpoint of weights only.
     create_seed_checkpoint: Save the initial weights as step-0 and stop.
-    async_mode: Write checkpoints while training goes on; pinned memory is faster and takes more CPU memory.
+    async_mode: Write checkpoints while training goes on; pinned memory is faster and takes more CPU
+        memory.
     keep_latest_k: Checkpoints to keep, at least 2; 0 keeps all.
     keep_best: Also keep the checkpoint with the lowest validation loss.
     load_step: Step of the checkpoint to resume from; -1 means the newest.
     initial_load_path: Folder of a checkpoint whose weights a new run starts from.
-    hf_upload_enabled: Send models to the Hugging Face Hub, with the token that HF_TOKEN holds or hf auth login keeps.
-        What fails is said, and the run goes on.
-    hf_repo_base_name: Repository that they are sent to, as organisation/name. It is made unless it is there, for all
-        to see; make it yourself for a private one.
+    hf_upload_enabled: Send models to the Hugging Face Hub, with the token that HF_TOKEN holds or hf
+        auth login keeps. What fails is said, and the run goes on.
+    hf_repo_base_name: Repository that they are sent to, as organisation/name. It is made unless it
+        is there, for all to see; make it yourself for a private one.
     hf_upload_when: After each checkpoint and in the end, or in the end only.
-    hf_upload_format: After a checkpoint send the model, exported as the final one is, or the checkpoint itself.
-    hf_upload_background: Train on while a checkpoint is sent; another one that is due meanwhile is left out.
+    hf_upload_format: After a checkpoint send the model, exported as the final one is, or the
+        checkpoint itself.
+    hf_upload_background: Train on while a checkpoint is sent; another one that is due meanwhile is
+        left out.
     """
 
     enable_checkpoint: bool = True
@@ -188,7 +211,8 @@ class CommConfig(Section):
 
     init_timeout_seconds: Longest wait until the first step is done, in seconds.
     train_timeout_seconds: Longest wait after the first step, in seconds.
-    save_timeout_seconds: Longest wait while checkpoints are written or read, and for news between steps, in seconds.
+    save_timeout_seconds: Longest wait while checkpoints are written or read, and for news between
+        steps, in seconds.
     trace_buf_size: Collective operations that torch's flight recorder remembers; 0 turns it off.
     """
 
@@ -202,7 +226,8 @@ class MemoryEstimationConfig(Section):
     """Whether the run fits, without running it.
 
     enabled: Print the memory estimate and stop.
-    disable_fake_mode: Not available: the estimate is computed from shapes, nothing runs that could be faked.
+    disable_fake_mode: Not available: the estimate is computed from shapes, nothing runs that could
+        be faked.
     """
 
     enabled: bool = False

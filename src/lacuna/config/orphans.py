@@ -9,7 +9,9 @@ import time
 
 POLL_SECONDS = 0.2
 _DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
-_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None  # opened here: a child should load nothing
+_LIBRARY = (
+    ctypes.CDLL(None) if sys.platform == "linux" else None
+)  # opened here: a child should load nothing
 
 
 def end_with(parent: int) -> None:

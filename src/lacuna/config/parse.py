@@ -36,9 +36,9 @@ _OWN = {"model.name_or_path", "model.config", "data.dataset", "data.sources", "d
 def load_config(path: str | None, flags: Sequence[str]) -> Config:
     """The configuration of a run from a TOML file, then flags.
 
-    Without a file it is the embedded quickstart, unless the flags name a model or data: then there are defaults alone.
-    A flag is `--section.setting value`, where the word `none` means the default. Raises one UserError that tells
-    everything that is wrong, a line each.
+    Without a file it is the embedded quickstart, unless the flags name a model or data: then there
+    are defaults alone. A flag is `--section.setting value`, where the word `none` means the
+    default. Raises one UserError that tells everything that is wrong, a line each.
     """
     problems: list[str] = []
     late: list[str] = []
@@ -47,11 +47,16 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
     job: dict[str, Any] = {}
     if path or not _OWN & {setting for setting, (value, _) in flagged.items() if value}:
         file = Path(packaged(path)).expanduser() if path else RECIPES / "quickstart.toml"
-        given, job["name"] = _read(file, f"in {path or 'the quickstart recipe'}", problems), file.stem
+        given, job["name"] = (
+            _read(file, f"in {path or 'the quickstart recipe'}", problems),
+            file.stem,
+        )
     given |= flagged
     if folder := given.get("job.dump_folder", ("",))[0]:
         job["name"] = os.path.basename(os.path.abspath(folder))
-    tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {"job": job}
+    tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {
+        "job": job
+    }
     for setting, (value, _) in given.items():
         section, name = setting.split(".")
         if value is not None:
@@ -59,7 +64,11 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
     config = Config.model_validate(tables)
     problems += late
     wrong = [setting for setting in FIELDS if any(setting in problem for problem in problems)]
-    problems += [rule for rule in problems_of(config) if not any(name in rule.partition(": ")[0] for name in wrong)]
+    problems += [
+        rule
+        for rule in problems_of(config)
+        if not any(name in rule.partition(": ")[0] for name in wrong)
+    ]
     if problems:
         raise UserError("\n".join(problems))
     return config
@@ -83,7 +92,11 @@ def _read(file: Path, where: str, problems: list[str]) -> dict[str, tuple[Any, s
     """What the TOML file gives, as `_resolve` has it."""
     mend = "give a TOML file" if file.exists() else nearby(file)
     absent = explained(f"{file}: cannot be read", OSError, mend=mend)
-    nested = explained(f"{file}: tables within tables, deeper than any setting", RecursionError, mend="mend it there")
+    nested = explained(
+        f"{file}: tables within tables, deeper than any setting",
+        RecursionError,
+        mend="mend it there",
+    )
     with absent, nested, explained(f"{file}: is not valid TOML", ValueError, mend="mend it there"):
         return _resolve(_flatten(tomllib.loads(file.read_text(encoding="utf-8"))), where, problems)
 
@@ -93,12 +106,16 @@ def _flatten(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     sections = {name.partition(".")[0] for name in SPELLINGS}
     for section, table in tables.items():
         if isinstance(table, dict) and (table or section.replace("-", "_") in sections):
-            yield from ((f"{section}.{name}".replace("-", "_"), value) for name, value in table.items())
+            yield from (
+                (f"{section}.{name}".replace("-", "_"), value) for name, value in table.items()
+            )
         else:
             yield section, table
 
 
-def _resolve(entries: Iterable[tuple[str, Any]], where: str, problems: list[str]) -> dict[str, tuple[Any, str]]:
+def _resolve(
+    entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
+) -> dict[str, tuple[Any, str]]:
     """Everything given in one place: canonical name -> value (None: the default) and what it was given as."""
     given: dict[str, tuple[Any, str]] = {}
     for spelling, raw in entries:
@@ -115,7 +132,9 @@ def _resolve(entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
             meant = f"{spelling} = {shown(value)}"
             first, first_meant = given.setdefault(setting, (value, meant))
             if first != value:
-                problems.append(f"{setting}: given twice {where}, as {first_meant} and as {meant}; keep one")
+                problems.append(
+                    f"{setting}: given twice {where}, as {first_meant} and as {meant}; keep one"
+                )
     return given
 
 
@@ -154,12 +173,18 @@ def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
 def to_toml(config: Config) -> str:
     """Every setting as TOML that `load_config` reads back to an equal configuration."""
     sections = config.model_dump().items()
-    return "\n".join(line for name, table in sections for line in (f"[{name}]", *_lines(name, table), ""))
+    return "\n".join(
+        line for name, table in sections for line in (f"[{name}]", *_lines(name, table), "")
+    )
 
 
 def _lines(name: str, table: dict[str, Any]) -> Iterator[str]:
     """The settings of a table, and behind them its lists of tables."""
-    lists = {key: value for key, value in table.items() if isinstance(value, tuple) and {*map(type, value)} == {dict}}
+    lists = {
+        key: value
+        for key, value in table.items()
+        if isinstance(value, tuple) and {*map(type, value)} == {dict}
+    }
     for key, value in table.items():
         if key not in lists:
             yield f"# {key} is not set" if value is None else f"{key} = {shown(value)}"

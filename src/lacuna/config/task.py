@@ -27,9 +27,13 @@ def known_task(task: str) -> str:
         if missing:
             raise ValueError(f"{task} has no {', '.join(missing)}, which the loop asks for")
         if objective.trains_on not in TASKS.values():
-            raise ValueError(f"{task}.trains_on is {objective.trains_on!r}; set texts or conversations")
+            raise ValueError(
+                f"{task}.trains_on is {objective.trains_on!r}; set texts or conversations"
+            )
     elif task not in TASKS:
-        mend = did_you_mean(task, TASKS) or "; choose one, or an objective of your own as module:name"
+        mend = (
+            did_you_mean(task, TASKS) or "; choose one, or an objective of your own as module:name"
+        )
         raise ValueError(f"only {' and '.join(TASKS)} are available yet{mend}")
     return task
 

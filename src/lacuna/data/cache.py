@@ -23,8 +23,8 @@ _READ_OF_DATA = 256 * 2**20
 def fingerprint(files: Sequence[str | Path], most: int = _READ_OF_DATA) -> str:
     """What tells files by what is in them, whatever their names and dates.
 
-    Files that have more than `most` bytes together are not read whole, but their sizes and one block of 2^20 bytes out
-    of every so many, spread evenly, and the last of each file.
+    Files that have more than `most` bytes together are not read whole, but their sizes and one
+    block of 2^20 bytes out of every so many, spread evenly, and the last of each file.
     """
     sizes = [os.path.getsize(file) for file in files]
     stride = _BLOCK * max(1, -(-sum(sizes) // most))
@@ -41,7 +41,9 @@ def require_writable_cache() -> None:
     """Raises `UserError` when the folder of `datasets`' caches cannot be written to."""
     folder = str(datasets.config.HF_DATASETS_CACHE)
     wrong = f"the cache of data and tokens, {folder}, cannot be written to"
-    with explained(wrong, OSError, mend="set the environment's HF_DATASETS_CACHE to a folder that can be"):
+    with explained(
+        wrong, OSError, mend="set the environment's HF_DATASETS_CACHE to a folder that can be"
+    ):
         os.makedirs(folder, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
 
@@ -49,8 +51,8 @@ def require_writable_cache() -> None:
 def made_once(name: str, write: Callable[[str], Any]) -> Path:
     """The file or folder of this name, which `write` writes unless it is there; of many that ask at once others wait.
 
-    It gets its name once the disk has all of it, and its checksums are kept beside it: what is found damaged later is
-    written anew.
+    It gets its name once the disk has all of it, and its checksums are kept beside it: what is
+    found damaged later is written anew.
     """
     kept = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", name)
     require_writable_cache()
@@ -88,7 +90,10 @@ def _damage(kept: Path) -> str | None:
     """What is wrong with an entry of the cache, or None."""
     try:
         sums = json.loads(_sums_of(kept).read_text())
-        found = {str(file.relative_to(kept)): _checksum(file, os.stat(file).st_mtime_ns) for file in _files(kept)}
+        found = {
+            str(file.relative_to(kept)): _checksum(file, os.stat(file).st_mtime_ns)
+            for file in _files(kept)
+        }
     except FileNotFoundError as error:
         return f"{os.path.basename(error.filename)} is missing"
     except ValueError:

@@ -11,15 +11,31 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config.documents import ChatConfig
 from lacuna.config.errors import UserError, explained, nearby, refuse
 from lacuna.config.fields import RECIPES
-from lacuna.data.messages import conversation_columns, instructed, read, read_messages, unknown_roles
-from lacuna.data.template import Chat, end_of_answer, parting, render, template_for, templates_of, trials, written
+from lacuna.data.messages import (
+    conversation_columns,
+    instructed,
+    read,
+    read_messages,
+    unknown_roles,
+)
+from lacuna.data.template import (
+    Chat,
+    end_of_answer,
+    parting,
+    render,
+    template_for,
+    templates_of,
+    trials,
+    written,
+)
 from lacuna.data.tokenizer import tokenize_text
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> None:
     """Give a tokenizer, which has all its tokens by now, the chat template of the settings, if they name one.
 
-    Raises UserError when it has none in the end, or one from which a model could not learn to end its turn.
+    Raises UserError when it has none in the end, or one from which a model could not learn to end
+    its turn.
     """
     if settings.template is not None:
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
@@ -32,7 +48,9 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
     absent = "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file"
     refuse({slow: not tokenizer.is_fast, absent: not tokenizer.chat_template})
     refusals = []
-    for trial in chain.from_iterable(trials(tokenizer, template) for template in templates_of(tokenizer)):
+    for trial in chain.from_iterable(
+        trials(tokenizer, template) for template in templates_of(tokenizer)
+    ):
         try:
             return _try_template(trial, settings)
         except UserError as refusal:
@@ -46,7 +64,12 @@ def _try_template(trial: Chat, settings: ChatConfig) -> None:
     wrong = f"chat.template: after an answer there is {end.text!r}; there must be a special token of the tokenizer"
     marks = "and where there are {% generation %} marks, within or right after them, for a model to learn to stop"
     mend = "name the token in model.new_tokens, or give another template"
-    refuse({f"{wrong}, {marks}; {mend}": end.token is None or end.token not in _encode_chat(trial, 0, settings)})
+    refuse(
+        {
+            f"{wrong}, {marks}; {mend}": end.token is None
+            or end.token not in _encode_chat(trial, 0, settings)
+        }
+    )
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -58,11 +81,13 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return [end for end in dict.fromkeys(ends) if end is not None]
 
 
-def encode(record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> np.ndarray:
+def encode(
+    record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig
+) -> np.ndarray:
     """The tokens of a row, int32 [tokens], those that are not trained as their bitwise complement (below 0).
 
-    `use_template` has prepared the tokenizer. Raises UserError that tells the place, the column and what is wrong
-    there when the row does not fit, also when nothing of it would be trained.
+    `use_template` has prepared the tokenizer. Raises UserError that tells the place, the column and
+    what is wrong there when the row does not fit, also when nothing of it would be trained.
     """
     needed, found = conversation_columns(record, settings, f"{place}: ")
     values = {ours: record[found[ours]] for ours in needed}
@@ -74,16 +99,23 @@ def encode(record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBas
     else:
         parts = _parts(values, record.get(found.get("input")), where, settings)
         column = f"{place}, column {found.get('tools')}"
-        tools = [read(tool, dict, column) for tool in read(record.get(found.get("tools")) or [], list, column)]
+        tools = [
+            read(tool, dict, column)
+            for tool in read(record.get(found.get("tools")) or [], list, column)
+        ]
         template = template_for(tokenizer, tools or None, where)
         chat = Chat(where, tokenizer, template, sum(parts, []), tools or None)
         tokens = _encode_chat(chat, len(chat.messages) - len(parts[-1]), settings)
     if not (tokens[1:] >= 0).any():
-        raise UserError(f"{where}: no token would be trained; leave the row out, or mend chat.template")
+        raise UserError(
+            f"{where}: no token would be trained; leave the row out, or mend chat.template"
+        )
     return tokens
 
 
-def _parts(values: dict[str, Any], more: Any, where: str, settings: ChatConfig) -> list[list[dict[str, Any]]]:
+def _parts(
+    values: dict[str, Any], more: Any, where: str, settings: ChatConfig
+) -> list[list[dict[str, Any]]]:
     """The messages of each column, those of the last one trained."""
     if "instruction" in values:
         return instructed(values, more, where)
@@ -92,14 +124,19 @@ def _parts(values: dict[str, Any], more: Any, where: str, settings: ChatConfig) 
 
 def _encode_pair(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
     """A prompt as a model is given it, and what it is to answer, which ends the text; no token is of both."""
-    asked, answer = tokenize_text(tokenizer, prompt), tokenize_text(tokenizer, completion, begins=False)
+    asked, answer = (
+        tokenize_text(tokenizer, prompt),
+        tokenize_text(tokenizer, completion, begins=False),
+    )
     ends = tokenizer.eos_token_id is not None and not prompt.endswith(tokenizer.eos_token)
     return np.concatenate([~(asked[:-1] if ends else asked), answer])
 
 
 def _encode_chat(chat: Chat, first: int, settings: ChatConfig) -> np.ndarray:
     """As `encode`, where answers from message `first` on are trained."""
-    answers = [number for number, message in enumerate(chat.messages) if message["role"] == "assistant"]
+    answers = [
+        number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
+    ]
     turns = [turn for turn in answers if turn >= first][-1 if settings.train_on == "last" else 0 :]
     unknown = unknown_roles(chat.messages)
     say = f"say by chat.roles which of {unknown} is the assistant, such as assistant={unknown.rpartition(' ')[2]}, or "
@@ -111,7 +148,9 @@ def _encode_chat(chat: Chat, first: int, settings: ChatConfig) -> np.ndarray:
         spans = [_answer(chat, text, turn, turn < turns[-1]) for turn in reversed(turns)]
     elif turns[0] > answers[0]:
         spans = spans[len(render(chat, turns[0])[1]) :]
-    encoding = chat.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    encoding = chat.tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+    )
     tokens = np.array(encoding["input_ids"], dtype=np.int32)
     starts, stops = np.array(encoding["offset_mapping"]).reshape(-1, 2).T
     trained = np.zeros(len(tokens), dtype=bool)
@@ -128,13 +167,16 @@ def _with_end(chat: Chat, text: str, beyond: int, ends: tuple[str, ...]) -> int:
     if text[:beyond].rstrip().endswith(ends):
         return beyond
     within = max(count for count in range(len(end) + 1) if text.endswith(end[:count], 0, beyond))
-    return beyond + next((len(rest) for rest in (end[within:], *ends) if rest and text.startswith(rest, beyond)), 0)
+    return beyond + next(
+        (len(rest) for rest in (end[within:], *ends) if rest and text.startswith(rest, beyond)), 0
+    )
 
 
 def _answer(chat: Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, int]:
     """The characters of `whole` that answer: from where message `turn` is asked for to the token that ends its turn.
 
-    Raises UserError unless `whole` begins with the conversation before the message, and with that up to its end.
+    Raises UserError unless `whole` begins with the conversation before the message, and with that
+    up to its end.
     """
     end = end_of_answer(chat.tokenizer, chat.template)
     last = chat.tokenizer.convert_ids_to_tokens(end.token)
@@ -148,5 +190,7 @@ def _answer(chat: Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, i
             last = ', or set chat.train_on = "last"' if is_earlier else ""
             wrong = "where it begins and ends cannot be told, because the chat template rewrites"
             mend = f'give a template with {{% generation %}} marks, such as chat.template = "chatml"{last}'
-            raise UserError(f"{chat.where}, message {turn + 1}: {wrong}: {parting(chat, stop, asks)}; {mend}")
+            raise UserError(
+                f"{chat.where}, message {turn + 1}: {wrong}: {parting(chat, stop, asks)}; {mend}"
+            )
     return len(asked), len(answered)

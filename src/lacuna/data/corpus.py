@@ -14,7 +14,16 @@ from lacuna.data.cache import made_once
 # The dataset and the tokenizer of this name are the ones of this module.
 NAME = "python-stdlib"
 
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "idlelib", "lib2to3", "__pycache__"}
+_LEFT_OUT = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "__pycache__",
+}
 _END = "<|endoftext|>"
 _VOCABULARY = 4096
 _VALIDATION_PART = 20
@@ -42,7 +51,9 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
         step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
         sample = [text.decode(errors="replace") for text in texts[::step]]
         trained = ByteLevelBPETokenizer()
-        trained.train_from_iterator(sample, _VOCABULARY, min_frequency=0, show_progress=False, special_tokens=[_END])
+        trained.train_from_iterator(
+            sample, _VOCABULARY, min_frequency=0, show_progress=False, special_tokens=[_END]
+        )
         trained.save(file)
 
     file = made_once(f"{NAME}-{_VOCABULARY}-{digest}.json", train)

@@ -20,11 +20,13 @@ RECORD = "record"
 BROKEN = "broken"
 
 
-def read_records(files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int) -> Iterator[dict]:
+def read_records(
+    files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int
+) -> Iterator[dict]:
     """Yield `column` (None where unreadable), BROKEN (None where readable) and the `numbers` of every record.
 
-    RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or text (each file is
-    a record); `version` that of this reader: a part of what caches are keyed by.
+    RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or
+    text (each file is a record); `version` that of this reader: a part of what caches are keyed by.
     """
     for record, place in records_of(files, kind):
         values = record if isinstance(record, dict) else {}
@@ -39,7 +41,11 @@ def read_records(files: list[str], kind: str, column: str, numbers: tuple[str, .
 
 def is_tokens(value: Any) -> bool:
     """Whether a value is a list of whole numbers, each of which an int64 holds."""
-    return isinstance(value, list) and {*map(type, value)} <= {int} and max(map(abs, value), default=0) < 2**63
+    return (
+        isinstance(value, list)
+        and {*map(type, value)} <= {int}
+        and max(map(abs, value), default=0) < 2**63
+    )
 
 
 def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
@@ -68,7 +74,9 @@ def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
 
 def _refuse_encoding(path: str, beginning: bytes) -> None:
     encoding = json.detect_encoding(beginning[:4])
-    refuse({f"{path}: is in {encoding.upper()}; write it in UTF-8": not encoding.startswith("utf-8")})
+    refuse(
+        {f"{path}: is in {encoding.upper()}; write it in UTF-8": not encoding.startswith("utf-8")}
+    )
 
 
 def _elements(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
@@ -101,10 +109,16 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
     codec = infer_compression(path)
     with fsspec.open(path, "rb", compression=codec if codec == "xz" else None) as stream:
         try:
-            if codec and codec != "xz":  # Arrow's readers go on over several frames and notice a missing end
-                stream = io.BufferedReader(pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), codec))
+            if (
+                codec and codec != "xz"
+            ):  # Arrow's readers go on over several frames and notice a missing end
+                stream = io.BufferedReader(
+                    pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), codec)
+                )
             yield stream
         except (EOFError, OSError, lzma.LZMAError) as error:
-            if isinstance(error, OSError) and (type(error) is not OSError or error.errno is not None):
+            if isinstance(error, OSError) and (
+                type(error) is not OSError or error.errno is not None
+            ):
                 raise  # bytes that did not come, not bytes that came wrong
             raise UserError(f"{path}: is damaged ({error}); write or download it again") from error

@@ -42,11 +42,12 @@ class BatchPlan:
 class _MicroBatches(IterableDataset):
     """A rank's micro-batches from its position on, of which each worker makes every n-th.
 
-    Step t trains on the rows [t * global_batch, (t + 1) * global_batch) of its `batch`; each rank takes a contiguous
-    part of them, and each of its micro-batches a contiguous part of that. A run by epochs has its `last` row, with
-    which its last step ends: the rows that are left are shared alike, and padded, maybe to micro-batches without any.
-    The position is the `first` row that this loader began with, the number of micro-batches that are `done` since, and
-    the states of the rank's `lanes` after them; `before` it other loaders of the run gave that many rows.
+    Step t trains on the rows [t * global_batch, (t + 1) * global_batch) of its `batch`; each rank
+    takes a contiguous part of them, and each of its micro-batches a contiguous part of that. A run
+    by epochs has its `last` row, with which its last step ends: the rows that are left are shared
+    alike, and padded, maybe to micro-batches without any. The position is the `first` row that this
+    loader began with, the number of micro-batches that are `done` since, and the states of the
+    rank's `lanes` after them; `before` it other loaders of the run gave that many rows.
     """
 
     plan: Plan
@@ -60,7 +61,10 @@ class _MicroBatches(IterableDataset):
 
     def rows_of_step(self, step: int) -> range:
         """The rows of all ranks in a step, counted as `done` is: fewer in the last one, then none."""
-        size, end = self.batch.global_batch, math.inf if self.last is None else self.last - self.before
+        size, end = (
+            self.batch.global_batch,
+            math.inf if self.last is None else self.last - self.before,
+        )
         first = min(self.first + step * size, end)
         return range(first, min(first + size, end))
 
@@ -78,10 +82,14 @@ class _MicroBatches(IterableDataset):
 
     def own_lanes(self, first: int = 0, every: int = 1) -> set[int]:
         """The lanes that every n-th micro-batch comes from, beginning with the first."""
-        numbers = range(first, first + _STEPS_BEFORE_A_LANE_RETURNS * self.batch.accumulation, every)
+        numbers = range(
+            first, first + _STEPS_BEFORE_A_LANE_RETURNS * self.batch.accumulation, every
+        )
         return {row % self.plan.mixture.lanes for number in numbers for row in self.rows(number)}
 
-    def __iter__(self) -> Iterator[tuple[Batch | UserError, dict[int, LaneState | None], list[str]]]:
+    def __iter__(
+        self,
+    ) -> Iterator[tuple[Batch | UserError, dict[int, LaneState | None], list[str]]]:
         """Yields each with the states of the lanes it moved, and the places of unreadable records met on the way."""
         worker = get_worker_info()
         first, workers = (self.done + worker.id, worker.num_workers) if worker else (self.done, 1)
@@ -93,11 +101,18 @@ class _MicroBatches(IterableDataset):
                 numbers = self.rows(micro_batch)
                 missing: list[list[Span]] = [[]] * (self.batch.micro_batch - len(numbers))
                 batch = self.plan.batch([row(number) for number in numbers] + missing)
-                moved = {lane: states[lane] for lane in (number % self.plan.mixture.lanes for number in numbers)}
+                moved = {
+                    lane: states[lane]
+                    for lane in (number % self.plan.mixture.lanes for number in numbers)
+                }
                 yield batch, moved, broken.copy()
                 broken.clear()
         except UserError as error:
-            yield error, {}, []  # raised where the batch is handed out: a worker would bury it in a traceback
+            yield (
+                error,
+                {},
+                [],
+            )  # raised where the batch is handed out: a worker would bury it in a traceback
 
 
 class Loader:
@@ -130,25 +145,43 @@ class Loader:
 
     def follow(self, earlier: "Loader") -> None:
         """Take the place of an earlier loader: the run ends where it would have."""
-        self._source.last, self._source.before = earlier._source.last, earlier._source.before + earlier.rows_done
+        self._source.last, self._source.before = (
+            earlier._source.last,
+            earlier._source.before + earlier.rows_done,
+        )
 
     def __iter__(self) -> Iterator[Batch]:
         return self
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # before the fork, or tokenizers complains
+            os.environ.setdefault(
+                "TOKENIZERS_PARALLELISM", "false"
+            )  # before the fork, or tokenizers complains
             prefetch = self.plan.config.data.prefetch_factor if self._workers else None
-            # A generator of its own: else every start of a loader draws from the one that dropout draws from.
-            self._batches = iter(DataLoader(
-                self._source, batch_size=None, collate_fn=tuple, num_workers=self._workers, prefetch_factor=prefetch,
-                worker_init_fn=_start_worker, generator=torch.Generator(),
-            ))  # fmt: skip
+            # A generator of its own: else every start of a loader draws from the one that dropout
+            # draws from.
+            self._batches = iter(
+                DataLoader(
+                    self._source,
+                    batch_size=None,
+                    collate_fn=tuple,
+                    num_workers=self._workers,
+                    prefetch_factor=prefetch,
+                    worker_init_fn=_start_worker,
+                    generator=torch.Generator(),
+                )
+            )
             self._stop = weakref.finalize(self, _stop_workers, self._batches)
         try:
             batch, moved, broken = next(self._batches)
-        except (ConnectionError, EOFError) as error:  # from the pipe to a worker, where its end is not yet known
-            if not self._workers or "Caught" in str(error):  # what a worker met itself, torch tells so
+        except (
+            ConnectionError,
+            EOFError,
+        ) as error:  # from the pipe to a worker, where its end is not yet known
+            if not self._workers or "Caught" in str(
+                error
+            ):  # what a worker met itself, torch tells so
                 raise
             raise RuntimeError("DataLoader worker is killed") from error
         if isinstance(batch, UserError):
@@ -218,15 +251,23 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One state out of those of all ranks, from which any number of ranks can go on with the same global batch."""
     assert len({state["rows"] for state in states}) == 1, "ranks saved at different steps"
     lanes = {lane: saved for state in states for lane, saved in state["lanes"].items()}
-    return states[0] | {"lanes": lanes, "broken_records": [p for state in states for p in state["broken_records"]]}
+    return states[0] | {
+        "lanes": lanes,
+        "broken_records": [p for state in states for p in state["broken_records"]],
+    }
 
 
 def build_loader(
-    config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchPlan, dp_rank: int, order: np.ndarray | None = None
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    batch: BatchPlan,
+    dp_rank: int,
+    order: np.ndarray | None = None,
 ) -> Loader:
     """The training batches of a rank; they depend on the rank's place in the global batch, never on the workers.
 
-    With an `order`, int64 [documents], documents come in that. Raises UserError when the data cannot be opened.
+    With an `order`, int64 [documents], documents come in that. Raises UserError when the data
+    cannot be opened.
     """
     lanes = batch.global_batch * _STEPS_BEFORE_A_LANE_RETURNS
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
@@ -240,16 +281,21 @@ def build_validation(
 ) -> Callable[[], Iterator[Batch]]:
     """A function that goes over the validation batches of one rank, the same each time: every token of the set once.
 
-    There are equally many on every rank, in micro-batches like those of training, and at most validation.steps.
-    Documents come in the source's order, packed like the training data; where rows are missing at the end there are
-    rows of padding, whose labels are all -100. Raises UserError when the data cannot be opened or holds no text.
+    There are equally many on every rank, in micro-batches like those of training, and at most
+    validation.steps. Documents come in the source's order, packed like the training data; where
+    rows are missing at the end there are rows of padding, whose labels are all -100. Raises
+    UserError when the data cannot be opened or holds no text.
     """
-    plan = make_plan(config, tokenizer, [config.validation.resolved_source()], lanes=1, endless=False)
+    plan = make_plan(
+        config, tokenizer, [config.validation.resolved_source()], lanes=1, endless=False
+    )
     most = None if config.validation.steps < 0 else config.validation.steps
     own = slice(dp_rank * batch.micro_batch, (dp_rank + 1) * batch.micro_batch)
 
     def batches() -> Iterator[Batch]:
-        for rows in itertools.islice(rows_from_the_start(plan, batch.global_batch // batch.accumulation), most):
+        for rows in itertools.islice(
+            rows_from_the_start(plan, batch.global_batch // batch.accumulation), most
+        ):
             yield plan.batch(rows[own])
 
     return batches
@@ -258,9 +304,13 @@ def build_validation(
 def _number_of_workers(wanted: int | None, plan: Plan, accumulation: int) -> int:
     """As many as wanted, or as fit the machine and the work; lanes only go with a divisor of their period."""
     if plan.table:
-        return wanted if wanted is not None else int(plan.table.dataset.data.nbytes > _READ_IN_PROCESS)
+        return (
+            wanted if wanted is not None else int(plan.table.dataset.data.nbytes > _READ_IN_PROCESS)
+        )
     if wanted is None:
-        wanted = min(_MOST_WORKERS, max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1))
+        wanted = min(
+            _MOST_WORKERS, max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) - 1)
+        )
     period = _STEPS_BEFORE_A_LANE_RETURNS * accumulation
     return max((divisor for divisor in range(1, wanted + 1) if period % divisor == 0), default=0)
 
@@ -270,7 +320,9 @@ def _start_worker(worker: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     fsspec.asyn.reset_lock()  # a lock of the parent's that may have been held at the fork
-    atexit.register(os._exit, 0)  # where workers are not forked, Python's own end aborts now and then in C++ threads
+    atexit.register(
+        os._exit, 0
+    )  # where workers are not forked, Python's own end aborts now and then in C++ threads
 
 
 def _stop_workers(batches: Any) -> None:

@@ -20,7 +20,12 @@ _FORMATS = (("messages",), ("prompt", "completion"), ("instruction", "output"), 
 
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
 _SHAREGPT = {role: role for role in ("system", "user", "assistant", "tool")}
-_SHAREGPT |= {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+_SHAREGPT |= {
+    "human": "user",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+}
 
 
 def conversation_columns(
@@ -28,18 +33,22 @@ def conversation_columns(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Our names of the columns that conversations are read from, and our name -> the data's of all that there are.
 
-    A format that `chat.columns` names goes first. Raises UserError, which begins with `where`, when there are no such
-    columns.
+    A format that `chat.columns` names goes first. Raises UserError, which begins with `where`, when
+    there are no such columns.
     """
     renamed = dict(pair.split("=", 1) for pair in settings.columns)
-    names = {ours: ours for ours in COLUMNS} | {"messages": "messages" if "messages" in columns else "conversations"}
+    names = {ours: ours for ours in COLUMNS} | {
+        "messages": "messages" if "messages" in columns else "conversations"
+    }
     found = {ours: theirs for ours, theirs in (names | renamed).items() if theirs in columns}
     for needed in sorted(_FORMATS, key=renamed.keys().isdisjoint):
         if found.keys() >= {*needed, *renamed}:
             return needed, found
     usual = "messages (or conversations), prompt and completion, instruction and output, or text"
     mend = "say by chat.columns which hold conversations, such as messages=dialog or prompt=question,completion=answer"
-    raise UserError(f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; {mend}")
+    raise UserError(
+        f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; {mend}"
+    )
 
 
 def unfilled(value: Any, features: Any, name: str) -> Any:
@@ -55,15 +64,23 @@ def unfilled(value: Any, features: Any, name: str) -> Any:
         return value
     parts = features if isinstance(features, dict) else {}
     arguments = value.get("arguments") if "name" in value else None
-    if isinstance(arguments, dict) and None in arguments.values() and not isinstance(parts.get("arguments"), Json):
+    if (
+        isinstance(arguments, dict)
+        and None in arguments.values()
+        and not isinstance(parts.get("arguments"), Json)
+    ):
         _warn_of_nulls(name)
-    return {key: unfilled(part, parts.get(key), name) for key, part in value.items() if part is not None}
+    return {
+        key: unfilled(part, parts.get(key), name) for key, part in value.items() if part is not None
+    }
 
 
 @lru_cache
 def _warn_of_nulls(name: str) -> None:
     told = "null arguments of tool calls are left out, as its tables hold null also for what a call has not"
-    logger.warning("%s: %s; arguments as JSON text, or records as JSON lines, keep them", name, told)
+    logger.warning(
+        "%s: %s; arguments as JSON text, or records as JSON lines, keep them", name, told
+    )
 
 
 def instructed(values: dict[str, Any], more: Any, where: str) -> list[list[dict[str, Any]]]:
@@ -77,29 +94,42 @@ def read_messages(value: Any, where: str, settings: ChatConfig) -> list[dict[str
     """A list of messages with transformers' keys. Raises UserError when it is none."""
     roles = {theirs: ours for ours, theirs in (pair.split("=", 1) for pair in settings.roles)}
     return [
-        _message(one, f"{where}, message {number}", roles) for number, one in enumerate(read(value, list, where), 1)
+        _message(one, f"{where}, message {number}", roles)
+        for number, one in enumerate(read(value, list, where), 1)
     ]
 
 
 def unknown_roles(messages: list[dict[str, Any]]) -> str:
     """Roles of messages that few chat templates know."""
-    return ", ".join(dict.fromkeys(one["role"] for one in messages if one["role"] not in KNOWN_ROLES))
+    return ", ".join(
+        dict.fromkeys(one["role"] for one in messages if one["role"] not in KNOWN_ROLES)
+    )
 
 
 def _message(value: Any, where: str, roles: dict[str, str]) -> dict[str, Any]:
     message = {key: part for key, part in read(value, dict, where).items() if part is not None}
     if "from" in message and "role" not in message:
-        speaker, content = read(message.pop("from"), str, f"{where}, from"), message.pop("value", None)
+        speaker, content = (
+            read(message.pop("from"), str, f"{where}, from"),
+            message.pop("value", None),
+        )
         mend = f"name others by chat.roles, such as user={speaker}"
         known = _SHAREGPT | roles
-        refuse({f"{where}: is from {speaker!r}; known are {', '.join(known)}; {mend}": speaker not in known})
+        refuse(
+            {
+                f"{where}: is from {speaker!r}; known are {', '.join(known)}; {mend}": speaker
+                not in known
+            }
+        )
         called = {"tool_calls": [content]} if speaker == "function_call" else {"content": content}
         message |= {"role": known[speaker]} | called
     role = read(message.get("role"), str, f"{where}, role")
     calls = read(message.pop("tool_calls", []), list, f"{where}, tool_calls")
     message |= {"role": roles.get(role, role)}
     if calls:
-        message["tool_calls"] = [_call(read(call, dict, f"{where}, tool_calls"), where) for call in calls]
+        message["tool_calls"] = [
+            _call(read(call, dict, f"{where}, tool_calls"), where) for call in calls
+        ]
     read(message.get("content", "" if calls else None), str, f"{where}, content")
     for key in REASONING:
         read(message.get(key, ""), str, f"{where}, {key}")
@@ -111,7 +141,9 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     function = read(call.get("function") or call, dict, f"{where}, function")
     read(function.get("name"), str, f"{where}, name of the function")
     given = function.get("arguments")
-    arguments = read({} if given is None else given, dict, f"{where}, arguments of {function['name']}")
+    arguments = read(
+        {} if given is None else given, dict, f"{where}, arguments of {function['name']}"
+    )
     return {"type": "function"} | call | {"function": function | {"arguments": arguments}}
 
 

@@ -43,8 +43,9 @@ class Pool:
     def locate(self, ordinals: np.ndarray) -> np.ndarray:
         """The document, int64 [n], at each ordinal of the endless order.
 
-        All documents are passed over again and again; every epoch has its own permutation, which is never stored: a
-        Feistel network over the next power of four, walked until it lands inside (Black and Rogaway 2002).
+        All documents are passed over again and again; every epoch has its own permutation, which is
+        never stored: a Feistel network over the next power of four, walked until it lands inside
+        (Black and Rogaway 2002).
         """
         epochs, places = np.divmod(ordinals.astype(np.uint64), np.uint64(self.size))
         if self.key is None:
@@ -66,9 +67,9 @@ class Pool:
 class Mixture:
     """Which pool each draw of each lane takes, and which of its documents.
 
-    The documents are dealt to `lanes` independent sequences, so that a sequence can be made without the others.
-    The c-th draw that lane l makes from a pool is that pool's ordinal c * lanes + l: together the lanes use every
-    ordinal once. Pool p is drawn in proportion to `shares[p]`.
+    The documents are dealt to `lanes` independent sequences, so that a sequence can be made without
+    the others. The c-th draw that lane l makes from a pool is that pool's ordinal c * lanes + l:
+    together the lanes use every ordinal once. Pool p is drawn in proportion to `shares[p]`.
     """
 
     seed: int

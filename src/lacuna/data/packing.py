@@ -17,8 +17,8 @@ _ROUNDED = 64  # rows of many lengths would make many kernels
 class Document:
     """One document: int32 tokens [n], the end of text among them, and its text's UTF-8 bytes (nan: unknown).
 
-    A token that is not to be trained is there as its complement, ~token. An unreadable document has no tokens, and
-    `broken` says where it was found.
+    A token that is not to be trained is there as its complement, ~token. An unreadable document has
+    no tokens, and `broken` says where it was found.
     """
 
     tokens: np.ndarray
@@ -49,14 +49,17 @@ class Batch:
         columns: by name [B, T], one value a token. What every batch has:
             input_ids: int64.
             labels: int64, already shifted: the target of position t; -100 where nothing is trained.
-            position_ids: int64, from 0 in each piece (from 0 in each row when documents are not masked).
+            position_ids: int64, from 0 in each piece (from 0 in each row when documents are not
+                masked).
             real: bool, whether a token is one of a document, and not padding.
         counts: by name, what is summed over micro-batches and ranks. What every batch has:
             tokens: input tokens that are not padding.
             trained_tokens: labels that are not -100.
-            text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are known).
+            text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are
+                known).
             source_0 and so on: real tokens from each source, in the order of the configuration.
-        cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end is one.
+        cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end
+            is one.
         max_seqlen: tokens in the longest piece.
     """
 
@@ -82,31 +85,47 @@ def fill_rows(
 ) -> list[np.ndarray]:
     """The pieces of each row: int64 [3, n], the number of a document, its first token and the one after the last.
 
-    `lengths` are those of all documents, of which `document` gives one; an empty one takes no room. If they are
-    `ordered`, only those share rows that come together in the buffer. Raises UserError when nothing is left of them.
+    `lengths` are those of all documents, of which `document` gives one; an empty one takes no room.
+    If they are `ordered`, only those share rows that come together in the buffer. Raises UserError
+    when nothing is left of them.
     """
     pieces = _cut(lengths, document, config)
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     space, sizes = config.training.seq_len, pieces[:, 2] - pieces[:, 1]
     wrong = f"packing.long_examples: none of {len(lengths)} examples has a trained token within {space} tokens"
-    refuse({f"{wrong}; raise training.seq_len, or split them": len(lengths) > 0 and not len(pieces)})
+    refuse(
+        {f"{wrong}; raise training.seq_len, or split them": len(lengths) > 0 and not len(pieces)}
+    )
     if packing_mode(config) == "none":
         return [piece[:, None] for piece in pieces]
     buffer = np.cumsum(sizes) // (config.packing.buffer * space if ordered else np.inf)
     together = np.split(pieces, np.flatnonzero(np.diff(buffer)) + 1)
-    return [those[chosen].T for those in together for chosen in best_fit(those[:, 2] - those[:, 1], space)]
+    return [
+        those[chosen].T
+        for those in together
+        for chosen in best_fit(those[:, 2] - those[:, 1], space)
+    ]
 
 
 def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Config) -> np.ndarray:
     """int64 [pieces, 3]; pieces of long documents in which nothing is trained are left out."""
     most, long_examples = config.training.seq_len, config.packing.long_examples
-    fitting, long = np.flatnonzero((lengths > 0) & (lengths <= most)), np.flatnonzero(lengths > most)
+    fitting, long = (
+        np.flatnonzero((lengths > 0) & (lengths <= most)),
+        np.flatnonzero(lengths > most),
+    )
     pieces = [np.stack([fitting, np.zeros_like(fitting), lengths[fitting]], axis=1)]
     for number in long.tolist() if long_examples != "drop" else ():
         stop = int(lengths[number]) if long_examples == "split" else most
-        labelled = np.flatnonzero(document(number).tokens[1 : stop + 1] >= 0)  # each token is predicted before it
+        labelled = np.flatnonzero(
+            document(number).tokens[1 : stop + 1] >= 0
+        )  # each token is predicted before it
         starts = np.unique(labelled // most) * most
-        pieces.append(np.stack([np.full_like(starts, number), starts, np.minimum(starts + most, stop)], axis=1))
+        pieces.append(
+            np.stack(
+                [np.full_like(starts, number), starts, np.minimum(starts + most, stop)], axis=1
+            )
+        )
     return np.concatenate(pieces)
 
 
@@ -116,7 +135,10 @@ def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
     Each piece, the longest first, goes to the fullest bin that has room for it.
     """
     bins: list[list[int]] = []
-    roomy: dict[int, list[list[int]]] = {0: [], space: []}  # bins by the tokens that they have room for
+    roomy: dict[int, list[list[int]]] = {
+        0: [],
+        space: [],
+    }  # bins by the tokens that they have room for
     rooms = 0  # bit n is set where a bin has room for n > 0, so that the least room that suffices is found at once
     for piece in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[piece])
@@ -184,7 +206,12 @@ def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: 
 def _row_length(rows: Sequence[Sequence[Span]], config: Config) -> int:
     """Tokens per row: seq_len, or where every example has a row of its own as many as the longest takes."""
     layout = config.parallelism
-    shared = layout.tensor_parallel_degree * layout.context_parallel_degree * layout.pipeline_parallel_degree > 1
+    shared = (
+        layout.tensor_parallel_degree
+        * layout.context_parallel_degree
+        * layout.pipeline_parallel_degree
+        > 1
+    )
     if config.packing.mode != "none" or shared:
         return config.training.seq_len
     longest = max(sum(len(span.tokens) for span in spans) for spans in rows)

@@ -22,12 +22,17 @@ from lacuna.data.tokenizer import grown_tokenizer
 
 _PACKING_VERSION = 2
 _CACHED_BELOW = 256 * 2**20
-# What decides which samples a step trains on, and must stay in a run that goes on (train_new_tokens_only because AdamW
-# goes on moving what it has moved).
+# What decides which samples a step trains on, and must stay in a run that goes on
+# (train_new_tokens_only because AdamW goes on moving what it has moved).
 _DECIDING = {
-    "job": {"task"}, "model": {"new_tokens", "train_new_tokens_only"}, "data": True, "chat": True, "packing": True,
-    "training": {"seq_len", "context_len", "varlen", "seed"}, "curriculum": {"difficulty_column", "rank_every"},
-}  # fmt: skip
+    "job": {"task"},
+    "model": {"new_tokens", "train_new_tokens_only"},
+    "data": True,
+    "chat": True,
+    "packing": True,
+    "training": {"seq_len", "context_len", "varlen", "seed"},
+    "curriculum": {"difficulty_column", "rank_every"},
+}
 _NOT_DECIDING = {"data": {"num_workers", "prefetch_factor", "max_broken_records", "retries"}}
 
 
@@ -46,9 +51,9 @@ def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
 class Plan:
     """Everything that decides the rows.
 
-    With a `table` of all tokens the mixture has one lane; without, documents are tokenised while training, and row R
-    is the next row of lane R mod lanes. With an `order`, int64 [documents], those of the table come in that. Rows end
-    with the last document unless `endless`.
+    With a `table` of all tokens the mixture has one lane; without, documents are tokenised while
+    training, and row R is the next row of lane R mod lanes. With an `order`, int64 [documents],
+    those of the table come in that. Rows end with the last document unless `endless`.
     """
 
     config: Config
@@ -64,7 +69,11 @@ class Plan:
         """Rows that all documents fill; None when unknown, or when sources are mixed by weight: no common pass."""
         if self.table is None or len(self.mixture.pools) > 1:
             return None
-        return len(self.bins) if self.fits else math.ceil(self.table.lengths.sum() / self.config.training.seq_len)
+        return (
+            len(self.bins)
+            if self.fits
+            else math.ceil(self.table.lengths.sum() / self.config.training.seq_len)
+        )
 
     @property
     def fits(self) -> bool:
@@ -77,15 +86,29 @@ class Plan:
 
         They are fitted once and kept, but for those in an order, which is of this run.
         """
-        most, lengths, way = self.config.training.seq_len, self.table.lengths, self.config.packing.long_examples
+        most, lengths, way = (
+            self.config.training.seq_len,
+            self.table.lengths,
+            self.config.packing.long_examples,
+        )
         if long := int((lengths > most).sum()):
-            logger.info("%d of %d examples are longer than a row of %d tokens: %s", long, len(lengths), most, way)
+            logger.info(
+                "%d of %d examples are longer than a row of %d tokens: %s",
+                long,
+                len(lengths),
+                most,
+                way,
+            )
         if self.order is not None:
             return self.bins_of(self.order)
 
         def write(file: str) -> None:
             rows = self.bins_of(np.arange(len(lengths)))
-            np.savez(file, pieces=np.concatenate(rows, axis=1), ends=np.cumsum([row.shape[1] for row in rows]))
+            np.savez(
+                file,
+                pieces=np.concatenate(rows, axis=1),
+                ends=np.cumsum([row.shape[1] for row in rows]),
+            )
 
         made_of = [_PACKING_VERSION, self.table.key, packing_mode(self.config), way, most]
         with np.load(made_once(f"{Hasher.hash(made_of)}.npz", write)) as stored:
@@ -94,7 +117,12 @@ class Plan:
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
         """The pieces in each row that these documents fill."""
         table, ordered = self.table, self.order is not None
-        bins = fill_rows(table.lengths[documents], lambda n: table.document(documents[n])[0], self.config, ordered)
+        bins = fill_rows(
+            table.lengths[documents],
+            lambda n: table.document(documents[n])[0],
+            self.config,
+            ordered,
+        )
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
     @property
@@ -109,7 +137,11 @@ class Plan:
     def signature(self, global_batch: int) -> dict[str, object]:
         """What must be the same for a saved position to mean the same samples, by the settings that decide it."""
         tables = self.config.model_dump(include=_DECIDING, exclude=_NOT_DECIDING)
-        given = {f"{section}.{name}": repr(value) for section, table in tables.items() for name, value in table.items()}
+        given = {
+            f"{section}.{name}": repr(value)
+            for section, table in tables.items()
+            for name, value in table.items()
+        }
         passes = {"training.epochs": "whole passes"} if self.whole_passes and not self.fits else {}
         own = {
             "data.tokenization": "cache" if self.table else "online",
@@ -121,33 +153,54 @@ class Plan:
 
 
 def make_plan(
-    config: Config, tokenizer: PreTrainedTokenizerBase, settings: Sequence[Source], lanes: int, endless: bool = True,
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: Sequence[Source],
+    lanes: int,
+    endless: bool = True,
     order: np.ndarray | None = None,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """Open the sources and decide the order of everything; tokenise them when they are to be cached.
 
-    What is not endless comes in the sources' own order; with an `order`, int64 [documents], documents come in that.
+    What is not endless comes in the sources' own order; with an `order`, int64 [documents],
+    documents come in that.
     """
     data, seed, table = config.data, config.training.seed, None
     if not data.streaming:
         require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
-    sources = tuple(open_source(setting, config, [difficulty] if difficulty else []) for setting in settings)
+    sources = tuple(
+        open_source(setting, config, [difficulty] if difficulty else []) for setting in settings
+    )
     if difficulty:
-        with explained(f"curriculum.difficulty_column, {difficulty}", ValueError, mend="name a column of numbers"):
+        with explained(
+            f"curriculum.difficulty_column, {difficulty}",
+            ValueError,
+            mend="name a column of numbers",
+        ):
             values = [np.array(source.dataset[difficulty], dtype=np.float64) for source in sources]
         order = np.argsort(np.concatenate(values), kind="stable")
     shuffled = data.shuffle and endless and order is None
-    sizes = [number_of_parts(s.shard_sizes, lanes) if data.streaming else len(s.dataset) for s in sources]
+    sizes = [
+        number_of_parts(s.shard_sizes, lanes) if data.streaming else len(s.dataset) for s in sources
+    ]
     if settings[0].weight is None:
         sizes = [sum(sizes)]
-    pools = tuple(Pool(size, random_key(seed, 0, n) if shuffled else None) for n, size in enumerate(sizes))
+    pools = tuple(
+        Pool(size, random_key(seed, 0, n) if shuffled else None) for n, size in enumerate(sizes)
+    )
     if _is_cached(config, sources, endless):
         lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
     if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
-        raise UserError("curriculum: sources mixed by weight have no common order; drop their weights, or the order")
-    shares = tuple(1.0 if setting.weight is None else setting.weight for setting in settings[: len(pools)])
-    return Plan(config, tokenizer, Mixture(seed, pools, shares, lanes), sources, table, endless, order)
+        raise UserError(
+            "curriculum: sources mixed by weight have no common order; drop their weights, or the order"
+        )
+    shares = tuple(
+        1.0 if setting.weight is None else setting.weight for setting in settings[: len(pools)]
+    )
+    return Plan(
+        config, tokenizer, Mixture(seed, pools, shares, lanes), sources, table, endless, order
+    )
 
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
@@ -155,7 +208,12 @@ def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> b
     wanted = config.data.tokenization
     if config.data.streaming:
         return False
-    if not endless or config.training.epochs or config.curriculum.difficulty_column or config.curriculum.rank_every:
+    if (
+        not endless
+        or config.training.epochs
+        or config.curriculum.difficulty_column
+        or config.curriculum.rank_every
+    ):
         return True  # only the cache knows how long an epoch or the validation data is, and can be put in order
     if wanted == "auto":
         size = sum(source.dataset.data.nbytes for source in sources)

@@ -15,8 +15,9 @@ from lacuna.config import UserError
 def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) -> Any:
     """What transformers' `kind` (AutoTokenizer, ...) makes of a folder or Hub id.
 
-    After a configuration with code of its own its model can be made by `AutoModelForCausalLM` as any other. Raises
-    `UserError` where there is such code and it is not trusted; transformers would ask on the terminal.
+    After a configuration with code of its own its model can be made by `AutoModelForCausalLM` as
+    any other. Raises `UserError` where there is such code and it is not trusted; transformers would
+    ask on the terminal.
     """
     try:
         found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
@@ -27,7 +28,12 @@ def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) 
         mend = "(of lacuna generate and convert: --trust-remote-code): read it first, or take another model"
         raise UserError(f"{wrong} {mend}.") from error
     place = (getattr(found, "auto_map", None) or {}).get("AutoModelForCausalLM")
-    if kind is AutoConfig and place and trust_remote_code and type(found) not in AutoModelForCausalLM._model_mapping:
+    if (
+        kind is AutoConfig
+        and place
+        and trust_remote_code
+        and type(found) not in AutoModelForCausalLM._model_mapping
+    ):
         code = get_class_from_dynamic_module(place, source)
         code.register_for_auto_class("AutoModelForCausalLM")
         AutoModelForCausalLM.register(type(found), code, exist_ok=True)

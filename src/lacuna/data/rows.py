@@ -20,31 +20,42 @@ _WINDOW = 8192
 _DRAWN_AT_ONCE = 16384
 _DRAWN_AHEAD = 64
 _MOST_EMPTY = 100_000  # records in a row without a text
-_MOST_AGAIN = 1000  # of them, such as were met and broken before: of the whole source nothing else comes
+_MOST_AGAIN = (
+    1000  # of them, such as were met and broken before: of the whole source nothing else comes
+)
 _FILL = 0.98  # of the buffer: examples that filled it whole would take a row more, nearly empty
 
 # Of each source how many documents have been passed, and where to read it from if it is a stream.
 Place = list[tuple[int, Snapshot]]
-# What was used from a place on: tokens of a document, or rows of examples that were fitted together; and the place.
+# What was used from a place on: tokens of a document, or rows of examples that were fitted
+# together; and the place.
 LaneState = tuple[int, Place]
 
 
-def open_rows(plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> Callable[[int], list[Span]]:
+def open_rows(
+    plan: Plan, states: dict[int, LaneState | None], broken: list[str]
+) -> Callable[[int], list[Span]]:
     """A function from the number of a row to its spans, which fill it but at the end of the documents.
 
     Rows are asked for in order, but not all of them.
 
     Args:
-        states: of the lanes that are read, where each goes on (None: the beginning); kept up to date in place.
+        states: of the lanes that are read, where each goes on (None: the beginning); kept up to
+            date in place.
         broken: gains the places of unreadable records that were met.
     """
     if plan.table is None:
         return _LaneRows(plan, states, broken).row
-    rows = enumerate(itertools.chain(_made_of_table(plan), itertools.repeat(())))  # empty after the last document
+    rows = enumerate(
+        itertools.chain(_made_of_table(plan), itertools.repeat(()))
+    )  # empty after the last document
 
     def row(wanted: int) -> list[Span]:
         pieces = next(pieces for number, pieces in rows if number == wanted)
-        return [Span(*plan.table.document(index), *part) for index, *part in np.transpose(pieces).tolist()]
+        return [
+            Span(*plan.table.document(index), *part)
+            for index, *part in np.transpose(pieces).tolist()
+        ]
 
     return row
 
@@ -81,8 +92,9 @@ def _made_of_table(plan: Plan) -> Iterator[np.ndarray]:
 def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
     """The pieces of rows that are cut out of all drawn documents, laid end to end.
 
-    The rows are shuffled within windows: side by side in one step, the parts of a long document teach hardly more than
-    one of them. A pass over the documents is cut into even windows. Rows of whole passes hold tokens of one each.
+    The rows are shuffled within windows: side by side in one step, the parts of a long document
+    teach hardly more than one of them. A pass over the documents is cut into even windows. Rows of
+    whole passes hold tokens of one each.
     """
     length, lengths = plan.config.training.seq_len, plan.table.lengths
     in_pass = plan.rows_per_pass or _WINDOW
@@ -92,7 +104,9 @@ def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
     for epoch in itertools.count() if plan.endless else [0]:
         for window, within in enumerate(range(0, in_pass, in_window)):
             size = min(in_window, in_pass - within)
-            cuts = epoch * pass_tokens + np.minimum((within + np.arange(size + 1)) * length, pass_tokens)
+            cuts = epoch * pass_tokens + np.minimum(
+                (within + np.arange(size + 1)) * length, pass_tokens
+            )
             kept = [drawn[:, drawn[1] >= cuts[0]]]
             while kept[-1][1, -1] < cuts[-1]:
                 more = next(draws)
@@ -136,7 +150,9 @@ class _LaneRows:
     def __init__(self, plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> None:
         self._plan, self._states, self._broken = plan, states, broken
         pools, data = plan.mixture.pools, plan.config.data
-        starts = {lane: state or (0, [(0, BEGINNING)] * len(pools)) for lane, state in states.items()}
+        starts = {
+            lane: state or (0, [(0, BEGINNING)] * len(pools)) for lane, state in states.items()
+        }
         self._readers = []
         for source, pool in enumerate(pools if data.streaming else ()):
             stream = Stream(pool.size, pool.key, plan.sources[source], data.retries, plan.endless)
@@ -151,7 +167,9 @@ class _LaneRows:
         spans, self._states[lane] = next(self._rows[lane], ([], None))
         return spans
 
-    def _laid_end_to_end(self, lane: int, offset: int, place: Place) -> Iterator[tuple[list[Span], LaneState]]:
+    def _laid_end_to_end(
+        self, lane: int, offset: int, place: Place
+    ) -> Iterator[tuple[list[Span], LaneState]]:
         """The rows of a lane from a state on, each with the state after it."""
         spans, space = [], self._plan.config.training.seq_len
         for source, document, after in self._documents(lane, place):
@@ -179,11 +197,19 @@ class _LaneRows:
             if not examples:
                 return
             sources, documents, places = zip(*examples, strict=True)
-            bins = fill_rows(np.array([len(document.tokens) for document in documents]), documents.__getitem__, config)
-            order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, sum(passed for passed, _ in place))
+            bins = fill_rows(
+                np.array([len(document.tokens) for document in documents]),
+                documents.__getitem__,
+                config,
+            )
+            order = shuffled(
+                len(bins), self._plan.mixture.pools[0].key, lane, sum(passed for passed, _ in place)
+            )
             for row in range(used, len(bins)):
                 pieces = bins[order[row]].T.tolist()
-                spans = [Span(documents[number], sources[number], *part) for number, *part in pieces]
+                spans = [
+                    Span(documents[number], sources[number], *part) for number, *part in pieces
+                ]
                 yield spans, (row + 1, place) if row + 1 < len(bins) else (0, places[-1])
             used, place = 0, places[-1]
 
@@ -191,12 +217,16 @@ class _LaneRows:
         """The documents that a lane draws, each with its source and the place after it."""
         in_vain, met, most = 0, Counter(), self._plan.config.data.max_broken_records
         with suppress(StopIteration):  # where a stream ends
-            while in_vain < _MOST_EMPTY and len(met) <= most and met.total() < len(met) + _MOST_AGAIN:
+            while (
+                in_vain < _MOST_EMPTY and len(met) <= most and met.total() < len(met) + _MOST_AGAIN
+            ):
                 drawn = self._plan.mixture.draw(lane, [passed for passed, _ in place], _DRAWN_AHEAD)
                 for source, index in np.transpose(drawn).tolist():
                     documents, (passed, snapshot) = self._plan.sources[source], place[source]
                     with readable(documents.name):
-                        if self._readers:  # a lane takes its turn in a stream, whichever document was drawn
+                        if (
+                            self._readers
+                        ):  # a lane takes its turn in a stream, whichever document was drawn
                             record, number, snapshot = self._readers[source](lane)
                         else:
                             record, number = documents.dataset[index], index
@@ -208,4 +238,6 @@ class _LaneRows:
                     place = [*place[:source], (passed + 1, snapshot), *place[source + 1 :]]
                     yield source, document, place
             add_broken({}, self._broken, most)
-            raise UserError(f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column")
+            raise UserError(
+                f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column"
+            )

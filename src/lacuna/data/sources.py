@@ -30,7 +30,16 @@ from lacuna.data.chat import conversation_columns
 _READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
 _LONGEST_PAUSE = 60.0
-_HTTP_LIBRARIES = {"http", "httpx", "httpx2", "httpcore", "httpcore2", "urllib3", "aiohttp", "huggingface_hub"}
+_HTTP_LIBRARIES = {
+    "http",
+    "httpx",
+    "httpx2",
+    "httpcore",
+    "httpcore2",
+    "urllib3",
+    "aiohttp",
+    "huggingface_hub",
+}
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
 # What `save_to_disk` writes beside its data.
 _NO_DATA = {"state.json"}
@@ -46,9 +55,9 @@ _FIRST = 1000
 class Documents:
     """An opened source: `column` of `dataset` holds a text per record, or, called input_ids, its tokens.
 
-    With `chat` settings a record is a conversation, as JSON where the column is `files.RECORD`. A streaming source also
-    has `shard_sizes`: how big each of the dataset's shards is, in a unit of their own. `files` are the local ones that
-    it is made of.
+    With `chat` settings a record is a conversation, as JSON where the column is `files.RECORD`. A
+    streaming source also has `shard_sizes`: how big each of the dataset's shards is, in a unit of
+    their own. `files` are the local ones that it is made of.
     """
 
     name: str
@@ -67,8 +76,17 @@ def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> 
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
     try:
-        return next(with_retries(lambda: [_open(name, source, config, numbers)], config.data.retries, name))
-    except (UserError, DatasetGenerationError, OSError, ValueError, RuntimeError, YAMLError) as error:
+        return next(
+            with_retries(lambda: [_open(name, source, config, numbers)], config.data.retries, name)
+        )
+    except (
+        UserError,
+        DatasetGenerationError,
+        OSError,
+        ValueError,
+        RuntimeError,
+        YAMLError,
+    ) as error:
         cause = isinstance(error, DatasetGenerationError) and error.__cause__ or error
         reason = " ".join(str(cause).split())
         if is_damage(cause):
@@ -82,11 +100,15 @@ def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> 
 def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> Documents:
     streaming, chat = config.data.streaming, config.conversations
     split, part, _ = source.split.partition("[")
-    whole = "a stream has no length to take a part of; give a whole split, or set data.streaming=false"
+    whole = (
+        "a stream has no length to take a part of; give a whole split, or set data.streaming=false"
+    )
     refuse({whole: streaming and part != ""})
     builder = _builder(source, split)
     given = builder.config.data_files or {}
-    local = tuple(path for path in map(str, given.get(split, chain(*given.values()))) if Path(path).is_file())
+    local = tuple(
+        path for path in map(str, given.get(split, chain(*given.values()))) if Path(path).is_file()
+    )
     if builder.repo_id is None and builder.name in ("json", "text"):
         builder = _line_reader(builder, split, config, numbers)
     if not streaming:
@@ -100,10 +122,21 @@ def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> 
     else:
         found = dataset.column_names or list(next(iter(dataset), {}))
         columns = _used_columns(found, config.data.text_column, chat, numbers)
-        dataset, sizes = dataset.select_columns(columns), [1] * dataset.num_shards if streaming else []
+        dataset, sizes = (
+            dataset.select_columns(columns),
+            [1] * dataset.num_shards if streaming else [],
+        )
     if columns[0] == "input_ids" and dataset.features:
-        of = str(getattr(getattr(dataset.features["input_ids"], "feature", None), "dtype", "no lists"))
-        refuse({f"input_ids must be lists of whole numbers, but has {of}": not of.startswith(("int", "uint"))})
+        of = str(
+            getattr(getattr(dataset.features["input_ids"], "feature", None), "dtype", "no lists")
+        )
+        refuse(
+            {
+                f"input_ids must be lists of whole numbers, but has {of}": not of.startswith(
+                    ("int", "uint")
+                )
+            }
+        )
     return Documents(name, dataset, columns[0], tuple(sizes), chat, local)
 
 
@@ -114,8 +147,15 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
     kind, options = infer_module_for_data_files_list([source.dataset])
     folder = Path(source.dataset, source.dir or "") if Path(source.dataset).is_dir() else None
     if kind is not None and folder is None:
-        return datasets.load_dataset_builder(kind, data_files={split: [_exactly(source.dataset)]}, **options)
-    refuse({"a reader of local files needs data.data_files": source.dataset in READERS and not source.files})
+        return datasets.load_dataset_builder(
+            kind, data_files={split: [_exactly(source.dataset)]}, **options
+        )
+    refuse(
+        {
+            "a reader of local files needs data.data_files": source.dataset in READERS
+            and not source.files
+        }
+    )
     pattern = f"{folder} is a pattern to `datasets`; give it a name without brackets and the like"
     refuse({pattern: folder is not None and escape(str(folder.resolve())) != str(folder.resolve())})
     chosen = list(source.files) or None
@@ -144,28 +184,56 @@ def _refuse_kinds(folder: Path) -> None:
     """Raises UserError when a folder holds files of several kinds, of which `datasets` would read one."""
     kinds: dict[str, str] = {}
     base = folder.resolve().as_posix()
-    for file in chain(*DataFilesDict.from_patterns(get_data_patterns(base), base_path=base).values()):
+    for file in chain(
+        *DataFilesDict.from_patterns(get_data_patterns(base), base_path=base).values()
+    ):
         kind = infer_module_for_data_files_list([file])[0]
         if kind in READERS and Path(file).name not in _NO_DATA:
             kinds.setdefault(kind, Path(file).relative_to(base).as_posix())
     names = ", ".join(f"{kind} ({file})" for kind, file in kinds.items())
-    refuse({f"holds files of several kinds, {names}; name those to read by data.data_files": len(kinds) > 1})
+    refuse(
+        {
+            f"holds files of several kinds, {names}; name those to read by data.data_files": len(
+                kinds
+            )
+            > 1
+        }
+    )
 
 
-def _line_reader(builder: DatasetBuilder, split: str, config: Config, numbers: Sequence[str]) -> Generator:
+def _line_reader(
+    builder: DatasetBuilder, split: str, config: Config, numbers: Sequence[str]
+) -> Generator:
     """In place of the reader of local JSON or text that `datasets` has, one that goes on after a bad line."""
     found, kind, chat = builder.config.data_files, builder.name, config.conversations
     refuse({f"no files of this split; there are {', '.join(map(str, found))}": split not in found})
     paths, wanted = found[split], config.data.text_column if kind == "json" else None
-    columns = _first_columns(paths, kind, lambda columns: _used_columns(columns, wanted, chat, numbers))
+    columns = _first_columns(
+        paths, kind, lambda columns: _used_columns(columns, wanted, chat, numbers)
+    )
     column = columns[0] if chat is None else files.RECORD
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
-    features = Features({column: value, files.BROKEN: Value("string")} | dict.fromkeys(numbers, Value("float64")))
-    arguments = {"files": paths, "kind": kind, "column": column, "numbers": tuple(numbers), "version": _READER_VERSION}
-    return Generator(features=features, generator=files.read_records, gen_kwargs=arguments, split=NamedSplit(split))
+    features = Features(
+        {column: value, files.BROKEN: Value("string")} | dict.fromkeys(numbers, Value("float64"))
+    )
+    arguments = {
+        "files": paths,
+        "kind": kind,
+        "column": column,
+        "numbers": tuple(numbers),
+        "version": _READER_VERSION,
+    }
+    return Generator(
+        features=features,
+        generator=files.read_records,
+        gen_kwargs=arguments,
+        split=NamedSplit(split),
+    )
 
 
-def _first_columns(paths: list[str], kind: str, choose: Callable[[list[str]], list[str]]) -> list[str]:
+def _first_columns(
+    paths: list[str], kind: str, choose: Callable[[list[str]], list[str]]
+) -> list[str]:
     """The columns that are chosen from those of the first record that has them, as a broken one may come before it."""
     known: dict[str, None] = {}
     for record, _ in islice(files.records_of(paths, kind), _FIRST):
@@ -177,14 +245,25 @@ def _first_columns(paths: list[str], kind: str, choose: Callable[[list[str]], li
     return choose(list(known))
 
 
-def _used_columns(columns: list[str], wanted: str | None, chat: ChatConfig | None, numbers: Sequence[str]) -> list[str]:
+def _used_columns(
+    columns: list[str], wanted: str | None, chat: ChatConfig | None, numbers: Sequence[str]
+) -> list[str]:
     known = ", ".join(columns)
-    refuse({f"curriculum.difficulty_column: no column {name}; it has {known}": name not in columns for name in numbers})
+    refuse(
+        {
+            f"curriculum.difficulty_column: no column {name}; it has {known}": name not in columns
+            for name in numbers
+        }
+    )
     if chat is not None:
         return [*conversation_columns(columns, chat)[1].values(), *numbers]
     candidates = (wanted,) if wanted else _COLUMNS
     found = [name for name in candidates if name in columns]
-    refuse({f"no column {' or '.join(candidates)}; it has {known}; name one by data.text_column": not found})
+    refuse(
+        {
+            f"no column {' or '.join(candidates)}; it has {known}; name one by data.text_column": not found
+        }
+    )
     return [found[0], *numbers]
 
 
@@ -234,5 +313,7 @@ def with_retries(start: Callable[[], Iterable[Any]], retries: int, what: str) ->
                 raise
             pause = min(_LONGEST_PAUSE, 0.5 * 2**failures)
             failures += 1
-            logger.warning("%s: %s; trying again in %.1f s (%d of %d)", what, error, pause, failures, retries)
+            logger.warning(
+                "%s: %s; trying again in %.1f s (%d of %d)", what, error, pause, failures, retries
+            )
             time.sleep(pause)

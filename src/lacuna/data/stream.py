@@ -17,8 +17,9 @@ BLOCK = 1024
 _MOST_PARTS = 64
 
 
-# Where a part stood at the start of a block, enough to read on from there: documents passed over all epochs, those of
-# them before this one, and the dataset's own state (None at the start of an epoch).
+# Where a part stood at the start of a block, enough to read on from there: documents passed over
+# all epochs, those of them before this one, and the dataset's own state (None at the start of an
+# epoch).
 Snapshot = tuple[int, int, dict[str, Any] | None]
 BEGINNING: Snapshot = (0, 0, None)
 
@@ -30,8 +31,9 @@ PlacedRecord = tuple[dict[str, Any], str, Snapshot]
 class Stream:
     """A streaming source that is split into parts, read once or, when `endless`, again and again.
 
-    `size` is the number of parts. A lane always reads the same one, lane l part l mod size, and takes its turn among
-    the lanes that do. A part comes pass after pass, the blocks of each shuffled anew.
+    `size` is the number of parts. A lane always reads the same one, lane l part l mod size, and
+    takes its turn among the lanes that do. A part comes pass after pass, the blocks of each
+    shuffled anew.
     """
 
     size: int
@@ -40,18 +42,23 @@ class Stream:
     retries: int
     endless: bool = True
 
-    def reader(self, lanes: int, positions: dict[int, tuple[int, Snapshot]]) -> Callable[[int], PlacedRecord]:
+    def reader(
+        self, lanes: int, positions: dict[int, tuple[int, Snapshot]]
+    ) -> Callable[[int], PlacedRecord]:
         """A function that reads parts as far as lanes ask, and keeps for the others what they have not asked for yet.
 
         Args:
             lanes: how many there are in all.
-            positions: for each lane served, the documents it has passed and the snapshot it had last.
+            positions: for each lane served, the documents it has passed and the snapshot it had
+                last.
 
         Returns:
             A function from a lane to its next record. Raises StopIteration after the last.
         """
         stride = lanes // self.size
-        begins = {lane: passed * stride + lane // self.size for lane, (passed, _) in positions.items()}
+        begins = {
+            lane: passed * stride + lane // self.size for lane, (passed, _) in positions.items()
+        }
         kept: dict[int, deque[PlacedRecord]] = {lane: deque() for lane in positions}
         parts: dict[int, Iterator[tuple[int, PlacedRecord]]] = {}
         for part in {lane % self.size for lane in positions}:
@@ -71,8 +78,8 @@ class Stream:
     def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[tuple[int, PlacedRecord]]:
         """Yield the records of a part, shuffled in blocks, and their numbers; a fault that passes repeats nothing.
 
-        Raises UserError when there are no documents, and the last fault when reading failed too often. Warns when
-        there are less than `fewest` documents.
+        Raises UserError when there are no documents, and the last fault when reading failed too
+        often. Warns when there are less than `fewest` documents.
         """
         name, where = self.documents.name, f"part {part} of {self.size}"
         shard = self.documents.dataset.shard(self.size, part)
@@ -85,25 +92,34 @@ class Stream:
 
         while True:
             for columns in with_retries(blocks_from_here, self.retries, name):
-                snapshot, records = (index, epoch_start, state), list(zip(*columns.values(), strict=True))
-                for number, chosen in enumerate(shuffled(len(records), self.key, part, index).tolist(), index):
+                snapshot, records = (
+                    (index, epoch_start, state),
+                    list(zip(*columns.values(), strict=True)),
+                )
+                for number, chosen in enumerate(
+                    shuffled(len(records), self.key, part, index).tolist(), index
+                ):
                     record = dict(zip(columns, records[chosen], strict=True))
                     yield number, (record, f"{index - epoch_start + chosen} of {where}", snapshot)
                 index, state = index + len(records), shard.state_dict()
-            refuse({f"{name}: {where} holds no documents; leave out empty files": index == epoch_start})
+            refuse(
+                {f"{name}: {where} holds no documents; leave out empty files": index == epoch_start}
+            )
             if not self.endless:
                 return
             if not epoch_start and index < fewest:
                 few = "%s: %s has only %d documents for %d sequences packed in parallel, so that some repeat early"
-                logger.warning(f"{few}; set data.streaming=false for small data", name, where, index, fewest)
+                logger.warning(
+                    f"{few}; set data.streaming=false for small data", name, where, index, fewest
+                )
             epoch_start, state = index, None
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
     """Into how many parts to split a source: as many as go with the lanes and leave the parts about equal.
 
-    Every lane reads one part, so the parts must divide the lanes evenly; and as each part feeds equally many
-    lanes, documents of a small part would be seen more often. At most 64.
+    Every lane reads one part, so the parts must divide the lanes evenly; and as each part feeds
+    equally many lanes, documents of a small part would be seen more often. At most 64.
     """
 
     def fit(parts: int) -> bool:

@@ -39,7 +39,9 @@ def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> Non
     known |= dict.fromkeys(places)
     examples = "; ".join(islice(known, 3))
     mend = "mend the data, or raise data.max_broken_records to skip them"
-    refuse({f"more than {limit} unreadable records, the first: {examples}; {mend}": len(known) > limit})
+    refuse(
+        {f"more than {limit} unreadable records, the first: {examples}; {mend}": len(known) > limit}
+    )
     if known and not warned:
         logger.warning("unreadable records are left out, further ones silently: %s", examples)
 
@@ -51,9 +53,14 @@ def document_of(
 
     Raises UserError when it came as tokens of which the tokenizer does not know one.
     """
-    place = record.get(BROKEN) or f"{source.name}, {number if isinstance(number, str) else f'row {number + 1}'}"
+    place = (
+        record.get(BROKEN)
+        or f"{source.name}, {number if isinstance(number, str) else f'row {number + 1}'}"
+    )
     if source.chat is not None and not record.get(BROKEN):
-        with explained(f"{place}: cannot be read", RecursionError, UnicodeEncodeError, mend="leave the row out"):
+        with explained(
+            f"{place}: cannot be read", RecursionError, UnicodeEncodeError, mend="leave the row out"
+        ):
             row = json.loads(record[RECORD]) if source.column == RECORD else _row(record, source)
             return Document(encode(row, place, tokenizer, source.chat), float("nan"))
     value = record[source.column]
@@ -65,21 +72,25 @@ def document_of(
         return Document(tokenize_text(tokenizer, value), float(len(value.encode())))
     if unknown := [token for token in (min(value), max(value)) if not 0 <= token < len(tokenizer)]:
         mend = "the data was made with another tokenizer (model.tokenizer_path)"
-        raise UserError(f"{place}: holds token {unknown[0]}, but the tokenizer has only {len(tokenizer)}; {mend}")
+        raise UserError(
+            f"{place}: holds token {unknown[0]}, but the tokenizer has only {len(tokenizer)}; {mend}"
+        )
     return Document(np.array(value, dtype=np.int32), float("nan"))
 
 
 def _row(record: dict[str, Any], source: Documents) -> dict[str, Any]:
     features = source.dataset.features or {}
-    return {name: unfilled(value, features.get(name), source.name) for name, value in record.items()}
+    return {
+        name: unfilled(value, features.get(name), source.name) for name, value in record.items()
+    }
 
 
 @dataclass(frozen=True)
 class TokenTable:
     """The documents of all sources one after the other, read from disk as they are needed.
 
-    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it. `key` tells tables
-    of other documents or tokens apart.
+    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it.
+    `key` tells tables of other documents or tokens apart.
     """
 
     dataset: Dataset
@@ -93,15 +104,21 @@ class TokenTable:
 
     def document(self, index: int) -> tuple[Document, int]:
         """A document, its tokens a view of the file, and its source."""
-        tokens, text_bytes = (self.dataset.data.column(name)[index] for name in ("tokens", "text_bytes"))
-        return Document(tokens.values.to_numpy(), text_bytes.as_py()), bisect_right(self.ends, index)
+        tokens, text_bytes = (
+            self.dataset.data.column(name)[index] for name in ("tokens", "text_bytes")
+        )
+        return Document(tokens.values.to_numpy(), text_bytes.as_py()), bisect_right(
+            self.ends, index
+        )
 
 
-def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase, most_broken: int) -> TokenTable:
+def token_table(
+    sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase, most_broken: int
+) -> TokenTable:
     """The tokens of local sources, tokenising those that nobody has tokenised yet.
 
-    Raises UserError when one holds no text, or more than `most_broken` unreadable records, or tokens that the
-    tokenizer does not know.
+    Raises UserError when one holds no text, or more than `most_broken` unreadable records, or
+    tokens that the tokenizer does not know.
     """
     keys = [_key(source, tokenizer) for source in sources]
     parts = [_tokenised(source, tokenizer, key) for source, key in zip(sources, keys, strict=True)]
@@ -111,31 +128,54 @@ def token_table(sources: Sequence[Documents], tokenizer: PreTrainedTokenizerBase
     table = TokenTable(dataset, list(accumulate(map(len, parts))), Hasher.hash(keys))
     for source, tokens in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
         said = f" (the first that is unreadable: {broken[0]})" if broken else ""
-        refuse({f"{source.name}: no record holds any text{said}; check data.text_column": not tokens.any()})
+        refuse(
+            {
+                f"{source.name}: no record holds any text{said}; check data.text_column": not tokens.any()
+            }
+        )
     return table
 
 
 def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
     """What tells the tokens of a source from those of another, or of another tokenizer."""
     settings = source.chat
-    chat = settings and [settings.train_on, settings.columns, settings.roles, tokenizer.chat_template]
-    made_of = [_CACHE_VERSION, source.dataset._fingerprint, source.column, tokenizer_fingerprint(tokenizer), chat]
+    chat = settings and [
+        settings.train_on,
+        settings.columns,
+        settings.roles,
+        tokenizer.chat_template,
+    ]
+    made_of = [
+        _CACHE_VERSION,
+        source.dataset._fingerprint,
+        source.column,
+        tokenizer_fingerprint(tokenizer),
+        chat,
+    ]
     return Hasher.hash(made_of)
 
 
 def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, key: str) -> Dataset:
     """The documents of a source, from the cache. Of many ranks that ask at once, one makes it and the others wait."""
-    tokens = LargeList(Value("uint16" if len(tokenizer) <= 2**16 and source.chat is None else "int32"))
+    tokens = LargeList(
+        Value("uint16" if len(tokenizer) <= 2**16 and source.chat is None else "int32")
+    )
     processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
 
     def write(folder: str) -> None:
         os.mkdir(folder)
         source.dataset.map(
-            lambda record, number: vars(document_of(record, number, source, tokenizer)), with_indices=True,
-            remove_columns=source.dataset.column_names, new_fingerprint=key, desc="tokenising",
-            features=Features({"tokens": tokens, "text_bytes": Value("float64"), BROKEN: Value("string")}),
-            num_proc=processes if processes > 1 else None, cache_file_name=os.path.join(folder, "tokens.arrow"),
-        )  # fmt: skip
+            lambda record, number: vars(document_of(record, number, source, tokenizer)),
+            with_indices=True,
+            remove_columns=source.dataset.column_names,
+            new_fingerprint=key,
+            desc="tokenising",
+            features=Features(
+                {"tokens": tokens, "text_bytes": Value("float64"), BROKEN: Value("string")}
+            ),
+            num_proc=processes if processes > 1 else None,
+            cache_file_name=os.path.join(folder, "tokens.arrow"),
+        )
 
     with readable(source.name):
         files = sorted(made_once(f"tokens-{key}", write).glob("*.arrow"))

@@ -29,9 +29,25 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     if name_or_path == corpus.NAME:
         return corpus.stdlib_tokenizer()
     mend = f"set model.tokenizer_path to a Hub id, to a folder that holds a tokenizer, or to {corpus.NAME}"
-    absent = explained(f"no tokenizer can be loaded from {name_or_path}", OSError, ValueError, ImportError, mend=mend)
+    absent = explained(
+        f"no tokenizer can be loaded from {name_or_path}",
+        OSError,
+        ValueError,
+        ImportError,
+        mend=mend,
+    )
     refused = f"transformers refuses the configuration in {name_or_path}"
-    with absent, explained(refused, StrictDataclassError, ArithmeticError, AttributeError, TypeError, mend="mend it"):
+    with (
+        absent,
+        explained(
+            refused,
+            StrictDataclassError,
+            ArithmeticError,
+            AttributeError,
+            TypeError,
+            mend="mend it",
+        ),
+    ):
         return open_with(AutoTokenizer, hf_folder(name_or_path), trust_remote_code)
 
 
@@ -42,18 +58,29 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     tokenizer = load_tokenizer(tokenizer_source(model), model.trust_remote_code)
     known = tokenizer.get_vocab()
-    tokenizer.add_tokens([token for token in model.new_tokens if token not in known], special_tokens=True)
+    tokenizer.add_tokens(
+        [token for token in model.new_tokens if token not in known], special_tokens=True
+    )
     for token in model.new_tokens:
         ids = tokenizer.encode(token, add_special_tokens=False)
         wrong = f"model.new_tokens: {token!r} becomes {ids} with the tokenizer of {tokenizer_source(model)}"
-        mend = "but must be one token, and more than white space; choose another text, such as <think>"
-        refuse({f"{wrong}, {mend}": not token.strip() or ids != [tokenizer.convert_tokens_to_ids(token)]})
+        mend = (
+            "but must be one token, and more than white space; choose another text, such as <think>"
+        )
+        refuse(
+            {
+                f"{wrong}, {mend}": not token.strip()
+                or ids != [tokenizer.convert_tokens_to_ids(token)]
+            }
+        )
     return tokenizer
 
 
 def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
     """How many ids a model's tokenizer has without `model.new_tokens`, and the ids of those that it lacked."""
-    before = set(load_tokenizer(tokenizer_source(model), model.trust_remote_code).get_vocab().values())
+    before = set(
+        load_tokenizer(tokenizer_source(model), model.trust_remote_code).get_vocab().values()
+    )
     return max(before) + 1, {*grown_tokenizer(model).get_vocab().values()} - before
 
 
@@ -66,12 +93,17 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = True) -> np.ndarray:
     """The tokens of a text, int32, with one end of text at the end.
 
-    Where it `begins` a document, it has the special tokens that its tokenizer's post-processor gives it.
+    Where it `begins` a document, it has the special tokens that its tokenizer's post-processor
+    gives it.
     """
-    if tokenizer.is_fast:  # around transformers' own call, which also tracks offsets: a third faster
+    if (
+        tokenizer.is_fast
+    ):  # around transformers' own call, which also tracks offsets: a third faster
         tokens = _backend(tokenizer).encode_batch_fast([text], add_special_tokens=begins)[0].ids
     else:
-        tokens = tokenizer(text, add_special_tokens=begins, return_attention_mask=False, verbose=False)["input_ids"]
+        tokens = tokenizer(
+            text, add_special_tokens=begins, return_attention_mask=False, verbose=False
+        )["input_ids"]
     if tokenizer.eos_token_id not in (None, *tokens[-1:]):
         tokens.append(tokenizer.eos_token_id)
     return np.array(tokens, dtype=np.int32)

@@ -9,7 +9,13 @@ from textwrap import shorten
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import no_init_weights
 
 from lacuna.config import Config, UserError, explained, logger
@@ -20,9 +26,15 @@ from lacuna.parallel.precision import keep_in_float32
 
 # What transformers raises of a configuration that it cannot make a model of.
 _REJECTIONS = (
-    ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, StrictDataclassError, TypeError,
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    StrictDataclassError,
+    TypeError,
     ValueError,
-)  # fmt: skip
+)
 
 
 @contextmanager
@@ -32,7 +44,9 @@ def _accepted(problem: str) -> Iterator[None]:
         yield
     except _REJECTIONS as error:
         reason = shorten(str(error), 400) or "no reason is given"
-        raise UserError(f"{problem}: {reason} ({type(error).__name__}); mend the configuration") from error
+        raise UserError(
+            f"{problem}: {reason} ({type(error).__name__}); mend the configuration"
+        ) from error
 
 
 def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
@@ -42,35 +56,53 @@ def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> Pre
     """
     source = config.model.name_or_path or config.model.config
     setting = "model.name_or_path" if config.model.name_or_path else "model.config"
-    mend = "check it" if os.path.exists(str(source)) else "there is no such file or folder here, and the Hub gave none"
+    mend = (
+        "check it"
+        if os.path.exists(str(source))
+        else "there is no such file or folder here, and the Hub gave none"
+    )
     problem = f"{setting}: cannot read a model configuration from {source!r}"
     with _accepted(problem), explained(problem, OSError, ValueError, KeyError, mend=mend):
         model_config = open_with(AutoConfig, hf_folder(str(source)), config.model.trust_remote_code)
     # Of a few with pictures transformers makes a language model that is none of its causal ones.
     kinds = {type(model_config), type(model_config.get_text_config())}
     if any(kind not in AutoModelForCausalLM._model_mapping for kind in kinds):
-        raise UserError(f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM.")
+        raise UserError(
+            f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM."
+        )
     text_config = model_config.get_text_config()
     if not hasattr(text_config, "num_hidden_layers"):
         raise UserError(
             f"{setting}: {source!r} is a {model_config.model_type!r} model, which has no single list of decoder "
             "layers (no num_hidden_layers in its configuration): choose another model."
         )
-    tokens, known, multiple = len(tokenizer), text_config.vocab_size, config.model.vocabulary_multiple
+    tokens, known, multiple = (
+        len(tokenizer),
+        text_config.vocab_size,
+        config.model.vocabulary_multiple,
+    )
     if config.model.name_or_path and tokens > known and not config.model.new_tokens:
         both = f"the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}"
-        raise UserError(f"model.tokenizer_path: {both}: use the tokenizer that belongs to the model.")
-    highest = max(tokenizer.convert_tokens_to_ids([*config.model.new_tokens]), default=0)  # some leave ids out
+        raise UserError(
+            f"model.tokenizer_path: {both}: use the tokenizer that belongs to the model."
+        )
+    highest = max(
+        tokenizer.convert_tokens_to_ids([*config.model.new_tokens]), default=0
+    )  # some leave ids out
     rows = text_config.vocab_size = -(-max(tokens, highest + 1, known) // multiple) * multiple
     if rows > known:
         reasons = f"the tokenizer has {tokens} tokens, model.vocabulary_multiple is {multiple}"
-        logger.warning("the model's vocabulary is enlarged from %d to %d rows: %s", known, rows, reasons)
+        logger.warning(
+            "the model's vocabulary is enlarged from %d to %d rows: %s", known, rows, reasons
+        )
     model_config.use_cache = False
     set_router_loss(config, model_config)
     return model_config
 
 
-def meta_model(model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype) -> PreTrainedModel:
+def meta_model(
+    model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
+) -> PreTrainedModel:
     """The model without memory: shapes only. Attention and dtype are noted in the configuration.
 
     What transformers keeps in float32 has that dtype whatever the others have.
@@ -91,19 +123,33 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     for module in (*model.get_decoder().modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise UserError(f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded.")
+    raise UserError(
+        f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded."
+    )
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Parameters and persistent buffers by name, tied ones once, not copied."""
     tied = model.all_tied_weights_keys
-    return {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if name not in tied}
+    return {
+        name: tensor
+        for name, tensor in model.state_dict(keep_vars=True).items()
+        if name not in tied
+    }
 
 
 def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """What has a row for every token, embedding and head with its bias, by each of their names."""
-    found = {*nn.ModuleList(filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))).parameters()}
-    return {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if weight in found}
+    found = {
+        *nn.ModuleList(
+            filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
+        ).parameters()
+    }
+    return {
+        name: weight
+        for name, weight in model.named_parameters(remove_duplicate=False)
+        if weight in found
+    }
 
 
 def non_embedding_parameters(model: nn.Module) -> int:
@@ -112,13 +158,21 @@ def non_embedding_parameters(model: nn.Module) -> int:
     Of mixture-of-experts weights only the share of the experts that a token visits counts.
     """
     text_config = model.config.get_text_config()
-    experts = getattr(text_config, "num_local_experts", None) or getattr(text_config, "num_experts", None)
+    experts = getattr(text_config, "num_local_experts", None) or getattr(
+        text_config, "num_experts", None
+    )
     chosen = getattr(text_config, "num_experts_per_tok", None)
     active = chosen / experts if experts and chosen else 1.0
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
+    }
     left_out = embeddings - {id(getattr(model.get_output_embeddings(), "weight", None))}
-    counted = ((name, weight) for name, weight in model.named_parameters() if id(weight) not in left_out)
-    return int(sum(weight.numel() * (active if ".experts." in name else 1) for name, weight in counted))
+    counted = (
+        (name, weight) for name, weight in model.named_parameters() if id(weight) not in left_out
+    )
+    return int(
+        sum(weight.numel() * (active if ".experts." in name else 1) for name, weight in counted)
+    )
 
 
 def layer_settings(text_config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -156,11 +210,14 @@ def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
     return dict(widths)
 
 
-def step_flops(parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor) -> float:
+def step_flops(
+    parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor
+) -> float:
     """Model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths` (PaLM, appendix B).
 
-    6 per parameter and token; for attention 12 · heads · head_dim, of `attention_widths`, per layer and pair of query
-    and key, of which causal attention computes half the square. Nothing is added for recomputation.
+    6 per parameter and token; for attention 12 · heads · head_dim, of `attention_widths`, per layer
+    and pair of query and key, of which causal attention computes half the square. Nothing is added
+    for recomputation.
     """
     flops, lengths = 6.0 * parameters * tokens, lengths.double()
     for window, width in widths.items():

@@ -13,7 +13,9 @@ from torch.distributed import ProcessGroup
 from torch.library import Library
 from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, AutoModelForCausalLM, PretrainedConfig
-from transformers.models.gemma2.modeling_gemma2 import eager_attention_forward as soft_capped_attention
+from transformers.models.gemma2.modeling_gemma2 import (
+    eager_attention_forward as soft_capped_attention,
+)
 
 from lacuna.config import Config, UserError
 from lacuna.model.architecture import head_dim, is_soft_capped, layer_settings
@@ -48,11 +50,11 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention within documents, for transformers' interface, also of a share of a sequence.
 
-    `query` [B, heads, T, D], `key` [B, key_value_heads, T, D], `value` [B, key_value_heads, T, any];
-    `s_aux` [heads] are sinks; `parts` say which queries see which keys. With context parallelism T
-    is this rank's share; the keys of the others come over `group`: by a ring if `ring` has the
-    bounds of documents and the longest of them, gathered where a ring cannot be. Returns [B, T,
-    heads, width of values].
+    `query` [B, heads, T, D], `key` [B, key_value_heads, T, D], `value` [B, key_value_heads, T,
+    any]; `s_aux` [heads] are sinks; `parts` say which queries see which keys. With context
+    parallelism T is this rank's share; the keys of the others come over `group`: by a ring if
+    `ring` has the bounds of documents and the longest of them, gathered where a ring cannot be.
+    Returns [B, T, heads, width of values].
     """
     assert parts, f"{type(module).__name__} dropped what it was told of the documents"
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -104,7 +106,9 @@ def _with_sinks(
     return output[..., : value.shape[-1]]
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float, window: int | None) -> Tensor:
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float, window: int | None
+) -> Tensor:
     """torch's `varlen_attn` (FlashAttention); half precision on a GPU only.
 
     Returns [B, T, heads, width of values].
@@ -119,12 +123,20 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, part: Part, scaling: float
 
 
 def _plain(
-    query: Tensor, key: Tensor, value: Tensor, part: Part,
-    scaling: float | None, window: int | None, softcap: float | None, dropout: float, module: nn.Module,
-) -> Tensor:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    part: Part,
+    scaling: float | None,
+    window: int | None,
+    softcap: float | None,
+    dropout: float,
+    module: nn.Module,
+) -> Tensor:
     """torch's own attention, or with a soft cap transformers'. Returns [B, T, heads, D].
 
-    Without a mask where rows are one document each: torch then chooses among all its kernels (cuDNN's on new GPUs).
+    Without a mask where rows are one document each: torch then chooses among all its kernels
+    (cuDNN's on new GPUs).
     """
     unmasked = part.whole and window is None and softcap is None
     mask = None if unmasked else visible(part, query.shape[0], query.shape[2], window)[:, None]
@@ -209,15 +221,18 @@ def _has_dropout(model_config: PretrainedConfig) -> bool:
 def install_fastest_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
     """Has FlashAttention 4 compute our attention where that can be; says what computes the model's.
 
-    Not with context or pipeline parallelism, whose empty pieces of documents it has not been tried on, and not with
-    dropout, which it would leave out wherever else torch calls its FlashAttention.
+    Not with context or pipeline parallelism, whose empty pieces of documents it has not been tried
+    on, and not with dropout, which it would leave out wherever else torch calls its FlashAttention.
     """
     chosen, text_config = model_config._attn_implementation, model_config.get_text_config()
     suits = chosen == PACKED and layout.cp * layout.pp == 1 and not _has_dropout(model_config)
-    # By its name: packages of FlashAttention 2 have a module of the same name, which is older and lacks much.
+    # By its name: packages of FlashAttention 2 have a module of the same name, which is older and
+    # lacks much.
     installed = any(distributions(name="flash-attn-4")) and torch.cuda.is_available()
     widest = _WIDEST.get(torch.cuda.get_device_capability()[0], 0) if suits and installed else 0
-    if any(head_dim(layer) > widest or head_dim(layer) % 8 for layer in layer_settings(text_config)):
+    if any(
+        head_dim(layer) > widest or head_dim(layer) % 8 for layer in layer_settings(text_config)
+    ):
         return chosen
     use_flash_attention_4()
     return f"{chosen}, by FlashAttention 4"
@@ -227,20 +242,33 @@ def install_fastest_kernels(model_config: PretrainedConfig, layout: Layout) -> s
 def use_flash_attention_4(device_type: str = "cuda") -> Library:
     """From now on has the package flash-attn-4 compute what torch's FlashAttention does, which `varlen_attn` is.
 
-    On the newest GPUs it is twice as fast. torch's own `activate_flash_attention_impl` does not do it: torch 2.11's
-    refuses the window by which `varlen_attn` says causal, and others take two results of a forward pass that has five.
+    On the newest GPUs it is twice as fast. torch's own `activate_flash_attention_impl` does not do
+    it: torch 2.11's refuses the window by which `varlen_attn` says causal, and others take two
+    results of a forward pass that has five.
     """
     from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
 
-    warnings.filterwarnings("ignore", message="Argument aux_data")  # of its compiler, on its own code
+    warnings.filterwarnings(
+        "ignore", message="Argument aux_data"
+    )  # of its compiler, on its own code
 
-    def forward(query: Tensor, key: Tensor, value: Tensor, *settings: Any, **options: Any) -> tuple[Tensor, ...]:
-        output, lse, *_ = _flash_attn_fwd(query, key, value, **_flash_arguments(*settings, **options), return_lse=True)
-        return output, lse, *[query.new_empty(0)] * 3  # torch's state of the dropout, of which there is none
+    def forward(
+        query: Tensor, key: Tensor, value: Tensor, *settings: Any, **options: Any
+    ) -> tuple[Tensor, ...]:
+        output, lse, *_ = _flash_attn_fwd(
+            query, key, value, **_flash_arguments(*settings, **options), return_lse=True
+        )
+        return (
+            output,
+            lse,
+            *[query.new_empty(0)] * 3,
+        )  # torch's state of the dropout, of which there is none
 
     def backward(grad: Tensor, *given: Any, **options: Any) -> tuple[Tensor, ...]:
         query, key, value, output, lse, *settings = given
-        told = _flash_arguments(*settings, **options) | {"deterministic": torch.are_deterministic_algorithms_enabled()}
+        told = _flash_arguments(*settings, **options) | {
+            "deterministic": torch.are_deterministic_algorithms_enabled()
+        }
         return _flash_attn_bwd(query, key, value, output, grad, lse, **told)
 
     library = Library("aten", "IMPL")
@@ -250,10 +278,29 @@ def use_flash_attention_4(device_type: str = "cuda") -> Library:
 
 
 def _flash_arguments(
-    cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, dropout: float, causal: bool, *_: Any,
-    scale: float | None = None, window_size_left: int | None = None, window_size_right: int | None = None, **__: Any,
-) -> dict[str, Any]:  # fmt: skip
+    cu_q: Tensor,
+    cu_k: Tensor,
+    longest_q: int,
+    longest_k: int,
+    dropout: float,
+    causal: bool,
+    *_: Any,
+    scale: float | None = None,
+    window_size_left: int | None = None,
+    window_size_right: int | None = None,
+    **__: Any,
+) -> dict[str, Any]:
     """Arguments of torch's operators by the package's names; torch says -1 for a window without end."""
-    bounds = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "max_seqlen_q": longest_q, "max_seqlen_k": longest_k}
+    bounds = {
+        "cu_seqlens_q": cu_q,
+        "cu_seqlens_k": cu_k,
+        "max_seqlen_q": longest_q,
+        "max_seqlen_k": longest_k,
+    }
     left, right = (None if size == -1 else size for size in (window_size_left, window_size_right))
-    return bounds | {"window_size_left": left, "window_size_right": right, "causal": causal, "softmax_scale": scale}
+    return bounds | {
+        "window_size_left": left,
+        "window_size_right": right,
+        "causal": causal,
+        "softmax_scale": scale,
+    }

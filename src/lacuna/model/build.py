@@ -25,7 +25,12 @@ from lacuna.model.lora import (
 )
 from lacuna.model.probe import find_attention, runs_by_itself
 from lacuna.model.probe_shares import require_shareable
-from lacuna.model.quantization import pack_layers, quantize_layers, quantized_modules, take_off_quantization
+from lacuna.model.quantization import (
+    pack_layers,
+    quantize_layers,
+    quantized_modules,
+    take_off_quantization,
+)
 from lacuna.model.rotation import fix_rotations
 from lacuna.model.router import Router, asks_for_router_loss, check_router_loss, find_router
 from lacuna.model.specimen import specimen
@@ -54,7 +59,8 @@ class BuiltModel:
         model: all parameters that this rank has a share of, under their names.
         stages: the parts of it that this rank runs: the model itself, or its stages of a pipeline.
         pipeline: runs the stages, when there are several over all ranks.
-        flops: of a number of tokens in documents of these lengths, in all that shares the work, as `step_flops` says.
+        flops: of a number of tokens in documents of these lengths, in all that shares the work, as
+            `step_flops` says.
     """
 
     config: Config
@@ -69,7 +75,10 @@ class BuiltModel:
 
     def inputs(self, batch: Batch) -> Inputs:
         """This rank's share of `batch`, on the device."""
-        attention, gather = self.model.config._attn_implementation, self.config.parallelism.disable_loss_parallel
+        attention, gather = (
+            self.model.config._attn_implementation,
+            self.config.parallelism.disable_loss_parallel,
+        )
         routed = self.head.router is not None
         return prepare_inputs(batch, attention, self.device, self.mesh, gather, routed)
 
@@ -88,11 +97,13 @@ def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout)
         f"{layout.tp} × 2 × {layout.cp}, the pieces of a sequence: the nearest above is {-(-length // cuts) * cuts}"
     )
     prompts = "validation.prompts: sampling needs data parallelism only; use lacuna generate on the run's folder"
-    refuse({
-        too_long: 0 < positions < training.context_len,  # XLNet says -1 for no limit
-        uneven: length % cuts > 0,
-        prompts: layout.sharing > 1 and bool(config.validation.prompts),
-    })  # fmt: skip
+    refuse(
+        {
+            too_long: 0 < positions < training.context_len,  # XLNet says -1 for no limit
+            uneven: length % cuts > 0,
+            prompts: layout.sharing > 1 and bool(config.validation.prompts),
+        }
+    )
     if layout.tp > 1:
         check_tensor_parallel(model_config, layout.tp)
     if layout.pp > 1:
@@ -128,15 +139,26 @@ def plan_model(
     if base != "none":
         quantize_layers(model, base, left)
     for folder in config.lora.adapter if config.model.name_or_path else ():
-        check_base("lora.adapter", config.model.name_or_path, described_adapter(folder).get("base_model_name_or_path"))
+        check_base(
+            "lora.adapter",
+            config.model.name_or_path,
+            described_adapter(folder).get("base_model_name_or_path"),
+        )
     if config.lora.rank:
         packed = quantized_modules(model) if is_packed else {}
         add_adapters(model, config.lora, getattr(torch, config.training.dtype))
         lost = [name for name, one in packed.items() if one.weight.requires_grad]
-        refuse({f"lora.modules: {lost[:1]} is quantised in the model's files, where only adapters learn": lost != []})
+        refuse(
+            {
+                f"lora.modules: {lost[:1]} is quantised in the model's files, where only adapters learn": lost
+                != []
+            }
+        )
         gone = "lora.init = loftq: the model's files are quantised, and no longer have what that took; leave it out"
         refuse({gone: is_packed and config.lora.init == "loftq"})
-        learns = any(weight.requires_grad for weight in architecture.vocabulary_weights(model).values())
+        learns = any(
+            weight.requires_grad for weight in architecture.vocabulary_weights(model).values()
+        )
         frozen = "model.train_new_tokens_only, lora.modules: adapters leave the vocabulary frozen: name its embedding"
         refuse({f"{frozen} in lora.modules": config.model.train_new_tokens_only and not learns})
     if not is_alone(config, layout):
@@ -185,7 +207,11 @@ def required_router(
 
 
 def build_model(
-    config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device, fill: bool = True
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+    mesh: Mesh,
+    device: torch.device,
+    fill: bool = True,
 ) -> BuiltModel:
     """Builds and spreads the model, and unless its weights will come from a checkpoint, fills it.
 
@@ -211,7 +237,9 @@ def build_model(
     if fill:
         initialize_adapters(model, config.training.seed)
         if config.lora.init == "loftq":
-            initialize_from_quantization_error(model, stored_slices(str(config.model.name_or_path)), device)
+            initialize_from_quantization_error(
+                model, stored_slices(str(config.model.name_or_path)), device
+            )
         if config.lora.adapter:
             load_adapters(model, trained, config.lora)
     if is_alone(config, mesh.layout) or casts_by_itself(model, config, device.type):
@@ -219,14 +247,21 @@ def build_model(
     if embeds_on_cpu(config, mesh.layout, model, device.type):
         look_up_on_cpu(model.get_input_embeddings())
     if config.lora.rank and compile_enabled(config, device.type) and mesh.layout.pp == 1:
-        # Else the first layer, into which no gradient goes back, would be compiled anew for every kind of batch.
+        # Else the first layer, into which no gradient goes back, would be compiled anew for every
+        # kind of batch.
         embedded = model.get_input_embeddings()
-        embedded.register_forward_hook(lambda _, __, found: found.requires_grad_(torch.is_grad_enabled()))
+        embedded.register_forward_hook(
+            lambda _, __, found: found.requires_grad_(torch.is_grad_enabled())
+        )
     for stage in stages:
         attach_loss(stage.module)
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
-    pipeline = Pipeline(config, mesh, device, stages, partial(_run_stage, head)) if mesh.layout.pp > 1 else None
+    pipeline = (
+        Pipeline(config, mesh, device, stages, partial(_run_stage, head))
+        if mesh.layout.pp > 1
+        else None
+    )
     return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, flops)
 
 
@@ -234,7 +269,11 @@ def embeds_on_cpu(config: Config, layout: Layout, model: PreTrainedModel, device
     """Whether the embedding stays in CPU memory: on one GPU, frozen beside quantised weights, and not also the head."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     lone = device_type == "cuda" and config.quantization.base != "none" and is_alone(config, layout)
-    plain = lone and type(embedding) is nn.Embedding and getattr(head, "weight", None) is not embedding.weight
+    plain = (
+        lone
+        and type(embedding) is nn.Embedding
+        and getattr(head, "weight", None) is not embedding.weight
+    )
     return plain and not embedding.weight.requires_grad
 
 
@@ -246,14 +285,20 @@ def look_up_on_cpu(embedding: nn.Embedding) -> None:
 
 def freeze_rows(model: PreTrainedModel, trained: Sequence[int]) -> None:
     """Of the vocabulary of a sharded model, lets only the rows of the ids `trained` keep their gradients."""
-    for weight in filter(lambda weight: weight.requires_grad, architecture.vocabulary_weights(model).values()):
+    for weight in filter(
+        lambda weight: weight.requires_grad, architecture.vocabulary_weights(model).values()
+    ):
         frozen = torch.ones(len(weight), *[1] * (weight.ndim - 1), dtype=torch.bool)
         frozen[trained] = False
-        weight.register_post_accumulate_grad_hook(partial(_clear, own_part(frozen, weight).to(weight.device)))
+        weight.register_post_accumulate_grad_hook(
+            partial(_clear, own_part(frozen, weight).to(weight.device))
+        )
 
 
 def _clear(rows: Tensor, weight: Tensor) -> None:
-    local(weight.grad).masked_fill_(rows, 0)  # so that AdamW, without decay, leaves them as they are
+    local(weight.grad).masked_fill_(
+        rows, 0
+    )  # so that AdamW, without decay, leaves them as they are
 
 
 def _run_stage(head: Head, stage: Stage, inputs: Inputs, loss: TokenLoss) -> Tensor:
@@ -261,4 +306,6 @@ def _run_stage(head: Head, stage: Stage, inputs: Inputs, loss: TokenLoss) -> Ten
     if stage.is_last:
         return loss_sums(stage.module, head, loss, inputs)
     hidden = hidden_states(stage.module, inputs)
-    return hidden.clone() if hidden._is_view() else hidden  # zero-bubble schedules detach it in place
+    return (
+        hidden.clone() if hidden._is_view() else hidden
+    )  # zero-bubble schedules detach it in place

@@ -1,6 +1,7 @@
 """From a micro-batch to its loss, for any Hugging Face causal LM: how its head makes logits is found out by asking it.
 
-A loss of tokens sees the logits of a chunk of them at a time: the (tokens × vocabulary) matrix never exists.
+A loss of tokens sees the logits of a chunk of them at a time: the (tokens × vocabulary) matrix
+never exists.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,8 +34,10 @@ class TokenLoss:
     """A loss that is a sum over tokens, each of which has one by its own logits.
 
     Attributes:
-        of: makes of logits [tokens, vocabulary], float32, and columns [tokens] sums over the tokens, float32 scalars.
-        names: theirs. The first, `loss`, is minimised; the others have no gradient and are reported.
+        of: makes of logits [tokens, vocabulary], float32, and columns [tokens] sums over the
+            tokens, float32 scalars.
+        names: theirs. The first, `loss`, is minimised; the others have no gradient and are
+            reported.
     """
 
     of: Callable[[Tensor, Columns], Sums]
@@ -45,9 +48,9 @@ class TokenLoss:
 class Head:
     """How logits are made: chunk by chunk from the head's weight, or by the model itself.
 
-    What a model does to the logits after its head's matrix product is to scale, then to cap them softly, as Gemma-2,
-    Cohere and Granite do: `cap * tanh(scale * logits / cap)`. With a `router` its load-balancing
-    loss is added.
+    What a model does to the logits after its head's matrix product is to scale, then to cap them
+    softly, as Gemma-2, Cohere and Granite do: `cap * tanh(scale * logits / cap)`. With a `router`
+    its load-balancing loss is added.
     """
 
     scale: float = 1.0
@@ -59,7 +62,9 @@ class Head:
     def logits(self, product: Tensor) -> Tensor:
         """The model's logits from the head's product, in float32."""
         logits = product.float() * self.scale if self.scale != 1.0 else product.float()
-        return logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        return (
+            logits if self.soft_cap is None else self.soft_cap * torch.tanh(logits / self.soft_cap)
+        )
 
     def sums(self, product: Tensor, columns: Columns, loss: TokenLoss) -> Tensor:
         """The sums of tokens whose head's product is `product` [tokens, vocabulary], float32 [names]."""
@@ -67,7 +72,9 @@ class Head:
         return torch.stack([sums[name].float() for name in loss.names])
 
 
-def _gradient_and_sums(product: Tensor, columns: Columns, head: Head, loss: TokenLoss) -> tuple[Tensor, Tensor]:
+def _gradient_and_sums(
+    product: Tensor, columns: Columns, head: Head, loss: TokenLoss
+) -> tuple[Tensor, Tensor]:
     """The gradient of a chunk's loss with respect to `product`, and the sums."""
 
     def with_sums(product: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,14 +101,26 @@ class _ChunkedTokenLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, columns: Columns, head: Head, loss: TokenLoss,
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        columns: Columns,
+        head: Head,
+        loss: TokenLoss,
         chunk: int,
-    ) -> Tensor:  # fmt: skip
-        step = _compiled_gradient_and_sums if head.compiled and hidden.is_cuda else _gradient_and_sums
+    ) -> Tensor:
+        step = (
+            _compiled_gradient_and_sums if head.compiled and hidden.is_cuda else _gradient_and_sums
+        )
         total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
         hidden_gradient = torch.empty_like(hidden)
-        weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
-        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        weight_gradient = (
+            torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        )
+        bias_gradient = (
+            torch.zeros_like(bias, dtype=torch.float32) if ctx.needs_input_grad[2] else None
+        )
         for start in range(0, hidden.shape[0], chunk):
             part = slice(start, start + chunk)
             of_part = {name: column[part] for name, column in columns.items()}
@@ -133,14 +152,17 @@ def chunked_sums(
 ) -> Tensor:
     """The sums of `loss` over tokens whose logits are `head.logits(linear(hidden))`, float32 [names].
 
-    `hidden` [tokens, width], the weight [vocabulary, width], `columns` [tokens]. Only the first, which is minimised,
-    has a gradient. Logits exist for `chunk` tokens at a time (0: as many as fit `CHUNK_BYTES`), and the weight's
-    gradient is accumulated over the chunks in float32. `head.compiled` fuses the elementwise work (GPU). Gradients are
-    computed in the forward pass, as in Liger (arXiv 2410.10989).
+    `hidden` [tokens, width], the weight [vocabulary, width], `columns` [tokens]. Only the first,
+    which is minimised, has a gradient. Logits exist for `chunk` tokens at a time (0: as many as fit
+    `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32.
+    `head.compiled` fuses the elementwise work (GPU). Gradients are computed in the forward pass, as
+    in Liger (arXiv 2410.10989).
     """
     weight, bias = linear.weight, linear.bias
     hidden = hidden.to(weight.dtype)  # some models keep their head in float32
-    size = CHUNK_BYTES if weight.requires_grad else CHUNK_BYTES // 4  # a frozen head has no gradient to add to
+    size = (
+        CHUNK_BYTES if weight.requires_grad else CHUNK_BYTES // 4
+    )  # a frozen head has no gradient to add to
     chunk = chunk or max(256, size // (4 * len(weight)) // 256 * 256)
     if torch.is_grad_enabled():
         return _ChunkedTokenLoss.apply(hidden, weight, bias, columns, head, loss, chunk)
@@ -158,12 +180,17 @@ def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:
 
 
 def loss_sums(
-    model: PreTrainedModel, head: Head, loss: TokenLoss, inputs: Inputs, divisor: Tensor | None = None
+    model: PreTrainedModel,
+    head: Head,
+    loss: TokenLoss,
+    inputs: Inputs,
+    divisor: Tensor | None = None,
 ) -> Tensor:
     """The sums of `loss` over the tokens of `inputs`, float32 [names].
 
-    Where hidden states of the whole sequence are gathered first, every rank takes its share of the same loss. Where the
-    head has a router and `divisor` says by what the loss will be divided, its own loss is added as often.
+    Where hidden states of the whole sequence are gathered first, every rank takes its share of the
+    same loss. Where the head has a router and `divisor` says by what the loss will be divided, its
+    own loss is added as often.
     """
     if head.chunked:
         output = backbone(model)(**inputs.arguments)
@@ -190,7 +217,8 @@ def loss_sums(
 def attach_loss(model: PreTrainedModel) -> None:
     """Gives `model` the method `loss_sums(head, loss, inputs, divisor)`, in place.
 
-    Methods of the model and of its head and not functions around them, so that sharding gathers what they need.
+    Methods of the model and of its head and not functions around them, so that sharding gathers
+    what they need.
     """
     for module, method in ((model, loss_sums), (model.get_output_embeddings(), chunked_sums)):
         if module is not None:
@@ -207,12 +235,17 @@ def relative_difference(left: Tensor, right: Tensor) -> float:
 def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     """Compares the chunked path with the model's own logits on a few tokens and decides which one to use.
 
-    The chunked path knows of what the configuration speaks: Gemma's soft cap, Cohere's and Granite's scales. They are
-    compared as they are, and with the head's weight enlarged: near zero a soft cap would not show.
+    The chunked path knows of what the configuration speaks: Gemma's soft cap, Cohere's and
+    Granite's scales. They are compared as they are, and with the head's weight enlarged: near zero
+    a soft cap would not show.
     """
     text_config, linear = model.config.get_text_config(), model.get_output_embeddings()
-    scale = (getattr(text_config, "logit_scale", None) or 1.0) / (getattr(text_config, "logits_scaling", None) or 1.0)
-    head = Head(float(scale), getattr(text_config, "final_logit_softcapping", None), compiled=compiled)
+    scale = (getattr(text_config, "logit_scale", None) or 1.0) / (
+        getattr(text_config, "logits_scaling", None) or 1.0
+    )
+    head = Head(
+        float(scale), getattr(text_config, "final_logit_softcapping", None), compiled=compiled
+    )
     known = isinstance(linear, nn.Linear)
     ids = torch.arange(16)[None].to(model.device) % text_config.vocab_size
     arguments = {"input_ids": ids, "use_cache": False}
@@ -220,11 +253,14 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
         linear.weight.mul_(factor)
         logits = model(**arguments).logits
         hidden = backbone(model)(**arguments).last_hidden_state
-        # Not the layer's own output: an adapter or a hook may have changed that, which the chunked path would miss.
+        # Not the layer's own output: an adapter or a hook may have changed that, which the chunked
+        # path would miss.
         product = F.linear(hidden.to(linear.weight.dtype), linear.weight, linear.bias)
         linear.weight.div_(factor)
         known &= relative_difference(head.logits(product), logits) < 1e-4
     if known:
         return head
-    logger.info("the head does more than lacuna knows: the loss is made from the model's own logits")
+    logger.info(
+        "the head does more than lacuna knows: the loss is made from the model's own logits"
+    )
     return Head(chunked=False)

@@ -30,7 +30,9 @@ def constructed(
     def without_memory(_: nn.Module, __: str, made: nn.Parameter) -> nn.Parameter:
         if len(registered) not in kept and not made.is_meta:
             made = nn.Parameter(made.to("meta"), made.requires_grad)
-            made._is_hf_initialized = True  # which spares transformers' drawing what nobody will see
+            made._is_hf_initialized = (
+                True  # which spares transformers' drawing what nobody will see
+            )
         registered.append(made)
         return made
 
@@ -45,7 +47,9 @@ def constructed(
     return model
 
 
-def place_buffers(model: PreTrainedModel, shadow: PreTrainedModel, names: Set[str], device: torch.device) -> None:
+def place_buffers(
+    model: PreTrainedModel, shadow: PreTrainedModel, names: Set[str], device: torch.device
+) -> None:
     """Gives `model` those of its buffers that are in `names`, as transformers makes them."""
     buffers = dict(model.named_buffers())
     for name, made in constructed(shadow.config, "eager", shadow.dtype).named_buffers():

@@ -13,7 +13,8 @@ from lacuna.parallel.context import causal_parts, shard_sequence
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.partial_attention import Part
 
-# Bounds grow, by empty documents, in steps of this many, so that compiled layers meet few different lengths.
+# Bounds grow, by empty documents, in steps of this many, so that compiled layers meet few different
+# lengths.
 DOCUMENT_STEP = 64
 
 
@@ -22,11 +23,13 @@ class Inputs:
     """What the forward pass of one micro-batch needs.
 
     Attributes:
-        arguments: those of the model. Among them are `input_ids`, int64 [B, T], this rank's share of the sequences, and
-            `position_ids`, int64 [B, T·tp]: layers see the share of all tensor-parallel ranks. There is no mask and no
-            cache: either would let documents see each other.
+        arguments: those of the model. Among them are `input_ids`, int64 [B, T], this rank's share
+            of the sequences, and `position_ids`, int64 [B, T·tp]: layers see the share of all
+            tensor-parallel ranks. There is no mask and no cache: either would let documents see
+            each other.
         columns: all others of the batch, [B, T], the same share as `input_ids`.
-        gather: the mesh over which hidden states are gathered before the head; columns are then as `position_ids`.
+        gather: the mesh over which hidden states are gathered before the head; columns are then as
+            `position_ids`.
     """
 
     arguments: dict[str, Any]
@@ -36,18 +39,29 @@ class Inputs:
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """Copies without waiting, through page-locked memory on a GPU."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def packing_arguments(
-    attention: str, cu_seqlens: Tensor, max_seqlen: int, length: int, device: torch.device, mesh: Mesh | None = None
+    attention: str,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    length: int,
+    device: torch.device,
+    mesh: Mesh | None = None,
 ) -> dict[str, Any]:
     """What `attention` must be told of the documents in rows of `length` tokens, beside their position ids."""
     if attention == PACKED:
         whole = int(cu_seqlens[-1]) == length * (len(cu_seqlens) - 1)
         empty = cu_seqlens[-1:].expand(0 if whole else -(len(cu_seqlens) - 1) % DOCUMENT_STEP)
         bounds = to_device(torch.cat([cu_seqlens, empty]), device)
-        longest = min(1 << (max_seqlen - 1).bit_length(), length)  # an upper bound that takes few values
+        longest = min(
+            1 << (max_seqlen - 1).bit_length(), length
+        )  # an upper bound that takes few values
         if mesh is None or mesh.layout.cp == 1:
             return {"parts": (Part(bounds, bounds, longest, length, whole=whole),)}
         parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
@@ -56,7 +70,12 @@ def packing_arguments(
     if not attention.startswith("flash_attention"):
         return {}  # transformers builds the mask from position ids that start again
     bounds = to_device(cu_seqlens, device)
-    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": max_seqlen, "max_length_k": max_seqlen}
+    return {
+        "cu_seq_lens_q": bounds,
+        "cu_seq_lens_k": bounds,
+        "max_length_q": max_seqlen,
+        "max_length_k": max_seqlen,
+    }
 
 
 def prepare_inputs(
@@ -78,7 +97,9 @@ def prepare_inputs(
         columns = {name: column.reshape(1, -1) for name, column in columns.items()}
     if layout.cp > 1:
         rank = mesh.rank("cp")
-        columns = {name: shard_sequence(column, 1, layout.cp, rank) for name, column in columns.items()}
+        columns = {
+            name: shard_sequence(column, 1, layout.cp, rank) for name, column in columns.items()
+        }
     columns = {name: to_device(column, device) for name, column in columns.items()}
     position_ids = columns.pop("position_ids")
     input_ids = columns.pop("input_ids")
@@ -87,8 +108,12 @@ def prepare_inputs(
         rank = mesh.rank("tp")
         input_ids = input_ids.chunk(layout.tp, dim=1)[rank]
         if not gather:
-            columns = {name: column.chunk(layout.tp, dim=1)[rank] for name, column in columns.items()}
-    told = packing_arguments(attention, batch.cu_seqlens, batch.max_seqlen, batch.shape[1], device, mesh)
+            columns = {
+                name: column.chunk(layout.tp, dim=1)[rank] for name, column in columns.items()
+            }
+    told = packing_arguments(
+        attention, batch.cu_seqlens, batch.max_seqlen, batch.shape[1], device, mesh
+    )
     arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
     if routed:
         arguments["output_router_logits"] = True

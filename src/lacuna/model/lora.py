@@ -1,8 +1,9 @@
 """Low-rank adapters: small matrices that learn beside weights which do not (LoRA, arXiv 2106.09685).
 
-The weights are those of linear layers, and stacks of experts': parameters [experts, out, in], or [experts, in, out] of
-modules that are `is_transposed`. A stack's adapter is lora_A [experts * rank, in] and lora_B [out, rank * experts]. A
-module holds that of its last stack, its child `base_layer` that of the one before, and so on, as peft's files do.
+The weights are those of linear layers, and stacks of experts': parameters [experts, out, in], or
+[experts, in, out] of modules that are `is_transposed`. A stack's adapter is lora_A [experts * rank,
+in] and lora_B [out, rank * experts]. A module holds that of its last stack, its child `base_layer`
+that of the one before, and so on, as peft's files do.
 """
 
 import math
@@ -36,7 +37,9 @@ def _scale(settings: LoraConfig) -> float:
     return settings.alpha / (math.sqrt(settings.rank) if settings.rslora else settings.rank)
 
 
-def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtype) -> tuple[list[str], ...]:
+def add_adapters(
+    model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtype
+) -> tuple[list[str], ...]:
     """Freezes a whole model in place but for adapters, which it gets, and modules trained whole, both in `dtype`.
 
     Adapters are empty. Returns names and raises `UserError` as `find_targets` does.
@@ -63,7 +66,9 @@ def add_adapters(model: PreTrainedModel, settings: LoraConfig, dtype: torch.dtyp
             width = settings.rank * math.prod(count)
             sizes = ((width, into), (out, width), (out,))
             for part, size in zip(PARTS if settings.dora else PARTS[:2], sizes, strict=False):
-                setattr(holder, part, nn.Parameter(torch.empty(size, dtype=dtype, device=weight.device)))
+                setattr(
+                    holder, part, nn.Parameter(torch.empty(size, dtype=dtype, device=weight.device))
+                )
     return targets, parameters, whole
 
 
@@ -94,7 +99,8 @@ def _adapted(kind: type[nn.Module], adapter: LoraConfig) -> type[nn.Module]:
         change = F.linear(_scale(adapter) * F.linear(shown, module.lora_A), module.lora_B)
         if not adapter.dora:
             return result + change
-        # Also the weight itself sees only what is shown; the lengths of rows are constants (DoRA, section 4.3).
+        # Also the weight itself sees only what is shown; the lengths of rows are constants (DoRA,
+        # section 4.3).
         unbiased = kind.forward(module, shown) if adapter.dropout else result
         if module.bias is not None:
             unbiased = unbiased - module.bias
@@ -116,14 +122,21 @@ class _Seen:
 
 
 @cache
-def _adapted_stacks(kind: type[nn.Module], adapter: LoraConfig, names: tuple[str, ...]) -> type[nn.Module]:
+def _adapted_stacks(
+    kind: type[nn.Module], adapter: LoraConfig, names: tuple[str, ...]
+) -> type[nn.Module]:
     """A kind of module that computes with what adapters make of its stacks of these names."""
 
     def forward(module: nn.Module, *inputs: Any, **named: Any) -> Any:
         if not module.adapter_is_on:
             return kind.forward(module, *inputs, **named)
-        stacks = ((name, getattr(module, name), holder) for name, holder in _holders(module).items())
-        changed = {name: _changed(module, stack, beside.lora_A, beside.lora_B) for name, stack, beside in stacks}
+        stacks = (
+            (name, getattr(module, name), holder) for name, holder in _holders(module).items()
+        )
+        changed = {
+            name: _changed(module, stack, beside.lora_A, beside.lora_B)
+            for name, stack, beside in stacks
+        }
         return kind.forward(_Seen(module, changed), *inputs, **named)
 
     known = {"adapter": adapter, "adapted": names, "adapter_is_on": True}
@@ -133,14 +146,19 @@ def _adapted_stacks(kind: type[nn.Module], adapter: LoraConfig, names: tuple[str
 def _row_lengths(module: nn.Module) -> Tensor:
     """The float32 lengths of the weights of each output [out], the adapter's change in them."""
     with torch.no_grad():
-        weight = _changed(module, module.weight.float(), module.lora_A.float(), module.lora_B.float())
+        weight = _changed(
+            module, module.weight.float(), module.lora_A.float(), module.lora_B.float()
+        )
         return torch.linalg.vector_norm(weight, dim=0 if isinstance(module, Conv1D) else 1)
 
 
 def _changed(module: nn.Module, weight: Tensor, down: Tensor, up: Tensor) -> Tensor:
     """The `weight` of a module with the product of its adapter in it."""
     if weight.ndim == 3:
-        down, up = down.unflatten(0, (len(weight), -1)), up.unflatten(1, (-1, len(weight))).permute(2, 0, 1)
+        down, up = (
+            down.unflatten(0, (len(weight), -1)),
+            up.unflatten(1, (-1, len(weight))).permute(2, 0, 1),
+        )
     change = _scale(module.adapter) * up @ down
     return weight + (change.mT if _is_transposed(module) else change).to(weight.dtype)
 
@@ -159,7 +177,9 @@ def merged_tensor(model: nn.Module, name: str) -> Tensor:
     place, _, part = name.rpartition(".")
     module = model.get_submodule(place)
     # Not by its name in the module, under which a module that casts has it in less precision.
-    whole = whole_tensor(module._parameters[part] if part in module._parameters else getattr(module, part))
+    whole = whole_tensor(
+        module._parameters[part] if part in module._parameters else getattr(module, part)
+    )
     if part == "weight":
         whole = dense_weight(module, whole)
     if part not in (holders := _holders(module)):
@@ -182,7 +202,11 @@ def merge_adapters(model: nn.Module) -> None:
     for name, module in (quantized_modules(model) | adapted_modules(model)).items():
         for part in _holders(module) or module._parameters.keys() & {"weight"}:
             setattr(module, part, nn.Parameter(merged_tensor(model, f"{name}.{part}")))
-        plain = (kind for kind in type(module).mro() if not hasattr(kind, "adapter") and not hasattr(kind, "quantized"))
+        plain = (
+            kind
+            for kind in type(module).mro()
+            if not hasattr(kind, "adapter") and not hasattr(kind, "quantized")
+        )
         module.__class__ = next(plain)
         for part in PARTS:
             module._parameters.pop(part, None)
@@ -192,7 +216,9 @@ def merge_adapters(model: nn.Module) -> None:
 
 def adapted_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that have an adapter, by name."""
-    return {name: module for name, module in model.named_modules() if "lora_A" in module._parameters}
+    return {
+        name: module for name, module in model.named_modules() if "lora_A" in module._parameters
+    }
 
 
 def trained_names(model: nn.Module) -> set[str]:
@@ -211,17 +237,21 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
         local(down).copy_(own_part(drawn, down))
         local(up).zero_()
         if magnitude is not None:
-            # Of the weight alone, which nothing changes yet, and whole: torch 2.11 cannot add to it as it is sharded.
+            # Of the weight alone, which nothing changes yet, and whole: torch 2.11 cannot add to it
+            # as it is sharded.
             weight = whole_tensor(module.weight).float()
             lengths = torch.linalg.vector_norm(weight, dim=0 if isinstance(module, Conv1D) else 1)
             local(magnitude).copy_(own_part(lengths, magnitude))
 
 
 @torch.no_grad()
-def initialize_from_quantization_error(model: nn.Module, slices: Mapping[str, Any], device: torch.device) -> None:
+def initialize_from_quantization_error(
+    model: nn.Module, slices: Mapping[str, Any], device: torch.device
+) -> None:
     """Has adapters begin as the low-rank part of what quantisation took, in place (LoftQ, arXiv 2310.08659, one round).
 
-    `slices` is what the model's files hold. Where nothing was taken, they stay as they are, since zeros never learn.
+    `slices` is what the model's files hold. Where nothing was taken, they stay as they are, since
+    zeros never learn.
     """
     for name, module in sorted(adapted_modules(model).items() & quantized_modules(model).items()):
         weight = slices[_alike(f"{name}.weight", slices)][...].to(device).float()
@@ -232,8 +262,12 @@ def initialize_from_quantization_error(model: nn.Module, slices: Mapping[str, An
             torch.manual_seed(0)
             wide = (error.mT if isinstance(module, Conv1D) else error) / _scale(module.adapter)
             left, sizes, right = torch.svd_lowrank(wide, q=module.adapter.rank, niter=8)
-        for factor, parameter in (((right * sizes.sqrt()).mT, module.lora_A), (left * sizes.sqrt(), module.lora_B)):
-            # Which factors of a product are found is for kernels to say, so that all take those of one rank.
+        for factor, parameter in (
+            ((right * sizes.sqrt()).mT, module.lora_A),
+            (left * sizes.sqrt(), module.lora_B),
+        ):
+            # Which factors of a product are found is for kernels to say, so that all take those of
+            # one rank.
             local(parameter).copy_(own_part(factor, parameter, source=0))
 
 
@@ -251,22 +285,35 @@ def file_name(name: str) -> str:
 def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> None:
     """Fills what a rank has of the parameters `trained` of a whole model, in place, with the sum of the adapters named.
 
-    Raises `UserError` when these are others: of another rank, for other layers, or of another model.
+    Raises `UserError` when these are others: of another rank, for other layers, or of another
+    model.
     """
     folders, found = settings.adapter, dict[str, list[Tensor]]()
     for folder in folders:
-        ratio = _scale(LoraConfig(adapter=(folder,))) / _scale(settings) if len(folders) > 1 else 1.0
+        ratio = (
+            _scale(LoraConfig(adapter=(folder,))) / _scale(settings) if len(folders) > 1 else 1.0
+        )
         path, mend = os.path.join(folder, ADAPTER_WEIGHTS), "save the adapter again, as safetensors"
-        unreadable = explained(f"lora.adapter: cannot read {path}", OSError, SafetensorError, mend=mend)
+        unreadable = explained(
+            f"lora.adapter: cannot read {path}", OSError, SafetensorError, mend=mend
+        )
         with unreadable, safe_open(path, framework="pt") as file:
             for key in file.keys():  # noqa: SIM118
                 tensor = file.get_tensor(key).float()
                 found.setdefault(key, []).append(ratio * tensor if "lora_B" in key else tensor)
-    for name, twin in ((file_name(end), file_name(home)) for end, home in model.all_tied_weights_keys.items()):
+    for name, twin in (
+        (file_name(end), file_name(home)) for end, home in model.all_tied_weights_keys.items()
+    ):
         both = found.pop(name, []), found.get(twin, [])
         same = len(both[0]) == len(both[1]) and all(map(torch.equal, *both))
-        refuse({f"lora.adapter: {twin} and {name} are one weight in the model, and not the same there": not same})
-    wrong = f"lora.adapter: {', '.join(folders)} is of another model, or of other settings than lora.*"
+        refuse(
+            {
+                f"lora.adapter: {twin} and {name} are one weight in the model, and not the same there": not same
+            }
+        )
+    wrong = (
+        f"lora.adapter: {', '.join(folders)} is of another model, or of other settings than lora.*"
+    )
     needless = min(found.keys() - {file_name(name) for name in trained}, default=None)
     refuse({f"{wrong}: nothing here takes {needless}": needless is not None})
     for name, parameter in model.named_parameters():
@@ -274,7 +321,12 @@ def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> 
             key, wanted = file_name(name), list(parameter.shape)
             parts = found.get(key, [])
             several = f"lora.adapter: {key} has no sum over several adapters, as only layers' have: give one"
-            refuse({several: len(parts) > 1 and (bool(settings.parameters) or not name.endswith(PARTS[:2]))})
+            refuse(
+                {
+                    several: len(parts) > 1
+                    and (bool(settings.parameters) or not name.endswith(PARTS[:2]))
+                }
+            )
             whole = torch.cat(parts, dim=int(name.endswith("lora_B"))) if parts else None
             shape = "missing" if whole is None else list(whole.shape)
             refuse({f"{wrong}: {key} is {shape}, and {wanted} here": shape != wanted})
@@ -285,7 +337,8 @@ def load_adapters(model: nn.Module, trained: Set[str], settings: LoraConfig) -> 
 def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within it, a model is its base alone: a reference that shares the weights of what is trained.
 
-    Modules that are trained whole stay as they are, and of adapters that began as loftq even that beginning is off.
+    Modules that are trained whole stay as they are, and of adapters that began as loftq even that
+    beginning is off.
     """
     modules = adapted_modules(model).values()
     for module in modules:

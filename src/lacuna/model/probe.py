@@ -88,13 +88,19 @@ def find_attention(
         return list(reasons)[-1]
     said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     if dtype != torch.float32 and None in compared(rows, torch.float32).values():
-        raise UserError(f"training.mixed_precision_param: {kind} computes in float32 only ({said}): set it to that.")
+        raise UserError(
+            f"training.mixed_precision_param: {kind} computes in float32 only ({said}): set it to that."
+        )
     wrong = f"{kind} does not compute here what transformers' own code does ({said})"
     ways = {
         "padded": 'set packing.mode = "none" to give each document a row of its own',
         "whole": "set data.document_mask = false to have the documents of a row see each other",
     }
-    mend = [way for other, way in ways.items() if other != rows and None in compared(other, dtype).values()]
+    mend = [
+        way
+        for other, way in ways.items()
+        if other != rows and None in compared(other, dtype).values()
+    ]
     if rows == "whole" or not mend:
         raise UserError(f"model: {wrong}: choose another model, layout or model.attention.")
     raise UserError(f"data.document_mask: in {rows} rows {wrong}: {', or '.join(mend)}.")
@@ -210,7 +216,9 @@ def _our_result(
 def result_in_rows(model: PreTrainedModel, states: Tensor, trial: Trial) -> Result:
     """The result of a model whose hidden states of the rows of a trial are `states`."""
     rows = states.reshape(*trial.batch.shape, -1)
-    return _result(model, torch.cat([rows[row, start:stop] for row, start, stop in trial.documents]))
+    return _result(
+        model, torch.cat([rows[row, start:stop] for row, start, stop in trial.documents])
+    )
 
 
 def _result(model: PreTrainedModel, states: Tensor) -> Result:

@@ -53,7 +53,9 @@ States = Callable[[PreTrainedModel, nn.ModuleList, Batch], Tensor]
 AttentionInterface.register(SHARED, shared_attention)
 
 
-def require_shareable(model_config: PretrainedConfig, config: Config, layout: Layout, device: torch.device) -> None:
+def require_shareable(
+    model_config: PretrainedConfig, config: Config, layout: Layout, device: torch.device
+) -> None:
     """Raises `UserError` where context or pipeline parallelism would change what a model computes.
 
     That is where more than attention passes something from token to token (a convolution, a

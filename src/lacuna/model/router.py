@@ -40,7 +40,9 @@ def set_router_loss(config: Config, model_config: PretrainedConfig) -> None:
     if (asked or coefficient is not None) and not known:
         setting = "output_router_logits" if asked else "router_aux_loss_coef"
         kind = text_config.model_type
-        raise UserError(f"model.{setting}: {kind!r} models have no load-balancing loss: leave it out.")
+        raise UserError(
+            f"model.{setting}: {kind!r} models have no load-balancing loss: leave it out."
+        )
     if asked is not None:
         text_config.output_router_logits = asked
     if coefficient is not None:
@@ -89,7 +91,9 @@ def find_router(model: PreTrainedModel) -> Router | None:
         ours = 0.0
         logits = getattr(output, "router_logits", None)  # some classes say nothing of them
         if logits is not None:
-            ours = router.coefficient * _balance(logits, router.chosen, whole, over_ranks=False).item()
+            ours = (
+                router.coefficient * _balance(logits, router.chosen, whole, over_ranks=False).item()
+            )
     if abs(theirs) < 1e-6:
         return None
     if abs(theirs - ours) > 1e-5:

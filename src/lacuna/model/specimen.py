@@ -30,7 +30,9 @@ _LIMITS = (
 _LIMIT = 8
 
 
-def specimen(model_config: PretrainedConfig, attention: str | None = None, longest: int = LENGTH) -> PreTrainedModel:
+def specimen(
+    model_config: PretrainedConfig, attention: str | None = None, longest: int = LENGTH
+) -> PreTrainedModel:
     """A model in small, float32 on the CPU, in evaluation mode, with weights that all matter.
 
     It has the layers up to the last of a new kind; those of one kind share their weights. Of the

@@ -39,7 +39,9 @@ from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import stored_dtype
 
 
-def fill_model(model: PreTrainedModel, trained: Set[str], config: Config, device: torch.device, fill: bool) -> None:
+def fill_model(
+    model: PreTrainedModel, trained: Set[str], config: Config, device: torch.device, fill: bool
+) -> None:
     """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU.
 
     All parameters are frozen but those `trained`.
@@ -53,7 +55,13 @@ def fill_model(model: PreTrainedModel, trained: Set[str], config: Config, device
     if loaded:
         for module in adapted_modules(model).values():
             module.to_empty(device=home, recurse=False)  # what no file holds
-        load_weights(model, shadow, config.model, {"": home} | dict.fromkeys(buffers & stored, device), device)
+        load_weights(
+            model,
+            shadow,
+            config.model,
+            {"": home} | dict.fromkeys(buffers & stored, device),
+            device,
+        )
     else:
         model.to_empty(device=home)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
@@ -84,10 +92,18 @@ def weight_files(source: str) -> list[Path]:
     kinds = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
     source = hf_folder(source)
     problem = f"model.name_or_path: no folder {source!r}, and the Hub did not give it"
-    with explained(problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"):
-        folder = Path(source if os.path.isdir(source) else snapshot_download(source, allow_patterns=kinds))
+    with explained(
+        problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"
+    ):
+        folder = Path(
+            source if os.path.isdir(source) else snapshot_download(source, allow_patterns=kinds)
+        )
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {SAFE_WEIGHTS_NAME}
+    names = (
+        set(json.loads(index.read_text())["weight_map"].values())
+        if index.exists()
+        else {SAFE_WEIGHTS_NAME}
+    )
     lacks = f"model.name_or_path: {source!r} lacks the weight file"
     refuse({f"{lacks} {name}": not (folder / name).exists() for name in sorted(names)})
     return [folder / name for name in sorted(names)]
@@ -95,7 +111,9 @@ def weight_files(source: str) -> list[Path]:
 
 def stored_slices(source: str) -> dict[str, Any]:
     """The tensors in the files of `source` by their names there, none of them read yet."""
-    with explained(f"{source}: a weight file is damaged", SafetensorError, mend="download or write it again"):
+    with explained(
+        f"{source}: a weight file is damaged", SafetensorError, mend="download or write it again"
+    ):
         files = [safe_open(path, framework="pt") for path in weight_files(source)]
     return {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
 
@@ -103,7 +121,8 @@ def stored_slices(source: str) -> dict[str, Any]:
 def check_base(setting: str, base: str, stated: str | None) -> None:
     """Raises `UserError` where adapters are `stated` to be of another model than `base`, and that is in its folder yet.
 
-    Both may be one, trained further or quantised: this is seen by the directions of the first rows of their tensors.
+    Both may be one, trained further or quantised: this is seen by the directions of the first rows
+    of their tensors.
     """
     here = stated is not None and any(Path(stated).glob("*.safetensors"))
     wrong = f"{setting}: {base} is another model than the adapters', {stated}: give that, or one made from it"
@@ -112,9 +131,15 @@ def check_base(setting: str, base: str, stated: str | None) -> None:
 
 def _same_origin(source: str, other: str) -> bool:
     first, second = stored_slices(source), stored_slices(other)
-    both = [key for key in first.keys() & second.keys() if first[key].get_shape() == second[key].get_shape()]
+    both = [
+        key
+        for key in first.keys() & second.keys()
+        if first[key].get_shape() == second[key].get_shape()
+    ]
     rows = ([found[key][:1].flatten().float() for key in both] for found in (first, second))
-    one, two = (torch.cat([torch.zeros(1), *(normalize(row, dim=0) for row in found)]) for found in rows)
+    one, two = (
+        torch.cat([torch.zeros(1), *(normalize(row, dim=0) for row in found)]) for found in rows
+    )
     return bool(torch.dist(one, two) <= one.norm() / 2)
 
 
@@ -124,46 +149,69 @@ def _grown(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
     Those of the ids `added` and those that the file lacks are the mean of the first `known`.
     """
     read = stored[...]
-    mean = sum(block.double().sum(0) for block in read[:known].split(4096)) / len(read[:known])  # one block as float64
+    mean = sum(block.double().sum(0) for block in read[:known].split(4096)) / len(
+        read[:known]
+    )  # one block as float64
     grown = torch.cat([read, read.new_empty(max(rows - len(read), 0), *read.shape[1:])])
     grown[[*added, *range(len(read), rows)]] = mean.to(read.dtype)
     return grown
 
 
 def load_weights(
-    model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig,
-    places: dict[str, torch.device], device: torch.device,
-) -> None:  # fmt: skip
+    model: PreTrainedModel,
+    shadow: PreTrainedModel,
+    settings: ModelConfig,
+    places: dict[str, torch.device],
+    device: torch.device,
+) -> None:
     """Loads the weights of `name_or_path` into the sharded meta `model`; each rank reads only the slices it holds.
 
-    `places` says to which device each goes, by its name or how that begins; what is packed is computed on `device`.
-    Where the vocabulary is to grow, it is read whole, and the rows of new tokens, and all that the files lack, become
-    the mean of those of the tokens before.
+    `places` says to which device each goes, by its name or how that begins; what is packed is
+    computed on `device`. Where the vocabulary is to grow, it is read whole, and the rows of new
+    tokens, and all that the files lack, become the mean of those of the tokens before.
 
-    transformers' own loader renames and fuses what its model classes store otherwise than the Hub does; it finds its
-    rules by class, which sharding changes, hence `shadow`, the same model unsharded. Raises `UserError` when the files
-    do not fit the model.
+    transformers' own loader renames and fuses what its model classes store otherwise than the Hub
+    does; it finds its rules by class, which sharding changes, hence `shadow`, the same model
+    unsharded. Raises `UserError` when the files do not fit the model.
     """
     source = str(settings.name_or_path)
     slices = stored_slices(source)
     if settings.new_tokens or settings.vocabulary_multiple > 1:
         grow = shadow.config.get_text_config().vocab_size, *added_ids(settings)
-        ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}  # what precedes may differ
-        slices |= {key: _grown(stored, *grow) for key, stored in slices.items() if tuple(key.split(".")[-2:]) in ends}
+        ends = {
+            tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)
+        }  # what precedes may differ
+        slices |= {
+            key: _grown(stored, *grow)
+            for key, stored in slices.items()
+            if tuple(key.split(".")[-2:]) in ends
+        }
     slices = slices | packed_slices(model, slices, device)  # which read the others
     mapping = get_model_conversion_mapping(shadow)
     dtypes = {"dtype": shadow.dtype, "dtype_plan": shadow._get_dtype_plan(shadow.dtype)}
     placing = LoadStateDictConfig(weight_mapping=mapping, device_map=places, **dtypes)
     # It makes a DTensor on its mesh's device, wherever that is to be.
     keeps = lambda _, __, made: nn.Parameter(made.to(places[""]), made.requires_grad)  # noqa: E731
-    with register_module_parameter_registration_hook(keeps) if places[""] != device else nullcontext():
-        joined = _load_joined(model, shadow, slices, replace(placing, device_map={"": "cpu"}), places[""])
+    with (
+        register_module_parameter_registration_hook(keeps)
+        if places[""] != device
+        else nullcontext()
+    ):
+        joined = _load_joined(
+            model, shadow, slices, replace(placing, device_map={"": "cpu"}), places[""]
+        )
         info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
     lacking = info.missing_keys - {*model.all_tied_weights_keys} - joined
     missing = sorted(name for name in lacking if not name.endswith(PARTS))
     if missing or info.mismatched_keys or info.conversion_errors:
-        problem = f"lacks {missing[:3]}" if missing else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
-        raise UserError(f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}")
+        problem = (
+            f"lacks {missing[:3]}"
+            if missing
+            else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
+        )
+        raise UserError(
+            f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}"
+        )
 
 
 def _load_joined(
@@ -182,7 +230,9 @@ def _load_joined(
     patterns = [
         pattern.replace("*", ".*")
         for converter in converters
-        if any(type(step) in (Concatenate, Chunk) and step.dim == 0 for step in converter.operations)
+        if any(
+            type(step) in (Concatenate, Chunk) and step.dim == 0 for step in converter.operations
+        )
         for pattern in converter.source_patterns
     ]
     sources = [key for key in slices if patterns and re.search("|".join(patterns), key)]

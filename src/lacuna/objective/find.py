@@ -35,7 +35,9 @@ class Objective(Protocol):
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
         """What the log has of a step, by the sums of its loss and its counts, over all ranks."""
 
-    def report_held_out(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
+    def report_held_out(
+        self, sums: dict[str, float], counts: dict[str, float]
+    ) -> dict[str, float | None]:
         """The same of held-out data; `val_loss` is what stages, patience and the best checkpoint go by."""
 
     def state_dict(self) -> dict[str, object]:

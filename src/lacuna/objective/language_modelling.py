@@ -40,12 +40,14 @@ class LanguageModelling:
         """What a row of the log has of a step's `sums` over all ranks: the loss in nats per trained token."""
         return {"loss": sums["loss"] / max(counts["trained_tokens"], 1)}
 
-    def report_held_out(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
+    def report_held_out(
+        self, sums: dict[str, float], counts: dict[str, float]
+    ) -> dict[str, float | None]:
         """What is told of held-out data.
 
-        That is the loss in nats per trained token, the share of trained tokens that are the likeliest, and bits per
-        byte of text (None where the bytes are unknown; those that the untrained first token of each document stands
-        for are taken out in proportion).
+        That is the loss in nats per trained token, the share of trained tokens that are the
+        likeliest, and bits per byte of text (None where the bytes are unknown; those that the
+        untrained first token of each document stands for are taken out in proportion).
         """
         trained = counts["trained_tokens"]
         mean = sums["loss"] / trained if trained else math.nan
@@ -53,7 +55,11 @@ class LanguageModelling:
         bits_per_byte = None
         if counts["text_bytes"] > 0:
             bits_per_byte = mean / math.log(2) * counts["tokens"] / counts["text_bytes"]
-        return {"val_loss": mean, "val_bits_per_byte": bits_per_byte, "val_token_accuracy": accuracy}
+        return {
+            "val_loss": mean,
+            "val_bits_per_byte": bits_per_byte,
+            "val_token_accuracy": accuracy,
+        }
 
     def state_dict(self) -> dict[str, object]:
         """Nothing: all that this objective knows is in the configuration."""

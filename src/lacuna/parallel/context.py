@@ -1,8 +1,9 @@
 """Context parallelism: rows of tokens cut over ranks, and causal attention across the cuts, inside documents.
 
-A row of T tokens is cut in 2·C equal chunks over C ranks. Rank r holds the chunks r and 2·C − 1 − r (head and tail),
-one behind the other, so that causal attention costs every rank the same. Documents are given as `bounds`, int32
-[N + 1]: where they begin and end among the tokens of all rows, flattened; some may be empty.
+A row of T tokens is cut in 2·C equal chunks over C ranks. Rank r holds the chunks r and 2·C − 1 − r
+(head and tail), one behind the other, so that causal attention costs every rank the same. Documents
+are given as `bounds`, int32 [N + 1]: where they begin and end among the tokens of all rows,
+flattened; some may be empty.
 """
 
 from collections.abc import Iterator, Sequence
@@ -26,7 +27,12 @@ def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) 
     size = length // (2 * cp)
     for chunk in _chunks(cp, rank):
         stop = (chunk + 1) * size
-        yield Part(_among(bounds, length, size, (chunk,)), _among(bounds, length, stop, (0,)), longest, stop)
+        yield Part(
+            _among(bounds, length, size, (chunk,)),
+            _among(bounds, length, stop, (0,)),
+            longest,
+            stop,
+        )
 
 
 def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
@@ -37,7 +43,9 @@ def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
 
 def gather_sequence(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
     """The whole tensor from every rank's head and tail along `dim`; its gradients are summed over the ranks."""
-    gathered = _collectives.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name)
+    gathered = _collectives.all_gather_into_tensor(
+        tensor.contiguous(), group.size(), group.group_name
+    )
     return join_sequence(_collectives.wait_tensor(gathered).chunk(group.size()), dim)
 
 
@@ -48,18 +56,27 @@ def join_sequence(shards: Sequence[Tensor], dim: int) -> Tensor:
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, bounds: Tensor, longest: int, group: ProcessGroup, scaling: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Tensor,
+    longest: int,
+    group: ProcessGroup,
+    scaling: float,
 ) -> Tensor:
     """Causal attention inside documents, with keys and values that travel round the ranks of `group`.
 
-    `query` [B, heads, T/C, D], `key` and `value` [B, key heads, T/C, D] are a rank's head and tail; so is the result,
-    in the query's shape. No document has more than `longest` tokens. Beside its own, a rank holds the keys and values
-    of two others at most, and going backward their gradients. What each rank's keys give is merged by log-sum-exp in
-    float32, which makes it one softmax over all keys (Liu et al., Ring Attention, arXiv 2310.01889).
+    `query` [B, heads, T/C, D], `key` and `value` [B, key heads, T/C, D] are a rank's head and tail;
+    so is the result, in the query's shape. No document has more than `longest` tokens. Beside its
+    own, a rank holds the keys and values of two others at most, and going backward their gradients.
+    What each rank's keys give is merged by log-sum-exp in float32, which makes it one softmax over
+    all keys (Liu et al., Ring Attention, arXiv 2310.01889).
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     place = (group.group_name, group.size(), group.rank())
-    return _ring_forward(query, torch.stack((key, value)), bounds, longest, scaling, *place)[0].transpose(1, 2)
+    return _ring_forward(query, torch.stack((key, value)), bounds, longest, scaling, *place)[
+        0
+    ].transpose(1, 2)
 
 
 def _chunks(cp: int, rank: int) -> tuple[int, int]:
@@ -72,13 +89,18 @@ def _among(bounds: Tensor, length: int, size: int, chunks: Sequence[int]) -> Ten
     return sum(((places - chunk * size).clamp(0, size) for chunk in chunks), before)
 
 
-def _ring_part(bounds: Tensor, rows: int, size: int, cp: int, rank: int, origin: int, longest: int) -> tuple[int, Part]:
+def _ring_part(
+    bounds: Tensor, rows: int, size: int, cp: int, rank: int, origin: int, longest: int
+) -> tuple[int, Part]:
     """A rank's queries among the keys of rank `origin`: the first query that sees any, and the part.
 
-    Unless the keys are the rank's own, all that are seen stand before all queries, so that at most one document of
-    each row has both.
+    Unless the keys are the rank's own, all that are seen stand before all queries, so that at most
+    one document of each row has both.
     """
-    queries, keys = _chunks(cp, rank)[1 if origin > rank else 0 :], _chunks(cp, origin)[: 1 if origin < rank else 2]
+    queries, keys = (
+        _chunks(cp, rank)[1 if origin > rank else 0 :],
+        _chunks(cp, origin)[: 1 if origin < rank else 2],
+    )
     length, stop = 2 * cp * size, len(keys) * size
     whole, own = len(bounds) == rows + 1, origin == rank
     if not own:  # three pieces a row: that one document, all before it and all after it
@@ -113,18 +135,28 @@ def _travel(
             pair = _collectives.wait_tensor(arriving)
 
 
-# Operations of their own: `torch.compile` takes them as they are, and recomputation can keep their results.
-# From here on tensors are [B, tokens, heads, D], key and value a pair [2, ...], log-sum-exps [B, tokens, heads].
+# Operations of their own: `torch.compile` takes them as they are, and recomputation can keep their
+# results. From here on tensors are [B, tokens, heads, D], key and value a pair [2, ...],
+# log-sum-exps [B, tokens, heads].
 @torch.library.custom_op("lacuna::ring_attention", mutates_args=())
 def _ring_forward(
-    query: Tensor, pair: Tensor, bounds: Tensor, longest: int, scaling: float, group: str, cp: int, rank: int
+    query: Tensor,
+    pair: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float,
+    group: str,
+    cp: int,
+    rank: int,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp."""
     output = query.new_zeros(query.shape, dtype=torch.float32)
     lse = output.new_full(query.shape[:-1], -torch.inf)
     for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
         partial, partial_lse = attend(query[:, start:], keys, values, part, scaling)
-        output[:, start:].lerp_(partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1))
+        output[:, start:].lerp_(
+            partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1)
+        )
         lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
         del keys, values  # or they would still be there when the ones after the next set out
     return output.to(query.dtype), lse
@@ -132,11 +164,22 @@ def _ring_forward(
 
 @torch.library.custom_op("lacuna::ring_attention_backward", mutates_args=())
 def _ring_backward(
-    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, pair: Tensor, bounds: Tensor,
-    longest: int, scaling: float, group: str, cp: int, rank: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    grad: Tensor,
+    output: Tensor,
+    lse: Tensor,
+    query: Tensor,
+    pair: Tensor,
+    bounds: Tensor,
+    longest: int,
+    scaling: float,
+    group: str,
+    cp: int,
+    rank: int,
+) -> tuple[Tensor, Tensor]:
     """Gradients of the query, and of the pair, which travel with what they belong to."""
-    grad_query, grads = (tensor.new_zeros(tensor.shape, dtype=torch.float32) for tensor in (query, pair))
+    grad_query, grads = (
+        tensor.new_zeros(tensor.shape, dtype=torch.float32) for tensor in (query, pair)
+    )
     for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
         seeing = (tensor[:, start:] for tensor in (grad, output, lse, query))
         of_query, of_key, of_value = attend_backward(*seeing, keys, values, part, scaling)
@@ -156,7 +199,9 @@ def _(query: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 
 
 @_ring_backward.register_fake
-def _(grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, pair: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _(
+    grad: Tensor, output: Tensor, lse: Tensor, query: Tensor, pair: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
     return query.new_empty(query.shape), pair.new_empty(pair.shape)
 
 

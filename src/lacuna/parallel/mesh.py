@@ -50,12 +50,23 @@ def resolve_layout(config: Config, world_size: int) -> Layout:
     """
     degrees = {name: getattr(config.parallelism, setting) for name, setting in AXES.items()}
     if degrees["dp_shard"] == -1:
-        degrees["dp_shard"] = max(world_size // -math.prod(degrees.values()), 1)  # what the others leave
+        degrees["dp_shard"] = max(
+            world_size // -math.prod(degrees.values()), 1
+        )  # what the others leave
     product = math.prod(degrees.values())
-    shown = {name: setting for name, setting in AXES.items() if degrees[name] > 1 or name.startswith("dp")}
+    shown = {
+        name: setting
+        for name, setting in AXES.items()
+        if degrees[name] > 1 or name.startswith("dp")
+    }
     arithmetic = f"{' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}"
     mend = f"choose degrees whose product is {world_size}, or set data_parallel_shard_degree = -1 for the rest"
-    refuse({f"parallelism: {arithmetic}, but there are {world_size} processes: {mend}": product != world_size})
+    refuse(
+        {
+            f"parallelism: {arithmetic}, but there are {world_size} processes: {mend}": product
+            != world_size
+        }
+    )
     return Layout(**degrees, ring=config.parallelism.context_parallel_rotate_method == "alltoall")
 
 
@@ -66,10 +77,12 @@ class Mesh:
     Attributes:
         layout: the degrees.
         named: (`pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`) over all ranks; `tp` varies fastest.
-        layers: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp`: over it a layer is sharded.
+        layers: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp`: over it a layer is
+            sharded.
         tensor: `tp`, of the same root as `layers`: over it the matrices of a layer are split.
-        root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`: what is outside the layers works on
-            its own slice of the sequence on every `tp` rank, and is sharded over all of them.
+        root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`: what is outside
+            the layers works on its own slice of the sequence on every `tp` rank, and is sharded
+            over all of them.
         ends: the group of this rank's first and last pipeline stage.
     """
 
@@ -94,11 +107,24 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh over all processes of the default group."""
     pp, replicate, shard, cp, tp = sizes = [getattr(layout, axis) for axis in AXES]
     named = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(AXES))
-    # Meshes of their own and not flattened dimensions: FSDP wants `layers` and `tensor` cut from one root, and torch
-    # is about to drop slices of flattened dimensions.
+    # Meshes of their own and not flattened dimensions: FSDP wants `layers` and `tensor` cut from
+    # one root, and torch is about to drop slices of flattened dimensions.
     cuts = ("pp", "dp_replicate", "fsdp", "tp")
     split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=cuts)
-    root = init_device_mesh(device_type, (pp, replicate, shard * cp * tp), mesh_dim_names=cuts[:3]) if tp > 1 else split
-    pairs = named.mesh.flatten(1)[[0, -1]].T.tolist()  # the ranks of the first stage beside those of the last
+    root = (
+        init_device_mesh(device_type, (pp, replicate, shard * cp * tp), mesh_dim_names=cuts[:3])
+        if tp > 1
+        else split
+    )
+    pairs = named.mesh.flatten(1)[
+        [0, -1]
+    ].T.tolist()  # the ranks of the first stage beside those of the last
     ends = dist.new_subgroups_by_enumeration(pairs)[0] if pp > 1 else None
-    return Mesh(layout, named, split["dp_replicate", "fsdp"], split["tp"], root["dp_replicate", "fsdp"], ends)
+    return Mesh(
+        layout,
+        named,
+        split["dp_replicate", "fsdp"],
+        split["tp"],
+        root["dp_replicate", "fsdp"],
+        ends,
+    )

@@ -19,7 +19,9 @@ def compile_enabled(config: Config, device_type: str) -> bool:
     return able if config.compile.enable is None else config.compile.enable
 
 
-def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config) -> list[Stage]:
+def parallelize(
+    model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config
+) -> list[Stage]:
     """Spreads `model` over `mesh`, in place; returns the parts of it that this rank runs.
 
     Raises `UserError` for a model that cannot be spread like that.
@@ -33,8 +35,9 @@ def parallelize(model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, confi
             overlap_communication(mesh.tensor)
     recompute(own, config)
     if compile_enabled(config, mesh.named.device_type):
-        # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay outside it.
-        # Kinds of batches (packed or not, learnt from or not, of several lengths) are more than torch allows, 8.
+        # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay
+        # outside it. Kinds of batches (packed or not, learnt from or not, of several lengths) are
+        # more than torch allows, 8.
         torch._dynamo.config.recompile_limit = 64
         for layer in own:
             layer.compile(fullgraph=True)

@@ -19,11 +19,12 @@ class Part(NamedTuple):
 
     Attributes:
         cu_q: int32 [N + 1], bounds of the pieces among the queries of all rows, flattened.
-        cu_k: int32 [N + 1], bounds of the pieces among the first `stop` keys of each row, flattened.
+        cu_k: int32 [N + 1], bounds of the pieces among the first `stop` keys of each row,
+            flattened.
         longest: no piece has more queries, nor more keys.
         stop: how many keys of each row there are.
-        causal: whether the last query of a piece sees all of its keys, the one before all but the last and so on
-            (FlashAttention's alignment, bottom right), or every query sees all.
+        causal: whether the last query of a piece sees all of its keys, the one before all but the
+            last and so on (FlashAttention's alignment, bottom right), or every query sees all.
         whole: whether every row is known to be one piece; if causal, with as many queries as keys.
     """
 
@@ -50,7 +51,9 @@ def visible(part: Part, rows: int, queries: int, window: int | None = None) -> T
     def places(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Of each token, its piece and how many tokens are left of that."""
         tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.device)
-        piece = torch.searchsorted(bounds, tokens, right=True)  # of the whole: torch 2.11 does not compile a slice here
+        piece = torch.searchsorted(
+            bounds, tokens, right=True
+        )  # of the whole: torch 2.11 does not compile a slice here
         return piece.view(rows, -1), (bounds[piece] - tokens).view(rows, -1)
 
     (piece_q, left_q), (piece_k, left_k) = places(part.cu_q, queries), places(part.cu_k, part.stop)
@@ -134,7 +137,9 @@ def attend_backward(
 
 def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
     """Whether cuDNN's kernel, the fastest on the newest GPUs, can do a part: it knows no pieces."""
-    if not (query.is_cuda and part.whole):  # torch made for GPUs fails where it is asked without one
+    if not (
+        query.is_cuda and part.whole
+    ):  # torch made for GPUs fails where it is asked without one
         return False
     tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return can_use_cudnn_attention(SDPAParams(*tensors, None, 0.0, part.causal, True))

@@ -19,7 +19,11 @@ def compute_dtype(config: Config, device_type: str) -> torch.dtype:
 
 def stored_dtype(config: Config, device_type: str) -> torch.dtype:
     """The dtype that weights have in memory, where adapters leave them frozen: that they are computed with."""
-    return compute_dtype(config, device_type) if config.lora.rank else getattr(torch, config.training.dtype)
+    return (
+        compute_dtype(config, device_type)
+        if config.lora.rank
+        else getattr(torch, config.training.dtype)
+    )
 
 
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
@@ -101,4 +105,6 @@ def _casting(kind: type[nn.Module], names: tuple[str, ...], dtype: torch.dtype) 
         weight = module._parameters[name]
         return weight if isinstance(weight, DTensor) else weight.to(dtype)
 
-    return type(kind.__name__, (kind,), {name: property(partial(cast, name=name)) for name in names})
+    return type(
+        kind.__name__, (kind,), {name: property(partial(cast, name=name)) for name in names}
+    )

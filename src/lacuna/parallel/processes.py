@@ -17,7 +17,8 @@ from lacuna.config import STORE, Config, UnansweredError, refuse
 
 Result = TypeVar("Result")
 
-# Ranks that wait for the same one give up within so long of each other; shorter than the launcher's patience.
+# Ranks that wait for the same one give up within so long of each other; shorter than the launcher's
+# patience.
 LISTENING_SECONDS = 3.0
 POLL_SECONDS = 0.1
 
@@ -26,8 +27,9 @@ POLL_SECONDS = 0.1
 class Process:
     """One process of the run; by default one that has no group, for tools that work on files.
 
-    That of rank 0 prints and writes files. `control` is a gloo group over all of them for talk in between steps;
-    `background` is another one for threads, whose collectives must not mix with those.
+    That of rank 0 prints and writes files. `control` is a gloo group over all of them for talk in
+    between steps; `background` is another one for threads, whose collectives must not mix with
+    those.
     """
 
     rank: int = 0
@@ -39,20 +41,25 @@ class Process:
 
 def device_type() -> str:
     """`cuda` where there is a usable GPU, else `cpu`; `LACUNA_DEVICE=cpu` keeps a run off the GPUs."""
-    return "cuda" if os.environ.get("LACUNA_DEVICE") != "cpu" and torch.cuda.is_available() else "cpu"
+    return (
+        "cuda" if os.environ.get("LACUNA_DEVICE") != "cpu" and torch.cuda.is_available() else "cpu"
+    )
 
 
 def check_device(config: Config, kind: str) -> None:
     """Raises `UserError` for settings that need a GPU where there is none, or a package where there is one."""
     uncompiled = config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable
     gpu_only = {
-        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode == "async_with_pinned_mem",
+        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode
+        == "async_with_pinned_mem",
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         'activation_checkpoint.mode = "memory_budget" without compile.enable = true': uncompiled,
     }
     needs = "needs a GPU, and this run is on the CPU: leave it out"
-    refuse({f"{setting} {needs}": wanted and kind != "cuda" for setting, wanted in gpu_only.items()})
+    refuse(
+        {f"{setting} {needs}": wanted and kind != "cuda" for setting, wanted in gpu_only.items()}
+    )
     kernels = f"quantization.base: {config.quantization.base} on a GPU needs bitsandbytes, which is not installed"
     unaided = kind == "cuda" and config.quantization.base == "nf4" and not find_spec("bitsandbytes")
     refuse({f"{kernels}: pip install 'lacuna-train[qlora]'": unaided})
@@ -75,12 +82,20 @@ def start_process(config: Config) -> Process:
             os.makedirs(traces, exist_ok=True)
             os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
             os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(traces, "rank_"))
-    backend = "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
+    backend = (
+        "gloo"
+        if kind == "cpu"
+        else "cpu:gloo,cuda:nccl"
+        if config.training.enable_cpu_offload
+        else "nccl"
+    )
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
     apart = f"not all of {world_size} processes came together within comm.init_timeout_seconds = {timeout.seconds}"
     try:
         store = _store(rank, world_size, timeout)
-        dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=gpu)
+        dist.init_process_group(
+            backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=gpu
+        )
         control, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     except RuntimeError as error:
         if not of_other_ranks(error):
@@ -93,7 +108,11 @@ def start_process(config: Config) -> Process:
 
 def of_other_ranks(error: BaseException) -> bool:
     """Whether an error is about the talk with other ranks; gloo's have no type of their own."""
-    return isinstance(error, dist.DistError) or isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    return (
+        isinstance(error, dist.DistError)
+        or isinstance(error, RuntimeError)
+        and "/gloo/" in str(error)
+    )
 
 
 @contextmanager
@@ -105,7 +124,11 @@ def answered(config: Config) -> Iterator[None]:
         if not of_other_ranks(error):
             raise
         silent, comm = _silent_ranks(), config.comm
-        who = f"rank {', '.join(map(str, silent))} did not answer" if silent else "all ranks answer, but too late"
+        who = (
+            f"rank {', '.join(map(str, silent))} did not answer"
+            if silent
+            else "all ranks answer, but too late"
+        )
         raise UnansweredError(
             f"{who}: {_first_line(error)}. A wait ends after comm.init_timeout_seconds = {comm.init_timeout_seconds} "
             f"until the first step is done, comm.train_timeout_seconds = {comm.train_timeout_seconds} after it, and "
@@ -123,17 +146,25 @@ def _silent_ranks() -> list[int]:
     """The ranks that have not given up as well a little after this one did; ends all talk over the groups."""
     for group in [*dist.distributed_c10d._world.pg_map]:
         group.abort()  # so that whoever waits for this rank gives up now
-    store, own, world_size = dist.distributed_c10d._get_default_store(), dist.get_rank(), dist.get_world_size()
+    store, own, world_size = (
+        dist.distributed_c10d._get_default_store(),
+        dist.get_rank(),
+        dist.get_world_size(),
+    )
     heard: set[int] = set()
 
     def listen() -> None:
         with suppress(RuntimeError):  # where the store is gone with its rank
             store.set(f"lacuna/gave-up/{own}", "")
             while len(heard) < world_size:
-                heard.update(rank for rank in range(world_size) if store.check([f"lacuna/gave-up/{rank}"]))
+                heard.update(
+                    rank for rank in range(world_size) if store.check([f"lacuna/gave-up/{rank}"])
+                )
                 time.sleep(POLL_SECONDS)
 
-    listener = threading.Thread(target=listen, daemon=True)  # the first rank has the store, and may be the silent one
+    listener = threading.Thread(
+        target=listen, daemon=True
+    )  # the first rank has the store, and may be the silent one
     listener.start()
     listener.join(LISTENING_SECONDS)
     return sorted({*range(world_size)} - heard) if heard else [0]
@@ -168,7 +199,9 @@ def tighten_timeout(config: Config, process: Process) -> None:
 
 def set_timeout(group: dist.ProcessGroup, seconds: int) -> None:
     """Sets how long the ranks of a group wait for each other."""
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)  # there is no public call yet
+    dist.distributed_c10d._set_pg_timeout(
+        timedelta(seconds=seconds), group
+    )  # there is no public call yet
 
 
 def gather_objects(process: Process, value: Any) -> list[Any]:
@@ -186,7 +219,10 @@ def require_same_config(config: Config, process: Process) -> None:
     first, *others = gather_objects(process, own)
     for rank, other in enumerate(others, start=1):
         changed = sorted(other.items() - first.items())
-        shown = "; ".join(f"{name} is {first[name]} on rank 0, {value} on rank {rank}" for name, value in changed[:3])
+        shown = "; ".join(
+            f"{name} is {first[name]} on rank 0, {value} on rank {rank}"
+            for name, value in changed[:3]
+        )
         wrong = f"the processes were started with different configurations: {shown}"
         refuse({f"{wrong}. Start all of them with the same file and the same flags": bool(changed)})
 

@@ -6,7 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 from transformers import PreTrainedModel
 
 from lacuna.config import Config
@@ -31,7 +35,11 @@ def recompute(layers: Sequence[nn.Module], config: Config) -> None:
         return
     option = settings.selective_ac_option if settings.mode == "selective" else "1"
     every = 1 if option == "op" else int(option)
-    contexts = {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())} if option == "op" else {}
+    contexts = (
+        {"context_fn": lambda: create_selective_checkpoint_contexts(_policy())}
+        if option == "op"
+        else {}
+    )
     for layer in layers[every - 1 :: every]:
         layer.forward = _checkpointed(layer.forward, contexts)
 
@@ -39,7 +47,8 @@ def recompute(layers: Sequence[nn.Module], config: Config) -> None:
 def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
     """Makes a decoder, in place, keep the inputs of its layers [B, T, width] in CPU memory until the backward pass.
 
-    The hooks are around the decoder and not its layers, since compiled layers must not contain them.
+    The hooks are around the decoder and not its layers, since compiled layers must not contain
+    them.
     """
     base, width = backbone(model), model.config.get_text_config().hidden_size
     device = torch.get_device_module(device_type)  # streams of a CPU do nothing
@@ -50,7 +59,9 @@ def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
             return tensor
         stream.wait_stream(device.current_stream())
         with device.stream(stream):
-            kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(tensor, non_blocking=True)
+            kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda).copy_(
+                tensor, non_blocking=True
+            )
         if tensor.is_cuda:
             tensor.record_stream(stream)  # its memory must not be given away before it is copied
         return tensor.device, kept
@@ -69,7 +80,9 @@ def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
 
 
 def _checkpointed(forward: Callable[..., Any], contexts: dict[str, Any]) -> Callable[..., Any]:
-    def repeatable(*arguments: Any, **named: Any) -> Any:  # a `partial` would not compile as one graph
+    def repeatable(
+        *arguments: Any, **named: Any
+    ) -> Any:  # a `partial` would not compile as one graph
         return checkpoint(forward, *arguments, use_reentrant=False, **contexts, **named)
 
     return repeatable
@@ -84,7 +97,9 @@ def _policy() -> Callable[..., CheckpointPolicy]:
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = operation.name()
-        kept = name.startswith(KEPT) or (name in PRODUCTS and next(keep_product[context.is_recompute]))
+        kept = name.startswith(KEPT) or (
+            name in PRODUCTS and next(keep_product[context.is_recompute])
+        )
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

@@ -22,18 +22,30 @@ class Action(NamedTuple):
     microbatch: int
 
 
-def pipeline_order(settings: ParallelismConfig, microbatches: int | None = None) -> dict[int, list[Action]]:
+def pipeline_order(
+    settings: ParallelismConfig, microbatches: int | None = None
+) -> dict[int, list[Action]]:
     """What each rank of a pipeline does, in order; a schedule in a file goes before one by name.
 
-    Without `microbatches` there is one per stage, or as many as the file has. Raises `UserError` for a number of
-    micro-batches or stages that the schedule cannot take, and a file that is no schedule for these ranks.
+    Without `microbatches` there is one per stage, or as many as the file has. Raises `UserError`
+    for a number of micro-batches or stages that the schedule cannot take, and a file that is no
+    schedule for these ranks.
     """
     pp, file = settings.pipeline_parallel_degree, settings.pipeline_parallel_schedule_csv
     setting = f"pipeline_parallel_schedule{'_csv' if file else ''}: {file or settings.pipeline_parallel_schedule}"
     mend = f"make pipeline_parallel_microbatches a multiple of {2 * pp}, and give no split points"
-    problem, mend = f"parallelism.{setting} cannot run on {pp} ranks", "give another file, or none" if file else mend
-    with explained(problem, AssertionError, OSError, ValueError, mend=mend):  # the first is how torch says no
-        return _order_of_file(file, pp, microbatches) if file else _order_by_name(settings, microbatches)
+    problem, mend = (
+        f"parallelism.{setting} cannot run on {pp} ranks",
+        "give another file, or none" if file else mend,
+    )
+    with explained(
+        problem, AssertionError, OSError, ValueError, mend=mend
+    ):  # the first is how torch says no
+        return (
+            _order_of_file(file, pp, microbatches)
+            if file
+            else _order_by_name(settings, microbatches)
+        )
 
 
 def splits_backward(settings: ParallelismConfig) -> bool:
@@ -53,7 +65,9 @@ def most_unfinished(actions: list[Action]) -> int:
     return max(itertools.accumulate((changes[action.kind] for action in actions), initial=0))
 
 
-def _order_by_name(settings: ParallelismConfig, microbatches: int | None) -> dict[int, list[Action]]:
+def _order_by_name(
+    settings: ParallelismConfig, microbatches: int | None
+) -> dict[int, list[Action]]:
     """torch's own schedule. Raises `ValueError` for stages or micro-batches that it cannot run."""
     pp, points = settings.pipeline_parallel_degree, settings.pipeline_parallel_split_points
     kind = schedules.get_schedule_class(settings.pipeline_parallel_schedule)
@@ -61,21 +75,31 @@ def _order_by_name(settings: ParallelismConfig, microbatches: int | None) -> dic
     usual = pp if single else 2 * pp
     stages = len(points) + 1 if points else usual
     if stages % pp or stages < usual or (single and stages > usual):
-        raise ValueError(f"{len(points)} pipeline_parallel_split_points make {stages} stages, not {usual}")
+        raise ValueError(
+            f"{len(points)} pipeline_parallel_split_points make {stages} stages, not {usual}"
+        )
     stand_ins = _stand_ins(pp, stages)
     order = kind(stand_ins[0] if single else stand_ins, microbatches or stages).pipeline_order
-    return {rank: _numbered(_flat(actions)) if single else _flat(actions) for rank, actions in order.items()}
+    return {
+        rank: _numbered(_flat(actions)) if single else _flat(actions)
+        for rank, actions in order.items()
+    }
 
 
 def _stand_ins(pp: int, stages: int) -> list[Any]:
     """What a schedule asks of one rank's stages before it runs."""
-    return [SimpleNamespace(num_stages=stages, group_size=pp, group_rank=0, submod=None)] * (stages // pp)
+    return [SimpleNamespace(num_stages=stages, group_size=pp, group_rank=0, submod=None)] * (
+        stages // pp
+    )
 
 
 def _flat(actions: list[schedules._Action | None]) -> list[Action]:
     """Computation alone; a forward and a backward that overlap, one after the other."""
     parts = [part for action in actions if action for part in action.sub_actions or (action,)]
-    flat = [Action(part.stage_index, part.computation_type.value, part.microbatch_index) for part in parts]
+    flat = [
+        Action(part.stage_index, part.computation_type.value, part.microbatch_index)
+        for part in parts
+    ]
     return [action for action in flat if action.kind in "FBIW"]
 
 
@@ -93,15 +117,32 @@ def _order_of_file(path: str, pp: int, microbatches: int | None) -> dict[int, li
     rows = [line.split(",") for line in Path(path).read_text().splitlines()]
     for line, cell in ((line, cell) for line, row in enumerate(rows, 1) for cell in row):
         if not _CELL.fullmatch(cell.strip()):
-            raise ValueError(f"{path}:{line}: {cell!r} is no action; write stage, F, B, I or W, micro-batch, as in 0F0")
-    torchs = {rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+            raise ValueError(
+                f"{path}:{line}: {cell!r} is no action; write stage, F, B, I or W, micro-batch, as in 0F0"
+            )
+    torchs = {
+        rank: [schedules._Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)
+    }
     order = {rank: _flat(actions) for rank, actions in torchs.items()}
-    done = [action._replace(kind=action.kind.replace("I", "B")) for actions in order.values() for action in actions]
+    done = [
+        action._replace(kind=action.kind.replace("I", "B"))
+        for actions in order.values()
+        for action in actions
+    ]
     stages, count = (1 + max((action[place] for action in done), default=0) for place in (0, 2))
-    if len(set(done)) < len(done) or {len(own) for own in held_stages(order).values()} != {stages / pp}:
-        raise ValueError("it needs a line per rank, with equally many stages, and nothing twice (B, or I and W)")
+    if len(set(done)) < len(done) or {len(own) for own in held_stages(order).values()} != {
+        stages / pp
+    }:
+        raise ValueError(
+            "it needs a line per rank, with equally many stages, and nothing twice (B, or I and W)"
+        )
     if microbatches not in (None, count):
-        raise ValueError(f"it has {count} micro-batches: set pipeline_parallel_microbatches to it, not {microbatches}")
-    # torch says what else is wrong, in the order or because something is missing; it looks over what is there twice.
-    schedules._PipelineScheduleRuntime(_stand_ins(pp, stages), count)._prepare_schedule_with_comms(torchs)
+        raise ValueError(
+            f"it has {count} micro-batches: set pipeline_parallel_microbatches to it, not {microbatches}"
+        )
+    # torch says what else is wrong, in the order or because something is missing; it looks over
+    # what is there twice.
+    schedules._PipelineScheduleRuntime(_stand_ins(pp, stages), count)._prepare_schedule_with_comms(
+        torchs
+    )
     return order

@@ -1,7 +1,8 @@
 """Tensor and sequence parallelism of decoder layers, by the plan that transformers has for the architecture.
 
-Only the layers are split. Embedding, last norm and head work on each rank's own slice of the sequence: the logits are
-then sharded by token, tied weights need no care, and a vocabulary need not divide.
+Only the layers are split. Embedding, last norm and head work on each rank's own slice of the
+sequence: the logits are then sharded by token, tied weights need no care, and a vocabulary need not
+divide.
 """
 
 import logging
@@ -12,7 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module, distribute_tensor, parallel
+from torch.distributed.tensor import (
+    DTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_module,
+    distribute_tensor,
+    parallel,
+)
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -33,7 +42,9 @@ _STYLES = {  # torch's, by transformers' names
     "colwise": parallel.ColwiseParallel(),
     "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
     "rowwise": parallel.RowwiseParallel(output_layouts=Shard(1)),
-    "rowwise_split_input": parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "rowwise_split_input": parallel.RowwiseParallel(
+        input_layouts=Replicate(), output_layouts=Shard(1)
+    ),
     # norms of heads [B, T, heads, head_dim]
     _NORM: parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
 }
@@ -50,10 +61,14 @@ def tensor_plan(model_config: PretrainedConfig) -> dict[str, str]:
     plan = plan or _PLANS.get(text_config.model_type, {})
     unknown = sorted({*plan.values()} - _STYLES.keys())
     setting = f"{SETTING}: use data, context or pipeline parallelism for {text_config.model_type!r} models"
-    refuse({
-        f"{setting}, for which transformers has no tensor-parallel plan (base_model_tp_plan)": not plan,
-        f"{setting}, whose plan splits {', '.join(unknown)}, which is not available yet": bool(unknown),
-    })  # fmt: skip
+    refuse(
+        {
+            f"{setting}, for which transformers has no tensor-parallel plan (base_model_tp_plan)": not plan,
+            f"{setting}, whose plan splits {', '.join(unknown)}, which is not available yet": bool(
+                unknown
+            ),
+        }
+    )
     return plan
 
 
@@ -63,10 +78,21 @@ def check_tensor_parallel(model_config: PretrainedConfig, degree: int) -> None:
     fields = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner")
     sizes = {field: getattr(text_config, field, None) for field in fields}
     uneven = f"{SETTING}: {degree} ranks cannot share the model's %s = %s evenly: choose a degree that divides it"
-    refuse({uneven % (field, size): size % degree > 0 for field, size in sizes.items() if isinstance(size, int)})
+    refuse(
+        {
+            uneven % (field, size): size % degree > 0
+            for field, size in sizes.items()
+            if isinstance(size, int)
+        }
+    )
     dropout = f"{SETTING}: every rank computes all heads, and would drop out others: set the model's %s to 0"
     for name in ("attention_dropout", "attn_pdrop"):
-        refuse({dropout % name: "colwise_gather_output" in plan.values() and getattr(text_config, name, 0) > 0})
+        refuse(
+            {
+                dropout % name: "colwise_gather_output" in plan.values()
+                and getattr(text_config, name, 0) > 0
+            }
+        )
 
 
 def check_split(layers: Sequence[nn.Module], model_config: PretrainedConfig) -> None:
@@ -84,18 +110,26 @@ def check_split(layers: Sequence[nn.Module], model_config: PretrainedConfig) -> 
                 raise UserError(f"{kind} leaves out {name}.")
 
 
-def split_layers(layers: Sequence[nn.Module], model_config: PretrainedConfig, mesh: DeviceMesh) -> None:
+def split_layers(
+    layers: Sequence[nn.Module], model_config: PretrainedConfig, mesh: DeviceMesh
+) -> None:
     """Splits each layer's matrices over `mesh` in place; activations in between are split along the sequence."""
     # It advises, at every new shape, to flatten meshes that FSDP and its layers want apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     plan = tensor_plan(model_config)
-    gathered = {name.rpartition(".")[0] for name, style in plan.items() if style.startswith("colwise")}
+    gathered = {
+        name.rpartition(".")[0] for name, style in plan.items() if style.startswith("colwise")
+    }
     for layer in layers:
         for name in gathered:
-            layer.get_submodule(name).register_forward_pre_hook(partial(_gather_input, mesh), with_kwargs=True)
+            layer.get_submodule(name).register_forward_pre_hook(
+                partial(_gather_input, mesh), with_kwargs=True
+            )
         for name, child in layer.named_children():
             if name not in gathered and any(True for _ in child.parameters()):
-                parallel.parallelize_module(child, mesh, parallel.SequenceParallel(use_local_output=True))
+                parallel.parallelize_module(
+                    child, mesh, parallel.SequenceParallel(use_local_output=True)
+                )
         for name, style in plan.items():
             split = parallel.parallelize_module if style == _NORM else _split
             split(layer.get_submodule(name), mesh, _STYLES[style])
@@ -119,8 +153,16 @@ def _between_whole_outputs(layer: nn.Module, plan: dict[str, str]) -> list[str]:
         if style.startswith("colwise"):
             styles.setdefault(name.rpartition(".")[0], set()).add(style)
     whole = [place for place, used in styles.items() if used == {"colwise_gather_output"}]
-    children = [f"{place}.{name}" for place in whole for name, _ in layer.get_submodule(place).named_children()]
-    return [name for name in children if name not in plan and any(True for _ in layer.get_submodule(name).parameters())]
+    children = [
+        f"{place}.{name}"
+        for place in whole
+        for name, _ in layer.get_submodule(place).named_children()
+    ]
+    return [
+        name
+        for name in children
+        if name not in plan and any(True for _ in layer.get_submodule(name).parameters())
+    ]
 
 
 def _replicated(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
@@ -133,23 +175,35 @@ def _own(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
 
 def _split(module: nn.Module, mesh: DeviceMesh, style: parallel.ParallelStyle) -> None:
     """Splits in place, by column or row, a linear layer (GPT-2's weights are [in, out]) and the adapter beside it."""
-    rowwise, inward = isinstance(style, parallel.RowwiseParallel), 0 if isinstance(module, Conv1D) else 1
+    rowwise, inward = (
+        isinstance(style, parallel.RowwiseParallel),
+        0 if isinstance(module, Conv1D) else 1,
+    )
     # What is beside the inputs is split where these are, and all else where the outputs are.
-    places = {"weight": Shard(inward if rowwise else 1 - inward), "lora_A": Shard(1) if rowwise else Replicate()}
+    places = {
+        "weight": Shard(inward if rowwise else 1 - inward),
+        "lora_A": Shard(1) if rowwise else Replicate(),
+    }
     for name, whole in [*module.named_parameters(recurse=False)]:
         place = places.get(name, Replicate() if rowwise else Shard(0))
         setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, [place])))
-    inputs = partial(style._prepare_input_fn, style.input_layouts, (Shard(-1) if rowwise else Replicate(),))
+    inputs = partial(
+        style._prepare_input_fn, style.input_layouts, (Shard(-1) if rowwise else Replicate(),)
+    )
     outputs = partial(style._prepare_output_fn, style.output_layouts, style.use_local_output)
     distribute_module(module, mesh, None, inputs, outputs)
 
 
 def _gathered(hidden: Tensor, mesh: DeviceMesh) -> DTensor:
     """`hidden` [B, T, width] of all ranks along the sequence."""
-    return DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(placements=[Replicate()])
+    return DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(
+        placements=[Replicate()]
+    )
 
 
-def _gather_input(mesh: DeviceMesh, _: nn.Module, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _gather_input(
+    mesh: DeviceMesh, _: nn.Module, arguments: Any, named: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """A module's arguments with gathered hidden states, however they are passed.
 
     Left a DTensor, so that the gradients of all projections are added before they are reduced.

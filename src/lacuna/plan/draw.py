@@ -25,12 +25,19 @@ from lacuna.parallel.schedule import Action, held_stages, pipeline_order
 from lacuna.train.metrics import open_console
 from lacuna.train.setup import plan_batch
 
-# How long an action takes, in forward passes of one stage: a backward pass is two matrix products for one.
+# How long an action takes, in forward passes of one stage: a backward pass is two matrix products
+# for one.
 UNITS = {"F": 1, "B": 2, "I": 1, "W": 1}
-STYLES = {"F": "#14171a on #9ecbff", "B": "#14171a on #a6e3a1", "I": "#14171a on #8be0d8", "W": "#14171a on #f5c26b"}
+STYLES = {
+    "F": "#14171a on #9ecbff",
+    "B": "#14171a on #a6e3a1",
+    "I": "#14171a on #8be0d8",
+    "W": "#14171a on #f5c26b",
+}
 LISTED_RANKS = 32
 WIDTH = 120
-# rich's picture, but without fonts from elsewhere, and as large as its text instead of as its window.
+# rich's picture, but without fonts from elsewhere, and as large as its text instead of as its
+# window.
 SVG = re.sub("@font-face {{.*?}}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
 SVG = SVG.replace("viewBox", 'width="{width}" height="{height}" viewBox')
 
@@ -44,7 +51,15 @@ def draw(config: Config, processes: int, device: str) -> None:
     plan = plan_batch(config, layout)
     model = plan_model(config, run_tokenizer(config), layout, device)
     order = pipeline_order(config.parallelism, plan.accumulation) if layout.pp > 1 else {}
-    rows = list(holdings(config, layout, model, plan.micro_batch * plan.accumulation, held_stages(order) or {0: [0]}))
+    rows = list(
+        holdings(
+            config,
+            layout,
+            model,
+            plan.micro_batch * plan.accumulation,
+            held_stages(order) or {0: [0]},
+        )
+    )
     words = explain(config, layout, decoder_layers(model), plan.accumulation, device)
     timeline = simulate(order)
     lines = [timeline_line(rank, ends, makespan(timeline)) for rank, ends in timeline.items()]
@@ -55,11 +70,23 @@ def draw(config: Config, processes: int, device: str) -> None:
             f"ranks wait (·) {bubble_share(timeline):.1%} of the time: the bubble."
         )
     terminal = open_console(config)
-    if (columns := os.environ.get("COLUMNS", "")).isdigit():  # a drawing is laid out for who asks for a width
+    if (
+        columns := os.environ.get("COLUMNS", "")
+    ).isdigit():  # a drawing is laid out for who asks for a width
         terminal.width = int(columns)
-    picture = Console(record=True, file=io.StringIO(), width=max([WIDTH, *map(len, lines)]), highlight=False)
+    picture = Console(
+        record=True, file=io.StringIO(), width=max([WIDTH, *map(len, lines)]), highlight=False
+    )
     for console, listed in ((terminal, rows[:LISTED_RANKS]), (picture, rows)):
-        table = Table("rank", "place", "layers (pp)", "parameters (fsdp, tp)", "rows (dp)", "tokens (cp)", box=None)
+        table = Table(
+            "rank",
+            "place",
+            "layers (pp)",
+            "parameters (fsdp, tp)",
+            "rows (dp)",
+            "tokens (cp)",
+            box=None,
+        )
         for row in listed:
             table.add_row(*row)
         more = f"… {len(rows)} ranks, all in plan.svg\n" if len(listed) < len(rows) else ""
@@ -73,7 +100,11 @@ def draw(config: Config, processes: int, device: str) -> None:
 
 
 def holdings(
-    config: Config, layout: Layout, model: PreTrainedModel, sequences: int, held: dict[int, list[int]]
+    config: Config,
+    layout: Layout,
+    model: PreTrainedModel,
+    sequences: int,
+    held: dict[int, list[int]],
 ) -> Iterator[tuple[str, ...]]:
     """A row for every rank, of what it holds: the stages `held` by its place in a pipeline, `sequences` of a step."""
     points, layers = config.parallelism.pipeline_parallel_split_points, decoder_layers(model)
@@ -101,12 +132,19 @@ def holdings(
         )
 
 
-def explain(config: Config, layout: Layout, layers: nn.ModuleList, microbatches: int, device: str) -> list[str]:
+def explain(
+    config: Config, layout: Layout, layers: nn.ModuleList, microbatches: int, device: str
+) -> list[str]:
     """What a mesh is, how a matrix is split, and what resharding costs and saves here."""
     shards, held = layout.dp_shard * layout.cp, -(-len(layers) // layout.pp)
     dtype = compute_dtype(config, device)
     name, matrix = max(layers[0].named_parameters(), key=lambda named: named[1].numel())
-    gib = sum(parameter.numel() for parameter in layers[0].parameters()) / layout.tp * dtype.itemsize / 2**30
+    gib = (
+        sum(parameter.numel() for parameter in layers[0].parameters())
+        / layout.tp
+        * dtype.itemsize
+        / 2**30
+    )
     kept = "keeps them" if shards > 1 else "has but one shard"
     choice = "gives them back" if reshard_after_forward(config, layout) else kept
     return [
@@ -125,19 +163,25 @@ def explain(config: Config, layout: Layout, layers: nn.ModuleList, microbatches:
 def simulate(order: dict[int, list[Action]]) -> dict[int, dict[Action, int]]:
     """When each action of each rank ends, in units, if it starts as soon as its rank is free and its inputs are sent.
 
-    Sending takes no time. The order of a rank must have every action after those of the same stage that it needs, as
-    torch's check sees to.
+    Sending takes no time. The order of a rank must have every action after those of the same stage
+    that it needs, as torch's check sees to.
     """
     every = {action for actions in order.values() for action in actions}
     awaited: dict[Action, set[Action]] = {}
     for actions in order.values():
         for before, action in pairwise([None, *actions]):
             stage, kind, number = action
-            sent = [(stage - 1, "F", number)] if kind == "F" else [(stage + 1, half, number) for half in "BI"]
+            sent = (
+                [(stage - 1, "F", number)]
+                if kind == "F"
+                else [(stage + 1, half, number) for half in "BI"]
+            )
             awaited[action] = every.intersection([before, *sent])
     ends: dict[Action, int] = {}
     for action in TopologicalSorter(awaited).static_order():
-        ends[action] = max((ends[earlier] for earlier in awaited[action]), default=0) + UNITS[action.kind]
+        ends[action] = (
+            max((ends[earlier] for earlier in awaited[action]), default=0) + UNITS[action.kind]
+        )
     return {rank: {action: ends[action] for action in actions} for rank, actions in order.items()}
 
 

@@ -44,7 +44,10 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     rows_in_all = steps * plan.global_batch if loader.rows_left is None else loader.rows_left
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, plan, dp_rank=0)
-    compute, estimate = compute_dtype(config, device), estimate_memory(config, layout, plan, model, device)
+    compute, estimate = (
+        compute_dtype(config, device),
+        estimate_memory(config, layout, plan, model, device),
+    )
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
     step_tokens, peak = plan.global_batch * config.training.seq_len, peak_step(config, steps)
     rows = {
@@ -72,23 +75,32 @@ def layers_in_flight(config: Config, layout: Layout, microbatches: int, layers: 
     if layout.pp == 1:
         return layers
     order = pipeline_order(config.parallelism, microbatches)
-    return max(map(most_unfinished, order.values())) * layers / sum(map(len, held_stages(order).values()))
+    return (
+        max(map(most_unfinished, order.values()))
+        * layers
+        / sum(map(len, held_stages(order).values()))
+    )
 
 
-def _kept_values(text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float) -> float:
+def _kept_values(
+    text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float
+) -> float:
     """What `layers` keep for the backward pass, per token: a count of the tensors a decoder layer saves.
 
-    Attention keeps its input, normed input, query, key, value and output; the feed-forward part its input, normed
-    input and three (gated) or two wide tensors. Uncompiled code also keeps the intermediate results of norms,
-    rotations and activations, about as much again. Of what is recomputed, the layers' inputs and one layer remain.
-    Tensor parallelism divides all of it but the normed inputs, which it gathers.
+    Attention keeps its input, normed input, query, key, value and output; the feed-forward part its
+    input, normed input and three (gated) or two wide tensors. Uncompiled code also keeps the
+    intermediate results of norms, rotations and activations, about as much again. Of what is
+    recomputed, the layers' inputs and one layer remain. Tensor parallelism divides all of it but
+    the normed inputs, which it gathers.
     """
     hidden, heads = text.hidden_size, attention_heads(text)
     key_value = getattr(text, "num_key_value_heads", None) or heads
     wide = getattr(text, "intermediate_size", None) or getattr(text, "n_inner", None) or 4 * hidden
     divided = 2 * hidden + 2 * (heads + key_value) * head_dim(text) + 3 * wide
     layer = (2 * hidden + divided / tp) * (1 if fused else 2)
-    kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp) + (layer if recomputed else 0)
+    kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp) + (
+        layer if recomputed else 0
+    )
     return kept + 2 * hidden / tp
 
 
@@ -97,10 +109,10 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Bytes by what holds them on the rank that needs most, with an even share of the layers.
 
-    `model` needs no memory itself; the allocator's rounding and the CUDA context (about 1 GiB) come on top. Of a
-    pipeline it is taken to have the larger end: the embedding or the head, as large as each other, and the loss. What
-    is outside the layers, tensor parallelism only stores in shares. A quantised weight counts as so many that are not
-    as it takes the room of.
+    `model` needs no memory itself; the allocator's rounding and the CUDA context (about 1 GiB) come
+    on top. Of a pipeline it is taken to have the larger end: the embedding or the head, as large as
+    each other, and the loss. What is outside the layers, tensor parallelism only stores in shares.
+    A quantised weight counts as so many that are not as it takes the room of.
     """
     text, shards = model.config.get_text_config(), layout.dp_shard * layout.cp
     compute, compiled = compute_dtype(config, device), compile_enabled(config, device)
@@ -108,7 +120,9 @@ def estimate_memory(
     stored = compute.itemsize if config.lora.rank else master
     quantised = quantized_modules(model).values()
     room = {weight: weight.numel() for weight in model.parameters()}
-    room |= {layer.weight: sum(packed_sizes(*type(layer).quantized)) / stored for layer in quantised}
+    room |= {
+        layer.weight: sum(packed_sizes(*type(layer).quantized)) / stored for layer in quantised
+    }
     layers = [sum(map(room.get, layer.parameters())) for layer in decoder_layers(model)]
     total = sum(room.values())
     head = text.vocab_size * text.hidden_size
@@ -122,21 +136,33 @@ def estimate_memory(
     alone = is_alone(config, layout)
     copies = not (alone and compiled) and (compute.itemsize != stored or shards > 1)
     at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
-    unreduced = 0 if alone else outside + (inside if layout.pp > 1 else layer)  # a pipeline reduces at its end
+    unreduced = (
+        0 if alone else outside + (inside if layout.pp > 1 else layer)
+    )  # a pipeline reduces at its end
     learning_head = model.get_output_embeddings().weight.requires_grad
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
     elsewhere = head * stored * embeds_on_cpu(config, layout, model, device)
     recompute = config.activation_checkpoint
-    selective = 0.5 if recompute.selective_ac_option == "op" else 1 / int(recompute.selective_ac_option)
-    recomputed = {"none": 0, "full": 1, "selective": selective, "memory_budget": 1 - recompute.memory_budget}
+    selective = (
+        0.5 if recompute.selective_ac_option == "op" else 1 / int(recompute.selective_ac_option)
+    )
+    recomputed = {
+        "none": 0,
+        "full": 1,
+        "selective": selective,
+        "memory_budget": 1 - recompute.memory_budget,
+    }
     widest = max(layer_settings(text), key=head_dim)
     kept = _kept_values(widest, in_flight, layout.tp, compiled, recomputed[recompute.mode])
     return {
         "weights": shard * (learns * master + (1 - learns) * stored) - elsewhere,
         "gradients": learns * (shard * master + unreduced * (gathered + reduced)),
         "optimizer": 2 * learns * shard * master,
-        "gathered": at_once * (learns * gathered + (1 - learns) * compute.itemsize) if copies else 0,
+        "gathered": at_once * (learns * gathered + (1 - learns) * compute.itemsize)
+        if copies
+        else 0,
         "activations": tokens * kept * compute.itemsize,
-        "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size) + 4 * head * learning_head,
+        "loss": 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size)
+        + 4 * head * learning_head,
     }

@@ -31,7 +31,9 @@ def show_data(config: Config, processes: int) -> None:
     rows = next(rows_from_the_start(plan, size))
     console = open_console(config)
     for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
-        console.print(f"[bold]example {number}[/bold]: {len(span.tokens)} tokens, [green]trained[/green] and not")
+        console.print(
+            f"[bold]example {number}[/bold]: {len(span.tokens)} tokens, [green]trained[/green] and not"
+        )
         console.print(coloured(span.tokens, tokenizer, marked=console.color_system is None), "")
     console.print(_counts(plan, rows))
 
@@ -45,7 +47,9 @@ def coloured(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, marked: boo
     trained = np.append(False, tokens[1:] >= 0)  # none predicts the first
     special = np.isin(ids, tokenizer.all_special_ids)
     text = Text()
-    for (is_trained, is_special), run in groupby(zip(trained, special, ids, strict=True), key=lambda of: of[:2]):
+    for (is_trained, is_special), run in groupby(
+        zip(trained, special, ids, strict=True), key=lambda of: of[:2]
+    ):
         words = tokenizer.decode([token for *_, token in run], clean_up_tokenization_spaces=False)
         words = f"⟦{words}⟧" if is_trained and marked else words
         text.append(words, f"{'green' if is_trained else 'dim'}{' reverse' if is_special else ''}")
@@ -61,15 +65,27 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
     lengths = lengths[lengths > 0]
     sizes, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-        table.add_row(f"below {1 << size:,} tokens", f"{count:,} examples", "█" * -(-_BAR * count // counts.max()))
+        table.add_row(
+            f"below {1 << size:,} tokens",
+            f"{count:,} examples",
+            "█" * -(-_BAR * count // counts.max()),
+        )
     if whole:
-        table.add_row("longer than a row", f"{(lengths > length).sum():,} of {len(lengths):,} examples")
+        table.add_row(
+            "longer than a row", f"{(lengths > length).sum():,} of {len(lengths):,} examples"
+        )
     name, tokens, count, room = "first step", batch.counts["tokens"], len(rows), batch.shape.numel()
     if plan.rows_per_pass is not None:
         name, count, room = "epoch", plan.rows_per_pass, plan.rows_per_pass * length
-        tokens = sum((stops - starts).sum() for _, starts, stops in plan.bins) if plan.fits else lengths.sum()
+        tokens = (
+            sum((stops - starts).sum() for _, starts, stops in plan.bins)
+            if plan.fits
+            else lengths.sum()
+        )
         table.add_row("steps", f"{-(-count // len(rows)):,} an epoch", f"{len(rows)} rows each")
     share = batch.counts["trained_tokens"] / max(batch.counts["tokens"], 1)
     trained = f"{share:.1%} of the first step's tokens are trained"
-    table.add_row(name, f"{tokens:,} tokens in {count:,} rows", f"fill {tokens / room:.2%}; {trained}")
+    table.add_row(
+        name, f"{tokens:,} tokens in {count:,} rows", f"fill {tokens / room:.2%}; {trained}"
+    )
     return table

@@ -17,8 +17,8 @@ from lacuna.parallel.fsdp import inference
 class Printer(BaseStreamer):
     """Prints a completion while it is made, but for what its newest token may still change.
 
-    transformers' TextStreamer does not print what `decode` makes of the whole: of tokenizers that begin words with a
-    blank it loses those that begin a line.
+    transformers' TextStreamer does not print what `decode` makes of the whole: of tokenizers that
+    begin words with a blank it loses those that begin a line.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -46,16 +46,24 @@ class Printer(BaseStreamer):
 
 
 def generate_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, Any]],
-    max_new_tokens: int, temperature: float, seed: int, chat: bool = False, top_k: int = 0, top_p: float = 1.0,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | list[dict[str, Any]],
+    max_new_tokens: int,
+    temperature: float,
+    seed: int,
+    chat: bool = False,
+    top_k: int = 0,
+    top_p: float = 1.0,
     streamer: BaseStreamer | None = None,
-) -> str:  # fmt: skip
+) -> str:
     """The completion of `prompt`, without the prompt, or with `chat` the answer to it.
 
-    A prompt may also be the messages of a conversation, whose next one is wanted. Temperature 0 is greedy; otherwise
-    tokens are drawn from the `top_k` likeliest (0: from all) that have the share `top_p` of the probability together.
-    On a sharded model every rank must call it, and all draw the same tokens. Mode, attention and random state are
-    left as they were. Ends at the model's last position, which is logged. Raises UserError where the prompt fills it.
+    A prompt may also be the messages of a conversation, whose next one is wanted. Temperature 0 is
+    greedy; otherwise tokens are drawn from the `top_k` likeliest (0: from all) that have the share
+    `top_p` of the probability together. On a sharded model every rank must call it, and all draw
+    the same tokens. Mode, attention and random state are left as they were. Ends at the model's
+    last position, which is logged. Raises UserError where the prompt fills it.
     """
     device = next(model.buffers(), next(model.parameters())).device
     messages = [{"role": "user", "content": prompt}] if chat else prompt
@@ -64,21 +72,38 @@ def generate_text(
     tokens = tokenizer(text, add_special_tokens=text is prompt).input_ids or [first]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if positions is None else positions - len(tokens)
-    refuse({f"the prompt has {len(tokens)} tokens, and the model {positions} positions: shorten it": room < 1})
+    refuse(
+        {
+            f"the prompt has {len(tokens)} tokens, and the model {positions} positions: shorten it": room
+            < 1
+        }
+    )
     ids = torch.tensor([tokens], device=device)
     ends = end_of_turn(tokenizer)
-    drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
+    drawing = (
+        {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
+    )
     attention = model.config._attn_implementation
     devices = [device] if device.type == "cuda" else []
     try:
         model.set_attn_implementation(attention if attention in ("eager", "sdpa") else "sdpa")
-        with inference(model), torch.random.fork_rng(devices), torch.compiler.set_stance("force_eager"):
+        with (
+            inference(model),
+            torch.random.fork_rng(devices),
+            torch.compiler.set_stance("force_eager"),
+        ):
             torch.manual_seed(seed)
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), use_cache=True, max_new_tokens=min(max_new_tokens, room),
-                do_sample=temperature > 0, pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-                eos_token_id=ends or None, streamer=streamer, **drawing,
-            )  # fmt: skip
+                ids,
+                attention_mask=torch.ones_like(ids),
+                use_cache=True,
+                max_new_tokens=min(max_new_tokens, room),
+                do_sample=temperature > 0,
+                pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
+                eos_token_id=ends or None,
+                streamer=streamer,
+                **drawing,
+            )
     finally:
         model.set_attn_implementation(attention)
     if output.shape[1] == positions and room < max_new_tokens and output[0, -1] not in ends:

@@ -12,7 +12,8 @@ from lacuna.train.checkpoint import checkpoint_path, listed_steps
 def goes_back(config: Config) -> bool:
     """Whether the run is to go back to `checkpoint.load_step`, and not on with what it made after going back there.
 
-    The settings of the start before, which are in the run folder, tell: the same command again goes on.
+    The settings of the start before, which are in the run folder, tell: the same command again goes
+    on.
     """
     step, path = config.checkpoint.load_step, Path(str(config.job.dump_folder), "config.toml")
     if step < 0 or not path.exists():
@@ -29,8 +30,12 @@ def set_aside(config: Config, folder: str) -> None:
     The newest goes first, so that whoever is killed here finds a run that merely ended earlier.
     """
     step, run = config.checkpoint.load_step, str(config.job.dump_folder)
-    left = [checkpoint_path(folder, later) for later in reversed(listed_steps(folder)) if later > step]
-    done = [path for name in ("finished.json", "hf") if os.path.exists(path := os.path.join(run, name))]
+    left = [
+        checkpoint_path(folder, later) for later in reversed(listed_steps(folder)) if later > step
+    ]
+    done = [
+        path for name in ("finished.json", "hf") if os.path.exists(path := os.path.join(run, name))
+    ]
     if not left and not done:
         return
     number = 1
@@ -41,4 +46,9 @@ def set_aside(config: Config, folder: str) -> None:
         shutil.copy(rows, aside)
     for path in (*done, *left):
         os.rename(path, os.path.join(aside, os.path.basename(path)))
-    logger.warning("going back to step %d: %d later checkpoints, if any, are set aside in %s", step, len(left), aside)
+    logger.warning(
+        "going back to step %d: %d later checkpoints, if any, are set aside in %s",
+        step,
+        len(left),
+        aside,
+    )

@@ -38,7 +38,9 @@ def checkpoint_path(folder: str, step: int) -> str:
 
 def listed_steps(folder: str) -> list[int]:
     """The steps of the checkpoints in `folder`, oldest first, without looking into them."""
-    return sorted(int(step) for path in Path(folder).glob("step-*") if (step := path.name[5:]).isdecimal())
+    return sorted(
+        int(step) for path in Path(folder).glob("step-*") if (step := path.name[5:]).isdecimal()
+    )
 
 
 def prepare_folder(folder: str) -> None:
@@ -47,8 +49,17 @@ def prepare_folder(folder: str) -> None:
     with explained(f"checkpoint.folder: cannot write to {folder!r}", OSError, mend=mend):
         os.makedirs(folder, exist_ok=True)
         TemporaryFile(dir=folder).close()
-    files = [name for step in listed_steps(folder) if os.path.isfile(name := checkpoint_path(folder, step))]
-    refuse({f"{name} is a file, where the checkpoint of a step belongs: move it away": True for name in files})
+    files = [
+        name
+        for step in listed_steps(folder)
+        if os.path.isfile(name := checkpoint_path(folder, step))
+    ]
+    refuse(
+        {
+            f"{name} is a file, where the checkpoint of a step belongs: move it away": True
+            for name in files
+        }
+    )
     for path in Path(folder).glob(".*-step-*"):
         shutil.rmtree(path, ignore_errors=True)
 
@@ -64,9 +75,16 @@ def _checksum(path: str | Path) -> list[int]:
 
 def _manifest(path: str) -> dict[str, list[int]]:
     """Size and checksum of each file of the checkpoint at `path`. Raises `ValueError` when it cannot be all of them."""
-    manifest = {name: [*map(int, pair)] for name, pair in dict(json.loads(Path(path, MANIFEST).read_text())).items()}
+    manifest = {
+        name: [*map(int, pair)]
+        for name, pair in dict(json.loads(Path(path, MANIFEST).read_text())).items()
+    }
     outside = any(os.path.isabs(name) or ".." in Path(name).parts for name in manifest)
-    if outside or not {STATE, METADATA} <= manifest.keys() or any(len(pair) != 2 for pair in manifest.values()):
+    if (
+        outside
+        or not {STATE, METADATA} <= manifest.keys()
+        or any(len(pair) != 2 for pair in manifest.values())
+    ):
         raise ValueError
     return manifest
 
@@ -111,9 +129,14 @@ def require_complete(path: str, setting: str, process: Process) -> str:
 
 def model_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """Weights and persistent buffers by name, `model.<name>`, tied ones once; copied only where a `dtype` asks it."""
-    stored, frozen = stored_tensors(model), not all(parameter.requires_grad for parameter in model.parameters())
+    stored, frozen = (
+        stored_tensors(model),
+        not all(parameter.requires_grad for parameter in model.parameters()),
+    )
     # What is frozen is had again from where it came from.
-    tensors = {name: one.detach() for name, one in stored.items() if one.requires_grad or not frozen}
+    tensors = {
+        name: one.detach() for name, one in stored.items() if one.requires_grad or not frozen
+    }
     if dtype is not None:
         cast = {name for name, one in tensors.items() if one.is_floating_point()}
         cast -= kept_in_float32(model, dtype)
@@ -122,13 +145,17 @@ def model_tensors(model: PreTrainedModel, dtype: torch.dtype | None = None) -> d
 
 
 def write_checkpoint(
-    path: str, tensors: dict[str, Tensor], state: dict[str, Any], describe: Callable[[str], None], process: Process
+    path: str,
+    tensors: dict[str, Tensor],
+    state: dict[str, Any],
+    describe: Callable[[str], None],
+    process: Process,
 ) -> None:
     """Writes `tensors` (sharded ones by their shards) and the small `state` to `path`; all ranks must call it.
 
-    Everything goes to a hidden folder beside it, is checksummed, and only then renamed, so that a folder named
-    `step-N` is always complete. `describe(folder)` adds the model's configuration and tokenizer. Raises `RunError`
-    on all ranks when the disk refuses.
+    Everything goes to a hidden folder beside it, is checksummed, and only then renamed, so that a
+    folder named `step-N` is always complete. `describe(folder)` adds the model's configuration and
+    tokenizer. Raises `RunError` on all ranks when the disk refuses.
     """
     folder, name = os.path.split(path)
     unfinished = os.path.join(folder, f".unfinished-{name}")
@@ -136,9 +163,16 @@ def write_checkpoint(
         on_first(process, lambda: shutil.rmtree(unfinished, ignore_errors=True))
         dcp.save(tensors, storage_writer=_Writer(unfinished), process_group=process.control)
         own = {file.name: _checksum(file) for file in Path(unfinished).glob(f"__{process.rank}_*")}
-        manifest = {name: checksum for part in gather_objects(process, own) for name, checksum in part.items()}
+        manifest = {
+            name: checksum
+            for part in gather_objects(process, own)
+            for name, checksum in part.items()
+        }
         on_first(process, lambda: _complete_checkpoint(path, unfinished, state, describe, manifest))
-    except (Exception, CheckpointException) as error:  # of the disk, whatever type the libraries give it
+    except (
+        Exception,
+        CheckpointException,
+    ) as error:  # of the disk, whatever type the libraries give it
         if of_other_ranks(error):
             raise
         if process.rank == 0:
@@ -168,12 +202,20 @@ class _Writer(dcp.FileSystemWriter):
 
 
 def _complete_checkpoint(
-    path: str, unfinished: str, state: dict[str, Any], describe: Callable[[str], None], manifest: dict[str, list[int]]
+    path: str,
+    unfinished: str,
+    state: dict[str, Any],
+    describe: Callable[[str], None],
+    manifest: dict[str, list[int]],
 ) -> None:
     """Adds state, description and manifest, which has the checksums of tensors, then gives the folder its name."""
     torch.save(state, os.path.join(unfinished, STATE))
     describe(os.path.join(unfinished, DESCRIPTION))
-    files = {str(file.relative_to(unfinished)): file for file in Path(unfinished).rglob("*") if file.is_file()}
+    files = {
+        str(file.relative_to(unfinished)): file
+        for file in Path(unfinished).rglob("*")
+        if file.is_file()
+    }
     manifest |= {name: _checksum(file) for name, file in files.items() if name not in manifest}
     Path(unfinished, MANIFEST).write_text(json.dumps(manifest))
     sync_all(unfinished)
@@ -194,7 +236,9 @@ def remove_checkpoint(path: str) -> None:
 class CheckpointSaver:
     """Writes the checkpoints of one run. At most one is being written at a time; errors surface at the next call."""
 
-    def __init__(self, config: Config, folder: str, describe: Callable[[str], None], process: Process) -> None:
+    def __init__(
+        self, config: Config, folder: str, describe: Callable[[str], None], process: Process
+    ) -> None:
         self.settings = config.checkpoint
         self.folder = folder
         self.describe = describe
@@ -204,7 +248,9 @@ class CheckpointSaver:
         self._thread = ThreadPoolExecutor(1)
         self._written: Future[None] | None = None
 
-    def save(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], wait: bool = False) -> None:
+    def save(
+        self, step: int, tensors: dict[str, Tensor], state: dict[str, Any], wait: bool = False
+    ) -> None:
         """Writes `tensors` and `state` as the checkpoint of `step`; all ranks must call it.
 
         With an async mode it returns once the tensors are copied, unless `wait`.
@@ -213,9 +259,13 @@ class CheckpointSaver:
         self.last_time = time.monotonic()
         if self.settings.async_mode == "disabled" or wait:
             return self._write(step, tensors, state)
-        # Copied without waiting, tensors go to page-locked memory, which torch keeps for the next time.
+        # Copied without waiting, tensors go to page-locked memory, which torch keeps for the next
+        # time.
         pinned = self.settings.async_mode == "async_with_pinned_mem"
-        copies = {name: tensor.to("cpu", non_blocking=pinned, copy=True) for name, tensor in tensors.items()}
+        copies = {
+            name: tensor.to("cpu", non_blocking=pinned, copy=True)
+            for name, tensor in tensors.items()
+        }
         if pinned:
             torch.cuda.synchronize()
         self._written = self._thread.submit(self._write, step, copies, state)
@@ -227,16 +277,22 @@ class CheckpointSaver:
 
     def _write(self, step: int, tensors: dict[str, Tensor], state: dict[str, Any]) -> None:
         started = time.monotonic()
-        write_checkpoint(checkpoint_path(self.folder, step), tensors, state, self.describe, self.process)
+        write_checkpoint(
+            checkpoint_path(self.folder, step), tensors, state, self.describe, self.process
+        )
         on_first(self.process, lambda: self._remove_old(step, state))
         logger.info("saved step-%d in %.1f s", step, time.monotonic() - started)
 
     def _remove_old(self, newest: int, state: dict[str, Any]) -> None:
         best = state["counters"]["best_step"] if self.settings.keep_best else None
-        if state.get("skipped_in_a_row"):  # its weights may be what cannot be trained further: those before must stay
+        if state.get(
+            "skipped_in_a_row"
+        ):  # its weights may be what cannot be trained further: those before must stay
             return
         # step-0 is a start that somebody made on purpose.
-        steps = [step for step in listed_steps(self.folder) if step not in (0, best) and step <= newest]
+        steps = [
+            step for step in listed_steps(self.folder) if step not in (0, best) and step <= newest
+        ]
         for step in steps[: -self.settings.keep_latest_k or 0]:
             remove_checkpoint(checkpoint_path(self.folder, step))
 
@@ -244,18 +300,28 @@ class CheckpointSaver:
 def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> None:
     """Fills `tensors` in place from the checkpoint at `path`, whatever layout wrote it.
 
-    Raises `UserError` when it holds other tensors (the model's configuration is another one), or more than tensors.
+    Raises `UserError` when it holds other tensors (the model's configuration is another one), or
+    more than tensors.
     """
     with only_data(f"checkpoint {path}: {METADATA}"):
         saved = Reader(path).read_metadata().state_dict_metadata
     known = {name for held in gather_objects(process, [*tensors]) for name in held}
-    lost = min((name for name in saved if name.startswith("model.") and name not in known), default=None)
-    refuse({f"checkpoint {path}: {lost!r} is not among what is trained: give the settings it had": lost is not None})
+    lost = min(
+        (name for name in saved if name.startswith("model.") and name not in known), default=None
+    )
+    refuse(
+        {
+            f"checkpoint {path}: {lost!r} is not among what is trained: give the settings it had": lost
+            is not None
+        }
+    )
     for name, tensor in tensors.items():
         shape = tuple(saved[name].size) if name in saved else None
         found = "is missing" if shape is None else f"has the shape {shape}"
         wrong = f"checkpoint {path}: {name!r} {found}, in the model it has the shape {tuple(tensor.shape)}"
-        refuse({f"{wrong}: it belongs to another model configuration": shape != tuple(tensor.shape)})
+        refuse(
+            {f"{wrong}: it belongs to another model configuration": shape != tuple(tensor.shape)}
+        )
     try:
         dcp.load(tensors, storage_reader=Reader(path), process_group=process.control)
     except CheckpointException as error:

@@ -12,7 +12,13 @@ import torch
 from huggingface_hub import model_info, try_to_load_from_cache
 from huggingface_hub.errors import HTTPError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.initialization import no_init_weights
 from transformers.utils import CHAT_TEMPLATE_FILE, CONFIG_NAME
 
@@ -38,19 +44,27 @@ from lacuna.train.reader import only_data
 def find_form(source: str) -> tuple[str, bool]:
     """The folder or Hub id to load for `source`, and whether it is a checkpoint (else Hugging Face's form).
 
-    A run folder stands for its final model, or while that is not there, for its newest complete checkpoint. Raises
-    `UserError` when there is nothing to load.
+    A run folder stands for its final model, or while that is not there, for its newest complete
+    checkpoint. Raises `UserError` when there is nothing to load.
     """
     if os.path.exists(os.path.join(source, checkpoint.MANIFEST)):
         return checkpoint.require_complete(source, "MODEL", Process()), True
     for folder in (source, os.path.join(source, "hf")):
-        if any(os.path.exists(os.path.join(folder, file)) for file in ("config.json", ADAPTER_FILE)):
+        if any(
+            os.path.exists(os.path.join(folder, file)) for file in ("config.json", ADAPTER_FILE)
+        ):
             return folder, False
     for folder in (os.path.join(source, "checkpoint"), source):
         if newest := checkpoint.newest_complete(folder, Process()):
             return newest, True
     wrong = f"{source}: neither a Hugging Face folder (no config.json), nor a checkpoint (no {checkpoint.MANIFEST})"
-    refuse({f"{wrong}, nor a run folder (no hf/ and no complete checkpoint/step-N)": os.path.isdir(source)})
+    refuse(
+        {
+            f"{wrong}, nor a run folder (no hf/ and no complete checkpoint/step-N)": os.path.isdir(
+                source
+            )
+        }
+    )
     if not source.endswith(".gguf"):
         _require_on_hub(source)
     return hf_folder(source), False
@@ -59,7 +73,8 @@ def find_form(source: str) -> tuple[str, bool]:
 def _require_on_hub(name: str) -> None:
     """Raises `UserError` unless a name is that of a model that was had from the Hub before, or is there.
 
-    It is asked once, where transformers would try for a minute to have several files of what may be a misspelt folder.
+    It is asked once, where transformers would try for a minute to have several files of what may be
+    a misspelt folder.
     """
     problem = f"{name}: there is no such folder here, and no such model on the Hub, or it cannot be reached"
     with explained(problem, OSError, ValueError, HTTPError, mend=nearby(Path(name))):
@@ -74,7 +89,8 @@ class Opened:
     Attributes:
         description: folder or Hub id of its description.
         dtype: of its weights as they are to be, whatever those in memory have; None: as they are.
-        run: of a model with adapters, the settings that these were trained with; its base is as it is in files.
+        run: of a model with adapters, the settings that these were trained with; its base is as it
+            is in files.
     """
 
     model: PreTrainedModel
@@ -92,21 +108,29 @@ def open_model(source: str, base: str | None = None, trust_remote_code: bool = F
     path, is_checkpoint = find_form(source)
     description = os.path.join(path, checkpoint.DESCRIPTION) if is_checkpoint else path
     run = _run_of(path, description, base, trust_remote_code)
-    refuse({f"convert: --base: {source} has no adapters to merge": base is not None and run is None})
+    refuse(
+        {f"convert: --base: {source} has no adapters to merge": base is not None and run is None}
+    )
     if run is not None and base is not None:
         check_base("convert: --base", base, run.model.name_or_path)
         model = run.model.model_copy(update={"name_or_path": base, "config": None})
         run = run.model_copy(update={"model": model, "quantization": QuantizationConfig()})
-    description = description if is_checkpoint or run is None else hf_folder(str(run.model.name_or_path))
+    description = (
+        description if is_checkpoint or run is None else hf_folder(str(run.model.name_or_path))
+    )
     problem = f"{source}: no folder or Hub model that transformers can open"
     kinds = (OSError, ValueError, SafetensorError)
-    with explained(problem, *kinds, mend="check the files, the name, and whether the Hub can be reached"):
+    with explained(
+        problem, *kinds, mend="check the files, the name, and whether the Hub can be reached"
+    ):
         model_config = open_with(AutoConfig, description, trust_remote_code)
         tokenizer = open_with(AutoTokenizer, description, trust_remote_code)
         if run is None and not is_checkpoint:
             wrong = f"{source}: its weights are quantised: give the model that they were made from"
             refuse({wrong: getattr(model_config, "quantization_config", None) is not None})
-            with only_data(f"{source}: its file of weights", (UnpicklingError, EOFError, RuntimeError)):
+            with only_data(
+                f"{source}: its file of weights", (UnpicklingError, EOFError, RuntimeError)
+            ):
                 model = open_with(AutoModelForCausalLM, path, trust_remote_code, dtype="auto")
             return Opened(model, tokenizer, description, None)
     if run is not None and not is_checkpoint:
@@ -115,7 +139,9 @@ def open_model(source: str, base: str | None = None, trust_remote_code: bool = F
         run = run.model_copy(update={"quantization": QuantizationConfig(base=form)})
     if run is not None:
         template = Path(path, CHAT_TEMPLATE_FILE)
-        tokenizer.chat_template = template.read_text() if template.exists() else tokenizer.chat_template
+        tokenizer.chat_template = (
+            template.read_text() if template.exists() else tokenizer.chat_template
+        )
         model = _beside_base(run, tokenizer)
     else:
         with no_init_weights():
@@ -129,19 +155,29 @@ def open_model(source: str, base: str | None = None, trust_remote_code: bool = F
     return Opened(model, tokenizer, description, model_config.dtype or torch.float32, run)
 
 
-def _run_of(path: str, description: str, base: str | None, trust_remote_code: bool) -> Config | None:
+def _run_of(
+    path: str, description: str, base: str | None, trust_remote_code: bool
+) -> Config | None:
     """The settings that the adapters in `path` were trained with, on `base` if they do not say, or None."""
     run, adapter = Path(description, checkpoint.RUN), Path(path, ADAPTER_FILE)
     if run.exists():
         settings = tomllib.loads(run.read_text())
-        settings["lora"] |= {"adapter": ()}  # what it began as may be gone, and its tensors are here
+        settings["lora"] |= {
+            "adapter": ()
+        }  # what it began as may be gone, and its tensors are here
         settings["model"] |= {"trust_remote_code": trust_remote_code}  # for who opens it to say
-        del settings["job"]["task"]  # maybe a module of the user's, which opening the model need not have
+        del settings["job"][
+            "task"
+        ]  # maybe a module of the user's, which opening the model need not have
         return Config.model_validate(settings)
     if not adapter.exists():
         return None
     base = described_adapter(path).get("base_model_name_or_path") or base
-    refuse({f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base})
+    refuse(
+        {
+            f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give --base": not base
+        }
+    )
     fits = {"seq_len": 1}  # any model
     model = {"name_or_path": base, "trust_remote_code": trust_remote_code}
     return Config.model_validate({"model": model, "training": fits, "lora": {"adapter": path}})
@@ -150,13 +186,16 @@ def _run_of(path: str, description: str, base: str | None, trust_remote_code: bo
 def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model of a run that trains adapters, whole on the CPU, with empty adapters.
 
-    Weights have the dtype of their files, of which they are a view then; such as the run has quantised are, each time
-    that they are used. Only where the files have them quantised they are packed.
+    Weights have the dtype of their files, of which they are a view then; such as the run has
+    quantised are, each time that they are used. Only where the files have them quantised they are
+    packed.
     """
     base = load_model_config(run, tokenizer)
     if run.model.name_or_path:
         dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float32"
-        run = run.model_copy(update={"training": run.training.model_copy(update={"mixed_precision_param": dtype})})
+        run = run.model_copy(
+            update={"training": run.training.model_copy(update={"mixed_precision_param": dtype})}
+        )
     model = plan_model(run, tokenizer, Layout(), "cpu")
     if getattr(base, "quantization_config", None):
         pack_layers(model)
@@ -192,21 +231,29 @@ def probe_logits(model: PreTrainedModel) -> torch.Tensor:
 
 
 def convert(
-    source: str, target: str, form: str, dtype: str | None = None, base: str | None = None, adapter_only: bool = False,
+    source: str,
+    target: str,
+    form: str,
+    dtype: str | None = None,
+    base: str | None = None,
+    adapter_only: bool = False,
     trust_remote_code: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """Writes the model at `source` to `target` as `form`, with weights of the type `dtype`, by default its own.
 
-    A form is `hf`, `gguf`, which has types of its own, or `dcp`, a checkpoint of weights to start from. Adapters are
-    merged, to `hf` one tensor at a time, into what they were trained beside, or into the model `base`; with
-    `adapter_only` they are written alone. Returns what there is to say of it.
+    A form is `hf`, `gguf`, which has types of its own, or `dcp`, a checkpoint of weights to start
+    from. Adapters are merged, to `hf` one tensor at a time, into what they were trained beside, or
+    into the model `base`; with `adapter_only` they are written alone. Returns what there is to say
+    of it.
     """
     adapter = os.path.join(find_form(source)[0], "adapter")
     has_adapter = os.path.isdir(adapter)
     if adapter_only and has_adapter and base is None:
         shutil.copytree(adapter, target)
         return ""
-    opened = open_model(adapter if has_adapter and base is not None else source, base, trust_remote_code)
+    opened = open_model(
+        adapter if has_adapter and base is not None else source, base, trust_remote_code
+    )
     model, run = opened.model, opened.run
     refuse({f"convert: --adapter-only: {source} has no adapters": adapter_only and run is None})
     kind = opened.dtype if dtype is None or form == "gguf" else getattr(torch, dtype)
@@ -218,8 +265,12 @@ def convert(
         export_gguf(_merge(opened, kind), opened.tokenizer, target, str(dtype))
     else:
         tensors = checkpoint.model_tensors(_merge(opened, kind))
-        describe = partial(save_model_description, model.config, opened.tokenizer, opened.description)
-        checkpoint.write_checkpoint(os.path.abspath(target), tensors, {"step": 0}, describe, Process())
+        describe = partial(
+            save_model_description, model.config, opened.tokenizer, opened.description
+        )
+        checkpoint.write_checkpoint(
+            os.path.abspath(target), tensors, {"step": 0}, describe, Process()
+        )
     return "" if run is None or adapter_only or form != "hf" else _said_of_merging(opened, target)
 
 
@@ -228,8 +279,15 @@ def _said_of_merging(opened: Opened, target: str) -> str:
     before, trust = probe_logits(opened.model), opened.run.model.trust_remote_code
     after = probe_logits(open_with(AutoModelForCausalLM, target, trust, dtype="auto").eval())
     form = opened.run.quantization.base
-    stored = "as its files have them" if form == "none" else f"dequantised from {form}, as they were in training"
-    shown = [" ".join(f"{value:.3f}" for value in logits.amax(1)[:4].tolist()) for logits in (before, after)]
+    stored = (
+        "as its files have them"
+        if form == "none"
+        else f"dequantised from {form}, as they were in training"
+    )
+    shown = [
+        " ".join(f"{value:.3f}" for value in logits.amax(1)[:4].tolist())
+        for logits in (before, after)
+    ]
     return (
         f"Merged into the weights of {opened.run.model.name_or_path or 'the run'}, {stored}. Highest logits of four "
         f"probe tokens before: {shown[0]}, after: {shown[1]}; the largest difference of any of 16 is "

@@ -26,21 +26,31 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     """What lies in the folder of a run over, a line each: the model, the curves, and commands to go on with."""
     folder, training = str(config.job.dump_folder), config.training
     model = os.path.join(folder, "hf")
-    adapter = os.path.join(model, "adapter") if config.lora.rank and config.model.name_or_path else None
-    longer = ("--training.steps", 2 * training.steps) if training.steps else ("--training.epochs", 2 * training.epochs)
+    adapter = (
+        os.path.join(model, "adapter") if config.lora.rank and config.model.name_or_path else None
+    )
+    longer = (
+        ("--training.steps", 2 * training.steps)
+        if training.steps
+        else ("--training.epochs", 2 * training.epochs)
+    )
     if process.world_size > 1 and process.device.type == "cpu":
         longer = (*longer, "--cpus", process.world_size)
     columns, first = next(_beginnings(sources[0]), (("messages",), []))
     given = ("--prompt", _prompt(config, first))
-    answers = config.conversations is not None and (columns == ("messages",) or not isinstance(first, str))
+    answers = config.conversations is not None and (
+        columns == ("messages",) or not isinstance(first, str)
+    )
     how = ("--chat", *given) if answers else (*given, "--temperature", 0.8)
     other = _command("train", *_on_other_data(config, model, adapter))
     lines = {
         "model": f"{model}, which transformers' AutoModelForCausalLM.from_pretrained opens",
-        "adapter": adapter and f"{adapter}, which peft's PeftModel.from_pretrained opens; the model has it merged",
+        "adapter": adapter
+        and f"{adapter}, which peft's PeftModel.from_pretrained opens; the model has it merged",
         "curves": f"{folder}/metrics.jsonl; tensorboard --logdir {shlex.quote(folder)}",
         "try it": _command("generate", adapter or folder, *how),
-        "merge": adapter and _command("convert", adapter, os.path.join(folder, "merged"), "--to", "hf"),
+        "merge": adapter
+        and _command("convert", adapter, os.path.join(folder, "merged"), "--to", "hf"),
         "train on": _command("train", os.path.join(folder, "config.toml"), *longer),
         "your data": f"{other} (rows with {' and '.join(columns) if config.conversations else 'a text column'})",
     }
@@ -51,7 +61,14 @@ def _on_other_data(config: Config, model: str, adapter: str | None) -> Iterator[
     """The flags that train what came of this run on other data, for a pass over it."""
     base = config.model.name_or_path
     if adapter and base and not config.model.new_tokens:
-        yield from ("--model.name_or_path", base, "--model.tokenizer_path", adapter, "--lora.adapter", adapter)
+        yield from (
+            "--model.name_or_path",
+            base,
+            "--model.tokenizer_path",
+            adapter,
+            "--lora.adapter",
+            adapter,
+        )
     else:
         yield from ("--model.name_or_path", model)
         yield from ("--lora.rank", config.lora.rank) if adapter else ()
@@ -79,7 +96,9 @@ def _prompt(config: Config, value: Any) -> str:
             value = next(_beginnings(open_source(source, at_once)), ((), value))[1]
     if isinstance(value, list):
         messages = [one for one in value if isinstance(one, dict)]
-        question = next((one for one in messages if {"user", "human"} & {one.get("role"), one.get("from")}), {})
+        question = next(
+            (one for one in messages if {"user", "human"} & {one.get("role"), one.get("from")}), {}
+        )
         value = question.get("content") or question.get("value")
     return " ".join(value.split()[:_WORDS]) or "The" if isinstance(value, str) else "The"
 
@@ -99,4 +118,9 @@ def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
                 columns, names = conversation_columns(row, documents.chat)
             value = row[names[columns[0]]]
             if value:
-                yield columns, json.loads(value) if columns == ("messages",) and isinstance(value, str) else value
+                yield (
+                    columns,
+                    json.loads(value)
+                    if columns == ("messages",) and isinstance(value, str)
+                    else value,
+                )

@@ -17,8 +17,8 @@ from lacuna.train.setup import Run
 class Uploads:
     """What a run sends to `checkpoint.hf_repo_base_name`; all ranks must call its methods, the first one sends.
 
-    Each upload is a commit, which a tag `step-N` names. Models are at the top, checkpoints in the folder of their name.
-    The token stays where `huggingface_hub` finds it, and is written nowhere.
+    Each upload is a commit, which a tag `step-N` names. Models are at the top, checkpoints in the
+    folder of their name. The token stays where `huggingface_hub` finds it, and is written nowhere.
     """
 
     def __init__(self, run: Run) -> None:
@@ -33,13 +33,21 @@ class Uploads:
             shutil.rmtree(left, ignore_errors=True)
         if get_token() is None:
             later = f"hf upload {repository} {os.path.join(folder, 'hf')} ."
-            logger.warning("checkpoint.hf_upload_enabled: there is no token of the Hugging Face Hub (HF_TOKEN, or hf "
-                           "auth login), so nothing is uploaded; once there is: %s", later)  # fmt: skip
+            logger.warning(
+                "checkpoint.hf_upload_enabled: there is no token of the Hugging Face Hub (HF_TOKEN, or hf "
+                "auth login), so nothing is uploaded; once there is: %s",
+                later,
+            )
             return False
         try:
             self.hub.create_repo(str(repository), exist_ok=True)
-        except Exception as error:  # of the network, the Hub or a library: said, and tried again with each upload
-            logger.warning("checkpoint.hf_upload_enabled: %s; the run goes on, and tries again", self._reason(error))
+        except (
+            Exception
+        ) as error:  # of the network, the Hub or a library: said, and tried again with each upload
+            logger.warning(
+                "checkpoint.hf_upload_enabled: %s; the run goes on, and tries again",
+                self._reason(error),
+            )
         return True
 
     def after_checkpoint(self) -> None:
@@ -53,11 +61,20 @@ class Uploads:
         failures: list[Exception] = []
         if settings.hf_upload_format == "dcp":
             run.saver.wait()
-            arguments = (checkpoint_path(run.saver.folder, step), step, f"{settings.folder}/step-{step}", False)
+            arguments = (
+                checkpoint_path(run.saver.folder, step),
+                step,
+                f"{settings.folder}/step-{step}",
+                False,
+            )
         else:
             folder = os.path.join(str(run.config.job.dump_folder), f".hub-step-{step}")
             arguments = (folder, step, None, True)
-            failures = [error for write in run.exports(folder) if (error := self._failure(write)) is not None]
+            failures = [
+                error
+                for write in run.exports(folder)
+                if (error := self._failure(write)) is not None
+            ]
         if failures:  # on the first rank, the only one that writes
             logger.warning("step-%d is not uploaded: %s", step, self._reason(failures[0]))
             shutil.rmtree(folder, ignore_errors=True)
@@ -100,12 +117,22 @@ class Uploads:
         try:
             self.hub.create_repo(repository, exist_ok=True)
             message = f"step {step:,}"
-            self.hub.upload_folder(repo_id=repository, folder_path=folder, path_in_repo=place, commit_message=message)
+            self.hub.upload_folder(
+                repo_id=repository, folder_path=folder, path_in_repo=place, commit_message=message
+            )
             self.hub.create_tag(repository, tag=f"step-{step}", exist_ok=True)
             logger.info("uploaded step-%d to %s", step, repository)
-        except Exception as error:  # of the network, the Hub, the disk or a library: none of them may end a run
+        except (
+            Exception
+        ) as error:  # of the network, the Hub, the disk or a library: none of them may end a run
             kept = "" if once else f"; it is in {folder}"
-            logger.warning("step-%d could not be uploaded to %s: %s%s", step, repository, self._reason(error), kept)
+            logger.warning(
+                "step-%d could not be uploaded to %s: %s%s",
+                step,
+                repository,
+                self._reason(error),
+                kept,
+            )
         finally:
             if once:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -36,8 +36,8 @@ def peak_step(config: Config, total: int) -> int:
 def learning_rate(config: Config, step: int, total: int) -> float:
     """The learning rate used in `step` (from 0) of `total`, as flame and torchtitan define it.
 
-    Times `optimizer.lr`: (s+1)/(W+1) during W warmup steps, then 1, then over D decay steps from 1 to
-    `lr_scheduler.lr_min` by p = (s+1−W−stable)/(D+1): 1−p, 1−√p, or ½(1+cos πp). D is the share
+    Times `optimizer.lr`: (s+1)/(W+1) during W warmup steps, then 1, then over D decay steps from 1
+    to `lr_scheduler.lr_min` by p = (s+1−W−stable)/(D+1): 1−p, 1−√p, or ½(1+cos πp). D is the share
     `lr_scheduler.decay_ratio` of all steps, or all after the warmup; never more than those.
     """
     peak, schedule, warmup = config.optimizer.lr, config.lr_scheduler, warmup_steps(config, total)
@@ -49,7 +49,9 @@ def learning_rate(config: Config, step: int, total: int) -> float:
     if schedule.decay_type == "constant" or progress <= 0:
         return peak
     curved = {"sqrt": 1 - math.sqrt(progress), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-    return peak * (schedule.lr_min + (1 - schedule.lr_min) * curved.get(schedule.decay_type, 1 - progress))
+    return peak * (
+        schedule.lr_min + (1 - schedule.lr_min) * curved.get(schedule.decay_type, 1 - progress)
+    )
 
 
 def is_matrix(module: nn.Module, name: str, parameter: Tensor) -> bool:
@@ -70,8 +72,9 @@ def is_matrix(module: nn.Module, name: str, parameter: Tensor) -> bool:
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only (`is_matrix`): not on embeddings, nor heads tied to them.
 
-    Nor on the head where only rows of new tokens are trained. With `optimizer.early_step_in_backward` the backward pass
-    updates each parameter as soon as its gradient is complete, which then is dropped.
+    Nor on the head where only rows of new tokens are trained. With
+    `optimizer.early_step_in_backward` the backward pass updates each parameter as soon as its
+    gradient is complete, which then is dropped.
     """
     spared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if config.model.train_new_tokens_only:
@@ -89,7 +92,9 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     groups = [{"params": decayed}, {"params": free, "weight_decay": 0.0}]
     betas = settings.beta1, settings.beta2
     kernels = {kind: settings.implementation == kind for kind in ("fused", "foreach")}
-    optimizer = torch.optim.AdamW(groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels)
+    optimizer = torch.optim.AdamW(
+        groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels
+    )
 
     def step_in_backward(_: Tensor) -> None:
         optimizer.found_inf = None  # the last step may have been skipped
@@ -109,16 +114,20 @@ def _norm_dtype(device: torch.device) -> torch.dtype:
 def _norm(gradients: list[Tensor]) -> Tensor:
     """The norm of all of them, whole or on one mesh."""
     dtype = _norm_dtype(gradients[0].device)
-    return whole_tensor(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype))))
+    return whole_tensor(
+        torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients, 2.0, dtype=dtype)))
+    )
 
 
 def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     """Scales gradients down in place to a global norm of `max_norm` (0: leaves them). Returns the norm before.
 
-    The norm is 0 when the backward pass has used the gradients up. Parameters inside and outside the layers lie on
-    different meshes, of which torch takes one at a time.
+    The norm is 0 when the backward pass has used the gradients up. Parameters inside and outside
+    the layers lie on different meshes, of which torch takes one at a time.
     """
-    counted_elsewhere = {id(weight) for weight in tied_weights(built.model, built.mesh) if built.mesh.rank("pp") > 0}
+    counted_elsewhere = {
+        id(weight) for weight in tied_weights(built.model, built.mesh) if built.mesh.rank("pp") > 0
+    }
     parts: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in built.model.parameters():
         if parameter.grad is not None:
@@ -139,11 +148,14 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     return norm.to(built.device)
 
 
-def update(built: BuiltModel, optimizer: torch.optim.AdamW, divisor: Tensor) -> tuple[Tensor, Tensor]:
+def update(
+    built: BuiltModel, optimizer: torch.optim.AdamW, divisor: Tensor
+) -> tuple[Tensor, Tensor]:
     """Clips and updates in place. Returns the gradient norm before clipping, and whether the step was skipped (1, 0).
 
-    A step with nothing to learn from, a `divisor` of 0, is skipped; so is one whose norm is not finite, with
-    `training.skip_nan_inf`. The fused kernel reads that on the device, so that nobody waits; the others have to ask.
+    A step with nothing to learn from, a `divisor` of 0, is skipped; so is one whose norm is not
+    finite, with `training.skip_nan_inf`. The fused kernel reads that on the device, so that nobody
+    waits; the others have to ask.
     """
     norm = clip_gradients(built, built.config.training.max_norm)
     broken = ~torch.isfinite(norm) & built.config.training.skip_nan_inf
@@ -166,7 +178,13 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[st
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             if not state:
-                state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
-                state |= {moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")}
-            tensors |= {f"optimizer.{names[parameter]}.{key}": value for key, value in state.items()}
+                state["step"] = torch.zeros(
+                    (), device=parameter.device if group["fused"] else "cpu"
+                )
+                state |= {
+                    moment: torch.zeros_like(parameter) for moment in ("exp_avg", "exp_avg_sq")
+                }
+            tensors |= {
+                f"optimizer.{names[parameter]}.{key}": value for key, value in state.items()
+            }
     return tensors

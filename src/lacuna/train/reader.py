@@ -25,14 +25,21 @@ NEEDLESS = "which no weights need"
 _PLAIN = {
     (kind.__module__, kind.__qualname__): kind
     for kind in (
-        kinds.Metadata, kinds.TensorStorageMetadata, kinds.TensorProperties, kinds.ChunkStorageMetadata,
-        kinds.MetadataIndex, kinds.StorageMeta, kinds._MEM_FORMAT_ENCODING, _StorageInfo, pathlib.PosixPath,
+        kinds.Metadata,
+        kinds.TensorStorageMetadata,
+        kinds.TensorProperties,
+        kinds.ChunkStorageMetadata,
+        kinds.MetadataIndex,
+        kinds.StorageMeta,
+        kinds._MEM_FORMAT_ENCODING,
+        _StorageInfo,
+        pathlib.PosixPath,
     )
 } | {
     ("torch", "Size"): torch.Size,
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # as other versions of Python call it
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
-}  # fmt: skip
+}
 
 
 @contextmanager
@@ -47,8 +54,16 @@ def only_data(what: str, errors: tuple[type[Exception], ...] = (Exception,)) -> 
 
 def why_not_read(error: BaseException) -> str:
     """What a file asked for that no tensor needs, or else what the error says: torch advises to run it."""
-    named = re.search(r"GLOBAL (\S+)", str(error)) if isinstance(error, pickle.UnpicklingError) else None
-    return f"it names {named[1]}, {NEEDLESS}" if named else " ".join(str(error).partition("\n")[0].rstrip(".").split())
+    named = (
+        re.search(r"GLOBAL (\S+)", str(error))
+        if isinstance(error, pickle.UnpicklingError)
+        else None
+    )
+    return (
+        f"it names {named[1]}, {NEEDLESS}"
+        if named
+        else " ".join(str(error).partition("\n")[0].rstrip(".").split())
+    )
 
 
 class _PlainUnpickler(pickle.Unpickler):
@@ -69,7 +84,10 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *_: Any, **__: Any) -> kinds.Metadata:
         with open(os.path.join(self.path, METADATA), "rb") as file:
             found = _PlainUnpickler(file).load()
-        if not all(isinstance(tensor, kinds.TensorStorageMetadata) for tensor in found.state_dict_metadata.values()):
+        if not all(
+            isinstance(tensor, kinds.TensorStorageMetadata)
+            for tensor in found.state_dict_metadata.values()
+        ):
             raise ValueError("it describes something other than tensors")
         files = [info.relative_path for info in found.storage_data.values()]
         outside = [file for file in files if Path(file).name != file]

@@ -31,7 +31,9 @@ from lacuna.train.reader import read_state
 from lacuna.train.resume import described, inputs_of, refuse_other_inputs, say_changes, settings_of
 
 
-def plan_stages(config: Config, layout: Layout, saved: int | None = None) -> list[tuple[Config, BatchPlan]]:
+def plan_stages(
+    config: Config, layout: Layout, saved: int | None = None
+) -> list[tuple[Config, BatchPlan]]:
     """The configuration and the batch of each stage of the curriculum, the first of which is that before all others.
 
     `saved` is the global batch of the first. Raises `UserError` as `plan_batch` does.
@@ -43,42 +45,54 @@ def plan_stages(config: Config, layout: Layout, saved: int | None = None) -> lis
     planned = [(first, plan)]
     for number, stage in enumerate(first.stages()[1:], start=1):
         with of_stage(number):
-            planned.append((stage, plan_batch(stage, layout, saved and stage.training.global_batch_size)))
+            planned.append(
+                (stage, plan_batch(stage, layout, saved and stage.training.global_batch_size))
+            )
     return planned
 
 
 def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> BatchPlan:
     """The batch of this run; a resumed one keeps its global batch, `saved`, whatever the ranks.
 
-    A pipeline takes all micro-batches of a step at once, and cuts the rows of a rank anew into as many as it wants.
-    Raises `UserError` when the global batch does not divide.
+    A pipeline takes all micro-batches of a step at once, and cuts the rows of a rank anew into as
+    many as it wants. Raises `UserError` when the global batch does not divide.
     """
     training, micro, ranks = config.training, config.training.batch_size, layout.data_parallel
     asked, given = training.global_batch_size, training.gradient_accumulation_steps
     total = saved or asked or micro * (given or 1) * ranks
     rows = total // ranks
     if saved:
-        micro = max((size for size in range(1, min(micro, rows) + 1) if rows % size == 0), default=1)
-    accumulation = pieces = max(rows // micro, 1)  # 1 where it does not divide, which is refused below
+        micro = max(
+            (size for size in range(1, min(micro, rows) + 1) if rows % size == 0), default=1
+        )
+    accumulation = pieces = max(
+        rows // micro, 1
+    )  # 1 where it does not divide, which is refused below
     if layout.pp > 1:
         stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
         pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
-    refuse({
-        f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
-        f"{saved}: remove the setting, or choose another job.dump_folder": asked not in (None, saved or asked),
-        f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
-        f"share evenly: resume with a number of ranks that divides {saved}": saved is not None and saved % ranks > 0,
-        f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
-        f"{micro} × {ranks} = {micro * ranks}: change one of them": total % (micro * ranks) > 0,
-        f"training.gradient_accumulation_steps: {given} does not fit training.global_batch_size = {total}, which "
-        f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two":
-            not saved and given not in (None, accumulation),
-        "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
-        "no gradient that is complete before its end: use one micro-batch, or drop the setting":
-            config.optimizer.early_step_in_backward and (accumulation > 1 or layout.pp > 1),
-        f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = {rows} sequences of a step "
-        f"do not cut into {pieces} equal micro-batches: choose one that divides {rows}": rows % pieces > 0,
-    })  # fmt: skip
+    refuse(
+        {
+            f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
+            f"{saved}: remove the setting, or choose another job.dump_folder": asked
+            not in (None, saved or asked),
+            f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
+            f"share evenly: resume with a number of ranks that divides {saved}": saved is not None
+            and saved % ranks > 0,
+            f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
+            f"{micro} × {ranks} = {micro * ranks}: change one of them": total % (micro * ranks) > 0,
+            f"training.gradient_accumulation_steps: {given} does not fit training.global_batch_size = {total}, which "
+            f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two": not saved
+            and given not in (None, accumulation),
+            "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
+            "no gradient that is complete before its end: use one micro-batch, or drop the setting": config.optimizer.early_step_in_backward
+            and (accumulation > 1 or layout.pp > 1),
+            f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = {rows} sequences of a step "
+            f"do not cut into {pieces} equal micro-batches: choose one that divides {rows}": rows
+            % pieces
+            > 0,
+        }
+    )
     if layout.pp > 1:
         pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
     if micro != training.batch_size:
@@ -90,7 +104,8 @@ def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> Batc
 class TrainState:
     """Counters of a run. `step` is the number of steps done, `tokens` (`source_tokens`) those seen by all ranks.
 
-    `stage` is that of the curriculum, `ranked` the step at which documents were last ranked by their loss.
+    `stage` is that of the curriculum, `ranked` the step at which documents were last ranked by
+    their loss.
     """
 
     source_tokens: list[int]
@@ -129,11 +144,14 @@ def ranking_file(config: Config, step: int) -> str:
     return os.path.join(str(config.job.dump_folder), "curriculum", f"step-{step}.npz")
 
 
-def find_start(config: Config, folder: str, back: bool, process: Process) -> tuple[str | None, dict[str, Any] | None]:
+def find_start(
+    config: Config, folder: str, back: bool, process: Process
+) -> tuple[str | None, dict[str, Any] | None]:
     """The checkpoint that the weights come from, if any, and its state where everything else does too.
 
-    That is the newest complete checkpoint in `folder`, or with `back` that of `checkpoint.load_step`; `step-0` and
-    `checkpoint.initial_load_path` give weights only. Raises `UserError` for one that cannot be used.
+    That is the newest complete checkpoint in `folder`, or with `back` that of
+    `checkpoint.load_step`; `step-0` and `checkpoint.initial_load_path` give weights only. Raises
+    `UserError` for one that cannot be used.
     """
     settings = config.checkpoint
     path = None
@@ -142,14 +160,20 @@ def find_start(config: Config, folder: str, back: bool, process: Process) -> tup
         path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
     elif settings.enable_checkpoint:
         path = checkpoint.newest_complete(folder, process)
-        done = [step for step in on_first(process, lambda: checkpoint.listed_steps(folder)) if step > 0]
+        done = [
+            step for step in on_first(process, lambda: checkpoint.listed_steps(folder)) if step > 0
+        ]
         lost = f"of the checkpoints in {folder} ({len(done)} beyond step 0) none is complete"
         mend = "put one back, or to start over on purpose move that folder away, or choose another job.dump_folder"
         seed = checkpoint.checkpoint_path(folder, 0)
         refuse({f"{lost}: {mend}": bool(done) and path in (None, seed)})
         if settings.load_step >= 0:
             again = "to go back once more, move the checkpoints after it away"
-            logger.info("step %d was gone back to by the start before: going on; %s", settings.load_step, again)
+            logger.info(
+                "step %d was gone back to by the start before: going on; %s",
+                settings.load_step,
+                again,
+            )
     if path is not None and (state := read_state(path))["step"] > 0:
         wrong = f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only)"
         mend = f"start a new run with checkpoint.initial_load_path = {path!r}"
@@ -157,7 +181,9 @@ def find_start(config: Config, folder: str, back: bool, process: Process) -> tup
         logger.info("resuming after step %d from %s", state["step"], path)
         return path, state
     if path is None and settings.initial_load_path:
-        path = checkpoint.require_complete(settings.initial_load_path, "checkpoint.initial_load_path", process)
+        path = checkpoint.require_complete(
+            settings.initial_load_path, "checkpoint.initial_load_path", process
+        )
     if path is not None:
         logger.info("starting from the weights in %s", path)
     return path, None
@@ -179,7 +205,9 @@ class Run:
         self.config, self.process = config, process
         self.objective = find_objective(config.job.task)
         if config.training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # before the first matrix product
+            os.environ.setdefault(
+                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
+            )  # before the first matrix product
             torch.use_deterministic_algorithms(True)
         layout = resolve_layout(config, process.world_size)
         mesh = build_mesh(layout, process.device.type)
@@ -204,18 +232,32 @@ class Run:
         if back:
             on_first(process, lambda: set_aside(config, folder))
         settings = to_toml(config)
-        on_first(process, lambda: replace_text(Path(str(config.job.dump_folder), "config.toml"), settings))
+        on_first(
+            process,
+            lambda: replace_text(Path(str(config.job.dump_folder), "config.toml"), settings),
+        )
         if config.job.print_args and process.rank == 0:
             print(settings)
         self.load_model(mesh, start, saved)
-        own = {"settings": settings_of(config), "inputs": inputs, "model": described(self.built.model.config)}
+        own = {
+            "settings": settings_of(config),
+            "inputs": inputs,
+            "model": described(self.built.model.config),
+        }
         self.started_with = own
         if before:
-            say_changes(before, own, self.state.step, learning_rate(config, self.state.step, self.total_steps))
+            say_changes(
+                before,
+                own,
+                self.state.step,
+                learning_rate(config, self.state.step, self.total_steps),
+            )
         wanted = config.validation.resolved_source()
         self.validation = wanted and build_validation(config, tokenizer, plan, mesh.data_rank)
         self.saver = checkpoint.CheckpointSaver(config, folder, self.describe, process)
-        self.metrics = MetricWriter(config, process.rank, console, self.state.step, self.total_steps)
+        self.metrics = MetricWriter(
+            config, process.rank, console, self.state.step, self.total_steps
+        )
         self.first_step, self.saved_step = self.state.step + 1, self.state.step
         self.peak_flops = peak_flops(process.device)
 
@@ -233,27 +275,38 @@ class Run:
         config = self.config
         fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
         if start is not None:  # what adapters began from, which may be gone, is part of it
-            config = config.model_copy(update={"lora": config.lora.model_copy(update={"adapter": (), "init": "zero"})})
+            config = config.model_copy(
+                update={"lora": config.lora.model_copy(update={"adapter": (), "init": "zero"})}
+            )
         self.built = build_model(config, self.tokenizer, mesh, self.process.device, fill)
         self.optimizer = build_optimizer(self.built.model, config)
         if start is not None:
             moments = {} if saved is None else optimizer_tensors(self.built.model, self.optimizer)
-            checkpoint.read_tensors(start, checkpoint.model_tensors(self.built.model) | moments, self.process)
+            checkpoint.read_tensors(
+                start, checkpoint.model_tensors(self.built.model) | moments, self.process
+            )
 
     def describe(self, folder: str) -> None:
         """Writes to `folder` what its tensors alone do not tell: the model's configuration, tokenizer, and adapter."""
         model, source = self.built.model, self.config.model.name_or_path
         save_model_description(model.config, self.tokenizer, source, folder)
         if self.config.lora.rank:
-            Path(folder, checkpoint.RUN).write_text(to_toml(self.config))  # which says what it was trained beside
+            Path(folder, checkpoint.RUN).write_text(
+                to_toml(self.config)
+            )  # which says what it was trained beside
 
     def exports(self, folder: str) -> list[Callable[[], None]]:
         """What writes the model as it is to `folder`, and then its adapter beside it. All ranks must call each."""
         config, name, model = self.config, self.config.model.name_or_path, self.built.model
-        dtype, beside = getattr(torch, config.checkpoint.export_dtype), os.path.join(folder, "adapter")
+        dtype, beside = (
+            getattr(torch, config.checkpoint.export_dtype),
+            os.path.join(folder, "adapter"),
+        )
         writers = [partial(export_model, model, self.tokenizer, folder, dtype, name)]
         if config.lora.rank:
-            writers.append(partial(export_adapter, model, self.tokenizer, config.lora, name, beside))
+            writers.append(
+                partial(export_adapter, model, self.tokenizer, config.lora, name, beside)
+            )
         return writers
 
     def open_data(self) -> None:
@@ -262,9 +315,14 @@ class Run:
         order = None
         if self.state.ranked is not None:
             file = ranking_file(config, self.state.ranked)
-            lost = f"curriculum.rank_every: the order that the run goes by cannot be read from {file}"
+            lost = (
+                f"curriculum.rank_every: the order that the run goes by cannot be read from {file}"
+            )
             kinds = (OSError, ValueError, EOFError, BadZipFile)
-            with explained(lost, *kinds, mend="put it back, or start anew"), np.load(file) as ranking:
+            with (
+                explained(lost, *kinds, mend="put it back, or start anew"),
+                np.load(file) as ranking,
+            ):
                 order = np.lexsort((ranking["losses"], ranking["uses"]))
         earlier = self.loader
         earlier.close()

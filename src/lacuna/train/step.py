@@ -24,17 +24,22 @@ def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> 
 
     So are the `votes` of the ranks: how many of them wanted something.
     """
-    totals = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts} | votes
+    totals = {
+        name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts
+    } | votes
     summed = to_device(torch.tensor([*totals.values()], dtype=torch.float64), built.device)
     dist.all_reduce(summed)
     # Ranks that share sequences or layers all count the same.
     return dict(zip(totals, summed / built.mesh.layout.sharing, strict=True))
 
 
-def sums_of(built: BuiltModel, batch: Batch, loss: TokenLoss, divisor: Tensor | None = None) -> Tensor:
+def sums_of(
+    built: BuiltModel, batch: Batch, loss: TokenLoss, divisor: Tensor | None = None
+) -> Tensor:
     """The sums of `loss` over this rank's share of the tokens of `batch`, float32 [names].
 
-    Losses that are no sum over tokens are in the first of them as often as `divisor` says, by which it is divided.
+    Losses that are no sum over tokens are in the first of them as often as `divisor` says, by which
+    it is divided.
     """
     inputs = built.inputs(batch)
     if built.pipeline is not None:
@@ -42,12 +47,14 @@ def sums_of(built: BuiltModel, batch: Batch, loss: TokenLoss, divisor: Tensor | 
     return built.model.loss_sums(built.head, loss, inputs, divisor)
 
 
-def accumulate_gradients(built: BuiltModel, batches: Sequence[Batch], loss: TokenLoss, divisor: Tensor) -> Tensor:
+def accumulate_gradients(
+    built: BuiltModel, batches: Sequence[Batch], loss: TokenLoss, divisor: Tensor
+) -> Tensor:
     """Backward over the micro-batches; returns this rank's sums of `loss`, float64 [names].
 
-    Every micro-batch's summed loss is divided by a count of the whole step over all ranks, and gradients are summed
-    over ranks, so that neither accumulation nor the number of ranks weighs tokens differently (transformers issue
-    34191).
+    Every micro-batch's summed loss is divided by a count of the whole step over all ranks, and
+    gradients are summed over ranks, so that neither accumulation nor the number of ranks weighs
+    tokens differently (transformers issue 34191).
     """
     total = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
     divisor = divisor.clamp(min=1).float()
@@ -63,7 +70,9 @@ def accumulate_gradients(built: BuiltModel, batches: Sequence[Batch], loss: Toke
     return total
 
 
-def evaluate(built: BuiltModel, batches: Iterable[Batch], loss: TokenLoss) -> tuple[dict[str, float], dict[str, float]]:
+def evaluate(
+    built: BuiltModel, batches: Iterable[Batch], loss: TokenLoss
+) -> tuple[dict[str, float], dict[str, float]]:
     """The sums of `loss` over held-out batches, and their counts, of all ranks by name."""
     measured = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
     counts: dict[str, float] = {}
@@ -88,7 +97,9 @@ def document_losses(
 
     Each has a row of its own. Float64 [documents], the same on all ranks.
     """
-    alone = replace(plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")}))
+    alone = replace(
+        plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")})
+    )
     losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
     with inference(*(stage.module for stage in built.stages)):
         for first in range(0, len(documents), built.mesh.layout.data_parallel):

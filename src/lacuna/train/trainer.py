@@ -26,7 +26,8 @@ from lacuna.train.step import accumulate_gradients, document_losses, evaluate, t
 def train(run: Run, stop: list[int]) -> bool:
     """Trains to the end or until a signal is in `stop`. Returns whether it came to the end.
 
-    Raises `RunError` when the loss stops being finite, too many steps in a row are skipped, or a disk is full.
+    Raises `RunError` when the loss stops being finite, too many steps in a row are skipped, or a
+    disk is full.
     """
     gc.collect()
     gc.disable()  # only where the loop asks: ranks that collect garbage at random wait for each other
@@ -40,13 +41,18 @@ def train(run: Run, stop: list[int]) -> bool:
             after_step(run.state.step)
     gc.enable()
     # The last validation, unless it was made by the run that got here, by us now, or just before.
-    if run.state.step >= max(run.total_steps, run.first_step) and run.state.step % run.config.validation.freq > 0:
+    if (
+        run.state.step >= max(run.total_steps, run.first_step)
+        and run.state.step % run.config.validation.freq > 0
+    ):
         _validate(run)
     ended = run.state.step >= run.total_steps
     _save(run, wait=True, weights_only=ended and run.config.checkpoint.model_weights_only)
     run.saver.wait()
     if run.state.best_step is not None:
-        logger.info("best validation loss: %.4f, after step %s", run.state.best_loss, run.state.best_step)
+        logger.info(
+            "best validation loss: %.4f, after step %s", run.state.best_loss, run.state.best_step
+        )
     return ended
 
 
@@ -55,7 +61,10 @@ def _step(run: Run, stop: bool) -> None:
     config, state, saving = run.config, run.state, run.config.checkpoint
     objective = run.objective
     batches = objective.annotate(run.built, _next_batches(run))
-    overdue = time.monotonic() - run.saver.last_time >= saving.interval and saving.interval_type == "seconds"
+    overdue = (
+        time.monotonic() - run.saver.last_time >= saving.interval
+        and saving.interval_type == "seconds"
+    )
     overdue = overdue and run.process.rank == 0  # clocks differ: the first's counts
     totals = total_counts(run.built, batches, stop=stop, save=overdue)
     divisor = totals[objective.denominator]
@@ -85,7 +94,9 @@ def _step(run: Run, stop: bool) -> None:
     run.save_wanted |= by_steps or best
     if run.save_wanted and not run.stopping and state.step < run.total_steps:
         _act_on_numbers(run)
-        if best or not run.skipped_in_a_row:  # else after the next step that is made, if these weights can make one
+        if (
+            best or not run.skipped_in_a_row
+        ):  # else after the next step that is made, if these weights can make one
             _save(run)
             if run.after_checkpoint is not None:
                 run.after_checkpoint()
@@ -102,11 +113,15 @@ def _seed_draws(seed: int) -> None:
 def _next_batches(run: Run) -> list[Batch]:
     """The step's batches; what they take, and this rank's share of the work in them, count for the interval."""
     started, built = time.perf_counter(), run.built
-    filled = run.loader.filled if built.pipeline is None else None  # whose schedule has a number of micro-batches
+    filled = (
+        run.loader.filled if built.pipeline is None else None
+    )  # whose schedule has a number of micro-batches
     batches = [next(run.loader) for _ in range(run.plan.accumulation)][:filled]
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
-        run.interval.flops += built.flops(batch.counts["tokens"], batch.cu_seqlens.diff()) / built.mesh.layout.sharing
+        run.interval.flops += (
+            built.flops(batch.counts["tokens"], batch.cu_seqlens.diff()) / built.mesh.layout.sharing
+        )
     return batches
 
 
@@ -157,7 +172,9 @@ def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, ra
     dist.all_reduce(summed)
     _act_on_numbers(run)
     names = run.objective.loss.names
-    *over_ranks, waited = torch.cat([torch.stack([*totals.values()]), summed]).tolist()  # one wait for a GPU
+    *over_ranks, waited = torch.cat(
+        [torch.stack([*totals.values()]), summed]
+    ).tolist()  # one wait for a GPU
     counts = dict(zip(totals, over_ranks, strict=False))
     sums = dict(zip(names, over_ranks[len(totals) :], strict=True))
     seconds = time.perf_counter() - interval.started
@@ -175,7 +192,10 @@ def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, ra
     }
     sources, seen = run.config.data.resolved_sources(), state.source_tokens
     if len(sources) > 1:
-        row |= {f"share_{index}_{source.dataset}": seen[index] / sum(seen) for index, source in enumerate(sources)}
+        row |= {
+            f"share_{index}_{source.dataset}": seen[index] / sum(seen)
+            for index, source in enumerate(sources)
+        }
     run.metrics.write(row)
     run.interval = Interval()
 
@@ -189,9 +209,15 @@ def _validate(run: Run) -> None:
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
         if measured["val_loss"] < state.best_loss:
-            state.best_loss, state.best_step, state.worse_validations = measured["val_loss"], state.step, 0
+            state.best_loss, state.best_step, state.worse_validations = (
+                measured["val_loss"],
+                state.step,
+                0,
+            )
         if settings.patience is not None and state.worse_validations >= settings.patience:
-            logger.info("stopping early: no better validation loss for %d validations", settings.patience)
+            logger.info(
+                "stopping early: no better validation loss for %d validations", settings.patience
+            )
             run.total_steps = state.step
         _advance_curriculum(run, measured["val_loss"])
     if settings.prompts:
@@ -224,7 +250,11 @@ def _advance_curriculum(run: Run, loss: float = np.inf) -> None:
             break
         state.stage += 1
         logger.info("stage %d of the curriculum begins after step %d", state.stage, state.step)
-    ranking = settings.rank_every is not None and state.step % settings.rank_every == 0 and state.ranked != state.step
+    ranking = (
+        settings.rank_every is not None
+        and state.step % settings.rank_every == 0
+        and state.ranked != state.step
+    )
     if ranking:
         _rank(run)
     if ranking or state.stage > stage:
@@ -234,8 +264,8 @@ def _advance_curriculum(run: Run, loss: float = np.inf) -> None:
 def _rank(run: Run) -> None:
     """Measures the loss of the documents that this pass has left, and writes it to the run folder.
 
-    Beside it goes how often each document was used, which comes first in the order; those of which no pass begins any
-    (empty ones, or too long) are last.
+    Beside it goes how often each document was used, which comes first in the order; those of which
+    no pass begins any (empty ones, or too long) are last.
     """
     state, plan = run.state, run.loader.plan
     usable = documents_begun(plan, plan.rows_per_pass) > 0
@@ -246,7 +276,9 @@ def _rank(run: Run) -> None:
     uses = uses + run.loader.documents_begun()
     begun = usable & (uses == uses.max(where=usable, initial=0))
     left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
-    losses[left] = document_losses(run.built, plan, left, run.objective.loss, run.objective.denominator)
+    losses[left] = document_losses(
+        run.built, plan, left, run.objective.loss, run.objective.denominator
+    )
     state.ranked = state.step
     path = ranking_file(run.config, state.step)
 
@@ -258,7 +290,12 @@ def _rank(run: Run) -> None:
         sync(os.path.dirname(path))
 
     on_first(run.process, write)
-    logger.info("step %d: %d documents ranked, loss %.3f on average", state.step, len(left), np.nanmean(losses[left]))
+    logger.info(
+        "step %d: %d documents ranked, loss %.3f on average",
+        state.step,
+        len(left),
+        np.nanmean(losses[left]),
+    )
 
 
 def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
@@ -268,8 +305,14 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     run.save_wanted = False
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
-    tensors = model_tensors(run.built.model, getattr(torch, settings.export_dtype) if weights_only else None)
-    saved = {"step": state.step, "counters": vars(state).copy(), "global_batch": run.stages[0][1].global_batch}
+    tensors = model_tensors(
+        run.built.model, getattr(torch, settings.export_dtype) if weights_only else None
+    )
+    saved = {
+        "step": state.step,
+        "counters": vars(state).copy(),
+        "global_batch": run.stages[0][1].global_batch,
+    }
     saved["skipped_in_a_row"] = run.skipped_in_a_row
     if not weights_only:
         tensors |= optimizer_tensors(run.built.model, run.optimizer)
