@@ -374,7 +374,7 @@ def test_wrong_value_of_a_converted_name_lists_its_values(toml):
     assert "'fused', 'foreach'" in message and "as optimizer.fused" in message
 
 
-@pytest.mark.parametrize("section", ["distillation", "grpo"])
+@pytest.mark.parametrize("section", ["ppo", "grpo"])
 def test_sections_to_come_say_so(toml, section):
     assert f"{section} is not available yet" in error_of(toml(f"[{section}]\nrank = 1\n"))
 

@@ -71,6 +71,7 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
     assert "job.task: pictures:Own.trains_on is 'pictures'; set texts or conversations" in loaded(
         "pictures:Own"
     )
-    assert "job.task: only pretrain and sft are available yet; did you mean pretrain?" in loaded(
-        "pretrian"
+    assert (
+        "job.task: only pretrain, sft, distill, preference are available yet; did you mean pretrain?"
+        in loaded("pretrian")
     )

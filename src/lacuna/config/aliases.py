@@ -89,8 +89,5 @@ REFUSED: dict[str, str] = {
     "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
     "checkpoint.*_hf*": "the final model is always exported to hf/; `lacuna convert` exports any other",
-    **{
-        f"{section}*": f"the section {section} is not available yet"
-        for section in ("distillation", "grpo", "ppo")
-    },
+    **{f"{section}*": f"the section {section} is not available yet" for section in ("grpo", "ppo")},
 }

@@ -27,14 +27,15 @@ from lacuna.config.documents import (
 )
 from lacuna.config.errors import explained, refuse
 from lacuna.config.fields import Names, Path, Paths, Section, also, packaged, read_value
+from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.task import known_task, trains_on
 
 
 class JobConfig(Section):
     """What kind of run this is and where it writes.
 
-    task: What is trained for: pretrain on texts, sft on conversations, or an objective of your own,
-        as module:name.
+    task: What is trained for: pretrain on texts, sft on conversations, preference on pairs of
+        answers, distill from a larger model, or an objective of your own, as module:name.
     name: Name of the run. Unset: that of job.dump_folder, else of the TOML file without .toml.
     dump_folder: Folder that everything is written to. Unset: outputs/<name>.
     description: A note for the reader of config.toml; it changes nothing.
@@ -323,6 +324,8 @@ class Config(Section):
     curriculum: CurriculumConfig = CurriculumConfig()
     lora: LoraConfig = LoraConfig()
     quantization: QuantizationConfig = QuantizationConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    distillation: DistillationConfig = DistillationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
     parallelism: machine.ParallelismConfig = machine.ParallelismConfig()
@@ -337,9 +340,14 @@ class Config(Section):
     memory_estimation: machine.MemoryEstimationConfig = machine.MemoryEstimationConfig()
 
     @property
+    def trains_on(self) -> str:
+        """What the data are: texts, conversations, or preferences."""
+        return self.distillation.data if self.job.task == "distill" else trains_on(self.job.task)
+
+    @property
     def conversations(self) -> ChatConfig | None:
         """How conversations become tokens; None where the task is to train on texts."""
-        return self.chat if trains_on(self.job.task) == "conversations" else None
+        return None if self.trains_on == "texts" else self.chat
 
     def stages(self) -> "list[Config]":
         """The configuration of each stage of the curriculum, beginning with that before the first of its tables.

@@ -3,8 +3,13 @@
 from lacuna.config.errors import did_you_mean
 from lacuna.config.imported import imported
 
-# What the tasks that come with lacuna are trained on.
-TASKS = {"pretrain": "texts", "sft": "conversations"}
+# What the tasks that come with lacuna are trained on; distillation.data says it for distill.
+TASKS = {
+    "pretrain": "texts",
+    "sft": "conversations",
+    "distill": "texts",
+    "preference": "preferences",
+}
 # What the loop asks of an objective.
 PARTS = (
     "trains_on",
@@ -28,16 +33,15 @@ def known_task(task: str) -> str:
             raise ValueError(f"{task} has no {', '.join(missing)}, which the loop asks for")
         if objective.trains_on not in TASKS.values():
             raise ValueError(
-                f"{task}.trains_on is {objective.trains_on!r}; set texts or conversations"
+                f"{task}.trains_on is {objective.trains_on!r}; set texts, conversations or preferences"
             )
     elif task not in TASKS:
-        mend = (
-            did_you_mean(task, TASKS) or "; choose one, or an objective of your own as module:name"
-        )
-        raise ValueError(f"only {' and '.join(TASKS)} are available yet{mend}")
+        alike = did_you_mean(task, TASKS)
+        mend = alike or "; choose one, or an objective of your own as module:name"
+        raise ValueError(f"only {', '.join(TASKS)} are available yet{mend}")
     return task
 
 
 def trains_on(task: str) -> str:
-    """Whether a task learns from texts or conversations."""
+    """What a task learns from: texts, conversations or preferences."""
     return TASKS[task] if task in TASKS else imported(task).trains_on
