@@ -9,17 +9,17 @@ import os
 import sys
 
 import torch
+from lacuna.export.huggingface import export_model
+from lacuna.train.checkpoint import model_tensors, newest_complete, read_tensors, write_checkpoint
+from lacuna.train.reader import read_state
 
 from lacuna.config import load_config
 from lacuna.data import build_loader, merge_states, run_tokenizer
-from lacuna.export.huggingface import export_model
 from lacuna.model.build import build_model
 from lacuna.objective.find import find_objective
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
-from lacuna.train.checkpoint import model_tensors, newest_complete, read_tensors, write_checkpoint
 from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors, update
-from lacuna.train.reader import read_state
 from lacuna.train.setup import plan_batch
 from lacuna.train.step import accumulate_gradients, total_counts
 

@@ -31,7 +31,8 @@ from every_model import INCOMPLETE, configuration_class, model_types, small_conf
 from lacuna.config import Config, UserError
 from lacuna.config.documents import PackingConfig
 from lacuna.config.sections import LoraConfig, OptimizerConfig
-from lacuna.export.huggingface import export_adapter, export_model, misread_by_peft
+from lacuna.formats.adapter import export_adapter, misread_by_peft
+from lacuna.formats.huggingface import export_model
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh

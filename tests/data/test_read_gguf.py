@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from gguf_models import python_source, tiny_gguf_model, tokenizer_like
 from lacuna.config import UserError
-from lacuna.data.gguf import hf_folder
-from lacuna.export.gguf import export_gguf
+from lacuna.data.unpacked import hf_folder
+from lacuna.formats.gguf import export_gguf
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,10 @@ from lacuna.config.documents import ChatConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data.chat import end_of_turn, use_template
 from lacuna.data.tokenizer import load_tokenizer
-from lacuna.export.huggingface import export_model
+from lacuna.formats.convert import convert
+from lacuna.formats.huggingface import export_model
+from lacuna.formats.opening import load_any_model
 from lacuna.model.architecture import load_model_config
-from lacuna.train.forms import convert, load_any_model
 from runs import refused
 from texts import tokenizer_of_bytes
 from tiny import random_model, tiny_config, tokenizer_of_words

@@ -17,11 +17,11 @@ from lacuna.config import Config, UserError
 from lacuna.config.checks import problems_of
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.config.sections import LoraConfig
-from lacuna.export.huggingface import export_adapter
+from lacuna.formats.adapter import export_adapter
+from lacuna.formats.convert import convert
 from lacuna.model.architecture import meta_model
 from lacuna.model.lora import add_adapters, file_name, load_adapters, merge_adapters, trained_names
 from lacuna.parallel.mesh import Layout
-from lacuna.train.forms import convert
 from layouts import Case, check_same, outcomes, pipelined
 from runs import checkpoint, curve, make_world, train
 from tiny import random_model, relative_error, tiny_config, tokenizer_of_words

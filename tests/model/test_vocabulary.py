@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import run_tokenizer
-from lacuna.export.huggingface import export_model
+from lacuna.formats.huggingface import export_model
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
-from lacuna.export import huggingface
-from lacuna.export.huggingface import export_model, save_model_description
+from lacuna.formats import huggingface
+from lacuna.formats.huggingface import export_model, save_model_description
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.objective.language_modelling import LanguageModelling

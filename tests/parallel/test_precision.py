@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from every_model import configuration_class, small_config
 from lacuna.config import UserError
 from lacuna.config.sections import LoraConfig
-from lacuna.export.huggingface import export_model
+from lacuna.formats.checkpoint import model_tensors
+from lacuna.formats.huggingface import export_model
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import BuiltModel, build_model, plan_model
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.train.checkpoint import model_tensors
 from layouts import Case, configuration, outcomes, relative_error
 from tiny import CPU, differing, random_model, run_ranks, tokenizer_of_words
 

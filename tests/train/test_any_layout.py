@@ -10,12 +10,14 @@ from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.sections import ModelConfig, TrainingConfig
-from lacuna.export.huggingface import export_model
+from lacuna.formats.checkpoint import model_tensors
+from lacuna.formats.huggingface import export_model
+from lacuna.formats.reader import read_tensors
+from lacuna.formats.writer import write_checkpoint
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import model_tensors, read_tensors, write_checkpoint
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from layouts import pipelined
 from tiny import CPU, differing, random_model, run_ranks, tiny_config, tokenizer_of_words, whole

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lacuna.config import UserError
 from lacuna.config.sections import LoraConfig as Settings
-from lacuna.export.huggingface import export_adapter
+from lacuna.formats.adapter import export_adapter
+from lacuna.formats.opening import open_model
 from lacuna.model.lora import (
     adapted_modules,
     add_adapters,
@@ -22,7 +23,6 @@ from lacuna.model.lora import (
     without_adapters,
 )
 from lacuna.parallel.precision import compute_in
-from lacuna.train.forms import open_model
 from runs import (
     checkpoint,
     curve,

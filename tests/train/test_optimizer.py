@@ -1,6 +1,5 @@
-"""AdamW on shards is torch's AdamW on the whole model; what is skipped leaves no trace; rates as by hand."""
+"""AdamW on shards is torch's AdamW on the whole model; what is skipped leaves no trace."""
 
-import math
 import re
 from pathlib import Path
 
@@ -11,18 +10,15 @@ from torch import Tensor, nn
 
 from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config
-from lacuna.config.sections import LRSchedulerConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import (
     build_optimizer,
     clip_gradients,
-    learning_rate,
     optimizer_tensors,
-    peak_step,
     update,
-    warmup_steps,
 )
 from tiny import (
     CPU,
@@ -338,74 +334,3 @@ def test_an_early_step_is_taken_after_one_that_was_skipped() -> None:
     before = model.lm_head.weight.detach().clone()
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
     assert not torch.equal(model.lm_head.weight, before)
-
-
-ROOT = math.sqrt(0.5)
-RATES = {
-    # 2 steps of warmup to a third and two thirds, then 8 of decay: 1 - p with p = 1/9 ... 8/9
-    "linear": (
-        {"warmup_steps": 2},
-        [1 / 3, 2 / 3, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9],
-    ),
-    "linear with a floor": (
-        {"warmup_steps": 2, "lr_min": 0.1},
-        [1 / 3, 2 / 3, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2],
-    ),
-    # 2 steps of warmup, 5 at the top, 3 of decay: p = 1/4, 2/4, 3/4
-    "wsd": (
-        {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "wsd"},
-        [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
-    ),
-    "wsd without a ratio": ({"warmup_steps": 0, "decay_type": "wsd"}, [1.0] * 9 + [0.5]),
-    "cosine": (
-        {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "cosine"},
-        [1 / 3, 2 / 3, 1, 1, 1, 1, 1, (1 + ROOT) / 2, 0.5, (1 - ROOT) / 2],
-    ),
-    "sqrt": (
-        {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "sqrt"},
-        [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.5, 1 - ROOT, 1 - math.sqrt(0.75)],
-    ),
-    "sqrt with a floor": (
-        {"warmup_steps": 0, "decay_ratio": 0.1, "decay_type": "sqrt", "lr_min": 0.5},
-        [1.0] * 9 + [0.5 + 0.5 * (1 - ROOT)],
-    ),
-    "constant": ({"warmup_steps": 3, "decay_type": "constant"}, [0.25, 0.5, 0.75] + [1.0] * 7),
-    "no decay": ({"warmup_steps": 0, "decay_ratio": 0.0}, [1.0] * 10),
-    "no warmup": ({"warmup_steps": 0, "decay_ratio": 0.2}, [1.0] * 8 + [2 / 3, 1 / 3]),
-    # half of the steps should decay, but only 2 are left after the warmup: p = 1/3, 2/3
-    "clamped": (
-        {"warmup_steps": 8, "decay_ratio": 0.5},
-        [n / 9 for n in range(1, 9)] + [2 / 3, 1 / 3],
-    ),
-    "warmup longer than the run": ({"warmup_steps": 19}, [n / 20 for n in range(1, 11)]),
-}
-
-
-@pytest.mark.parametrize(("settings", "expected"), RATES.values(), ids=RATES.keys())
-def test_the_learning_rate_of_every_step(settings: dict, expected: list[float]) -> None:
-    config = Config(lr_scheduler=LRSchedulerConfig(**settings), optimizer=OptimizerConfig(lr=0.02))
-    rates = [learning_rate(config, step, total=10) for step in range(10)]
-    assert rates == pytest.approx([0.02 * factor for factor in expected], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("total", "warmup"), [(1, 0), (9, 0), (60, 6), (1_999, 199), (2_000, 200), (10**6, 200)]
-)
-def test_a_warmup_that_nobody_gave_is_a_tenth_of_the_run_and_at_most_200_steps(
-    total: int, warmup: int
-) -> None:
-    config = Config(
-        optimizer=OptimizerConfig(lr=0.02), lr_scheduler=LRSchedulerConfig(decay_type="constant")
-    )
-    assert warmup_steps(config, total) == warmup
-    assert peak_step(config, total) == min(warmup, total - 1)
-    assert learning_rate(config, peak_step(config, total), total) == 0.02
-    assert warmup_steps(Config(lr_scheduler=LRSchedulerConfig(warmup_steps=7)), total) == 7
-
-
-@pytest.mark.parametrize("name", RATES)
-def test_the_peak_is_the_highest_rate_of_the_run(name: str) -> None:
-    settings, factors = RATES[name]
-    assert factors[peak_step(Config(lr_scheduler=LRSchedulerConfig(**settings)), 10)] == max(
-        factors
-    )

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from lacuna.config import Config
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import CheckpointSaver
+from lacuna.train.saver import CheckpointSaver
 from runs import checkpoint, curve, ended, rows, start, steps, together, train, wait_until, weights
 
 pytestmark = pytest.mark.slow  # whole runs of the command line
@@ -111,16 +111,18 @@ def test_the_latest_the_best_and_step_0_are_kept(
 
 def test_checkpoints_of_skipped_steps_push_none_out(tmp_path: Path) -> None:
     config = Config.model_validate({"checkpoint": {"keep_latest_k": 2}})
-    saver = CheckpointSaver(config, str(tmp_path / "checkpoint"), os.mkdir, Process())
+    saver = CheckpointSaver(config.checkpoint, str(tmp_path / "checkpoint"), os.mkdir, Process())
     for step, skipped in [(1, 0), (2, 0), (3, 0), (4, 1), (6, 3)]:
         saver.save(
             step,
             {"model.weight": torch.ones(2)},
-            {"step": step, "skipped_in_a_row": skipped},
+            {"loop": {"step": step, "skipped_in_a_row": skipped}},
             wait=True,
         )
     assert steps(tmp_path) == [2, 3, 4, 6]
-    saver.save(7, {"model.weight": torch.ones(2)}, {"step": 7, "skipped_in_a_row": 0}, wait=True)
+    saver.save(
+        7, {"model.weight": torch.ones(2)}, {"loop": {"step": 7, "skipped_in_a_row": 0}}, wait=True
+    )
     assert steps(tmp_path) == [6, 7], "what followed from them was trained further"
 
 

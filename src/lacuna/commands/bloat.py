@@ -14,11 +14,15 @@ EXTENSION_LIMIT = 400
 # All else is in modules of their own: what they add -> these modules, in the package.
 EXTENSIONS = {
     "quantisation": ("model/quantization.py",),
-    "GGUF": ("data/gguf.py", "export/gguf.py"),
+    "GGUF-read": ("data/gguf.py", "data/gguf_tokenizer.py"),
+    "GGUF-written": ("formats/gguf.py", "formats/gguf_fields.py"),
+    "conversion": ("formats/opening.py", "formats/convert.py"),
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
+    "curriculum": ("train/curriculum.py",),
+    "profiling": ("train/profiling.py",),
     "experts": ("model/router.py",),
-    "plans": ("plan/dry_run.py", "plan/examples.py"),
+    "plans": ("plan/dry_run.py", "plan/examples.py", "plan/memory.py"),
     "rollouts": ("rollout/generate.py",),
 }
 

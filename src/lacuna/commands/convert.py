@@ -57,10 +57,11 @@ def run(words: list[str]) -> None:
             f"convert: {given.target} exists already: choose another target, or remove it": there,
         }
     )
-    from lacuna.export.gguf import require
-    from lacuna.train.forms import convert
+    from lacuna.formats.convert import convert
 
     if is_gguf:
+        from lacuna.formats.gguf import require
+
         require(given.type or "F16")
     kind = (given.type or "F16") if is_gguf else given.dtype
     settings = (kind, given.base, given.adapter_only, given.trust_remote_code)

@@ -58,11 +58,11 @@ def run(words: list[str]) -> None:
         }
     )
     from lacuna.data.template import require_questions
+    from lacuna.formats.opening import load_any_model
     from lacuna.parallel.processes import (
         device_type,
     )  # torch takes seconds to import: not before the words are right
     from lacuna.rollout.generate import Printer, generate_text
-    from lacuna.train.forms import load_any_model
 
     model, tokenizer = load_any_model(given.model, device_type(), given.trust_remote_code)
     if given.chat:

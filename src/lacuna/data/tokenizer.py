@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lacuna.config import explained, refuse
 from lacuna.config.sections import ModelConfig
 from lacuna.data import corpus
-from lacuna.data.gguf import hf_folder
 from lacuna.data.remote_code import open_with
+from lacuna.data.unpacked import hf_folder
 
 
 def tokenizer_source(model: ModelConfig) -> str:

@@ -19,8 +19,8 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from lacuna.config import Config, UserError, explained, logger
-from lacuna.data.gguf import hf_folder
 from lacuna.data.remote_code import open_with
+from lacuna.data.unpacked import hf_folder
 from lacuna.model.router import set_router_loss
 from lacuna.parallel.precision import keep_in_float32
 

@@ -29,8 +29,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lacuna.config import Config, UserError, explained, refuse
 from lacuna.config.sections import ModelConfig
-from lacuna.data.gguf import hf_folder
 from lacuna.data.tokenizer import added_ids
+from lacuna.data.unpacked import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
 from lacuna.model.initial import draw_weights, place_buffers
 from lacuna.model.lora import PARTS, adapted_modules

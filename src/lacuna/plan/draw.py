@@ -14,16 +14,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lacuna.config import Config, explained
+from lacuna.config.console import open_console
 from lacuna.data import run_tokenizer
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import plan_model
+from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.fsdp import reshard_after_forward
 from lacuna.parallel.mesh import AXES, Layout, resolve_layout
 from lacuna.parallel.pipeline import homes_of, stage_ranges
 from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.schedule import Action, held_stages, pipeline_order
-from lacuna.train.metrics import open_console
-from lacuna.train.setup import plan_batch
 
 # How long an action takes, in forward passes of one stage: a backward pass is two matrix products
 # for one.
@@ -48,7 +48,7 @@ def draw(config: Config, processes: int, device: str) -> None:
     Raises `UserError` for a layout, batch or schedule that the run would refuse.
     """
     layout = resolve_layout(config, processes)
-    plan = plan_batch(config, layout)
+    plan = resolve_batch(config, layout)
     model = plan_model(config, run_tokenizer(config), layout, device)
     order = pipeline_order(config.parallelism, plan.accumulation) if layout.pp > 1 else {}
     rows = list(
@@ -69,7 +69,7 @@ def draw(config: Config, processes: int, device: str) -> None:
             f"(backward), 1 for its halves I (inputs) and W (weights); small letters are a rank's later stages. The "
             f"ranks wait (·) {bubble_share(timeline):.1%} of the time: the bubble."
         )
-    terminal = open_console(config)
+    terminal = open_console(config.metrics)
     if (
         columns := os.environ.get("COLUMNS", "")
     ).isdigit():  # a drawing is laid out for who asks for a width

@@ -8,13 +8,13 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
+from lacuna.config.console import open_console
 from lacuna.data import run_tokenizer
 from lacuna.data.packing import Span
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import rows_from_the_start
+from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import resolve_layout
-from lacuna.train.metrics import open_console
-from lacuna.train.setup import plan_batch
 
 SHOWN = 3
 _BAR = 40
@@ -25,11 +25,11 @@ def show_data(config: Config, processes: int) -> None:
 
     Raises `UserError` for what the run would refuse of the data.
     """
-    size = plan_batch(config, resolve_layout(config, processes)).global_batch
+    size = resolve_batch(config, resolve_layout(config, processes)).global_batch
     tokenizer = run_tokenizer(config)
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))
-    console = open_console(config)
+    console = open_console(config.metrics)
     for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
         console.print(
             f"[bold]example {number}[/bold]: {len(span.tokens)} tokens, [green]trained[/green] and not"

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 
 from lacuna.config import Config, explained, logger
-from lacuna.train.checkpoint import checkpoint_path, listed_steps
+from lacuna.formats.checkpoint import checkpoint_path, listed_steps
 
 
 def goes_back(config: Config) -> bool:

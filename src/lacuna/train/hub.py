@@ -9,8 +9,8 @@ from threading import Thread
 from huggingface_hub import HfApi, get_token
 
 from lacuna.config import RunError, logger
+from lacuna.formats.checkpoint import checkpoint_path
 from lacuna.parallel.processes import on_first
-from lacuna.train.checkpoint import checkpoint_path
 from lacuna.train.setup import Run
 
 

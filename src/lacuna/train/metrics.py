@@ -1,20 +1,17 @@
 """What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal, and profiler traces."""
 
 import json
-import logging
 import math
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
@@ -62,10 +59,6 @@ SHOWN = {
     "val_token_accuracy": "{:.1%} of tokens right",
 }
 
-PROFILER_WARMUP_STEPS = 3
-ENDLESS = 100_000
-MAX_MEMORY_ENTRIES = 100_000
-
 
 def peak_flops(device: torch.device) -> float | None:
     """The device's bf16 peak in FLOP/s, or None (said once in the log) for a device not in the table."""
@@ -85,29 +78,6 @@ def peak_memory(device: torch.device) -> float:
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-
-
-def open_console(config: Config, visible: bool = True, **settings: Any) -> Console:
-    """Where a command prints; what is no terminal, but a file or a pipe, gets lines as long as they are."""
-    plain = config.metrics.disable_color_printing
-    console = Console(no_color=plain, highlight=False, quiet=not visible, **settings)
-    if not console.is_terminal:
-        console.width = ENDLESS
-    return console
-
-
-def set_up_logging(config: Config, visible: bool) -> Console:
-    """Sends log messages to the terminal (stderr), of the first rank only unless `visible`."""
-    console = open_console(config, visible, stderr=True)
-    handler: logging.Handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
-    if console.is_terminal:
-        handler = RichHandler(
-            console=console, show_path=False, log_time_format="%H:%M:%S", markup=False
-        )
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel("INFO" if visible else "ERROR")
-    return console
 
 
 def _open_rows(path: str, step: int) -> TextIO:
@@ -231,45 +201,3 @@ def _wandb_run(config: Config) -> Any:
         config=config.model_dump(),
         dir=config.job.dump_folder,
     )
-
-
-@contextmanager
-def profiled(config: Config, rank: int, start_step: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call after every step with the number of steps done.
-
-    Every `profiling.profile_freq` steps a Chrome trace of one step, and a memory snapshot (GPU), go
-    to `<dump_folder>/<save_…_folder>/step-N/rank-R…`.
-    """
-    settings = config.profiling
-    every, warmup = settings.profile_freq, min(PROFILER_WARMUP_STEPS, settings.profile_freq - 1)
-
-    def target(folder: str, step: int, kind: str) -> str:
-        path = os.path.join(
-            str(config.job.dump_folder), folder, f"step-{step}", f"rank-{rank}-{kind}"
-        )
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
-
-    def save_trace(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(
-            target(settings.save_traces_folder, start_step + profiler.step_num, "trace.json")
-        )
-
-    def after_step(step: int) -> None:
-        if profiler is not None:
-            profiler.step()
-        if settings.enable_memory_snapshot and step % every == 0:
-            torch.cuda.memory._dump_snapshot(
-                target(settings.save_memory_snapshot_folder, step, "memory.pickle")
-            )
-
-    if settings.enable_memory_snapshot:
-        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_ENTRIES)
-    profiler = None
-    if settings.enable_profiling:
-        schedule = torch.profiler.schedule(wait=every - warmup - 1, warmup=warmup, active=1)
-        profiler = torch.profiler.profile(
-            schedule=schedule, on_trace_ready=save_trace, record_shapes=True
-        )
-    with profiler or nullcontext():
-        yield after_step

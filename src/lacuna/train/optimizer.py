@@ -1,6 +1,4 @@
-"""What moves the weights: learning rates, clipping, and AdamW over a sharded model without waiting for the device."""
-
-import math
+"""What moves the weights: clipping, and AdamW over a sharded model, without a wait for the device."""
 
 import torch
 import torch.distributed as dist
@@ -18,40 +16,6 @@ from lacuna.parallel.pipeline import tied_weights
 
 # Words in the names of parameters that are added, multiplied with, or looked up.
 _NO_MATRICES = {"bias", "log", "d", "scale", "mix", "pos", "position", "emb", "embed", "embedding"}
-
-
-def warmup_steps(config: Config, total: int) -> int:
-    """Steps of warmup in a run of `total`: as given, else a tenth of them, and no more than flame's 200."""
-    given = config.lr_scheduler.warmup_steps
-    return min(total // 10, 200) if given is None else given
-
-
-def peak_step(config: Config, total: int) -> int:
-    """The step (from 0) with the highest learning rate: the last of the warmup or the first after it."""
-    warmup = warmup_steps(config, total)
-    around = (min(max(step, 0), total - 1) for step in (warmup - 1, warmup))
-    return max(around, key=lambda step: learning_rate(config, step, total))
-
-
-def learning_rate(config: Config, step: int, total: int) -> float:
-    """The learning rate used in `step` (from 0) of `total`, as flame and torchtitan define it.
-
-    Times `optimizer.lr`: (s+1)/(W+1) during W warmup steps, then 1, then over D decay steps from 1
-    to `lr_scheduler.lr_min` by p = (s+1−W−stable)/(D+1): 1−p, 1−√p, or ½(1+cos πp). D is the share
-    `lr_scheduler.decay_ratio` of all steps, or all after the warmup; never more than those.
-    """
-    peak, schedule, warmup = config.optimizer.lr, config.lr_scheduler, warmup_steps(config, total)
-    if step < warmup:
-        return peak * (step + 1) / (warmup + 1)
-    left, ratio = total - warmup, schedule.decay_ratio
-    decaying = max(min(left, left if ratio is None else round(total * ratio)), 0)
-    progress = (step + 1 - (total - decaying)) / (decaying + 1)
-    if schedule.decay_type == "constant" or progress <= 0:
-        return peak
-    curved = {"sqrt": 1 - math.sqrt(progress), "cosine": 0.5 * (1 + math.cos(math.pi * progress))}
-    return peak * (
-        schedule.lr_min + (1 - schedule.lr_min) * curved.get(schedule.decay_type, 1 - progress)
-    )
 
 
 def is_matrix(module: nn.Module, name: str, parameter: Tensor) -> bool:

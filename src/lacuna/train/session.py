@@ -13,8 +13,10 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from lacuna.config import LAUNCHED, Config, explained, logger, make_folder
+from lacuna.config.console import set_up_logging
 from lacuna.data import workers_told
 from lacuna.data.disk import replace_text
+from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import (
     Process,
     answered,
@@ -25,9 +27,7 @@ from lacuna.parallel.processes import (
     stop_process,
 )
 from lacuna.train.branch import goes_back
-from lacuna.train.checkpoint import model_tensors
 from lacuna.train.hints import closing_hints
-from lacuna.train.metrics import set_up_logging
 from lacuna.train.setup import Run
 from lacuna.train.trainer import train
 
@@ -91,7 +91,7 @@ def train_here(config: Config) -> int:
     """
     status = 0
     first = int(os.environ.get("RANK", 0)) == 0
-    console = set_up_logging(config, visible=first)
+    console = set_up_logging(config.metrics, visible=first)
     with lock(str(config.job.dump_folder)) if first else nullcontext():
         process = start_process(config)
         with answered(config), workers_told():
@@ -109,61 +109,64 @@ def train_here(config: Config) -> int:
 
 
 def _train(config: Config, process: Process, console: Console) -> int:
+    """Trains and exports. Returns the exit status."""
     started = time.monotonic()
     run = Run(config, process, console)
-    built, state, settings, folder = (
-        run.built,
-        run.state,
-        config.checkpoint,
-        str(config.job.dump_folder),
-    )
+    built, folder = run.built, config.job.dump_folder
     with run.metrics as ending:
-        ending.callback(
-            lambda: run.loader.close()
-        )  # the last one: a stage of the curriculum has its own
+        # The last loader: a stage of the curriculum has its own.
+        ending.callback(lambda: run.loader.close())
         console.print(
-            f"[bold]{config.job.name}[/bold]: {built.parameters / 1e6:,.1f} M parameters on {process.world_size} × "
-            f"{process.device.type}; {run.total_steps:,} steps of {run.plan.global_batch} × {config.training.seq_len} "
-            f"tokens; writing to {folder}"
+            f"[bold]{config.job.name}[/bold]: {built.parameters / 1e6:,.1f} M parameters on "
+            f"{process.world_size} × {process.device.type}; {run.total_steps:,} steps of "
+            f"{run.batch.global_batch} × {config.training.seq_len} tokens; writing to {folder}"
         )
-        if settings.create_seed_checkpoint:  # for runs in any layout to start from
-            run.saver.save(
-                0, model_tensors(built.model), {"step": 0, "counters": vars(state)}, wait=True
-            )
+        if config.checkpoint.create_seed_checkpoint:  # for runs in any layout to start from
+            tensors = model_tensors(built.model)
+            run.saver.save(0, tensors, {"loop": run.loop_state()}, wait=True)
             console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
             return 0
         uploads = None
-        if settings.hf_upload_enabled:
-            from lacuna.train.hub import Uploads  # only here: it is no part of other runs
+        if config.checkpoint.hf_upload_enabled:
+            from lacuna.train.hub import Uploads  # an extension
 
             uploads = Uploads(run)
             run.after_checkpoint = uploads.after_checkpoint
-        if train(run, stop := stop_on_signals()):
-            model = os.path.join(folder, "hf")
-            for write in run.exports(model):
-                write()
-            on_first(process, lambda: mark_finished(config, state.step))
-            if uploads is not None:
-                uploads.after_end(model)
-            console.print(
-                f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s."
-            )
-            adapted = "adapters merged in float32 and " if config.lora.rank else ""
-            written = f"{adapted}written in {settings.export_dtype} (checkpoint.export_dtype)"
-            console.print(f"The model: {model}, {written}.", soft_wrap=True, markup=False)
-            if process.rank == 0:
-                hints = closing_hints(config, run.loader.plan.sources, process)
-                console.print(hints, soft_wrap=True, markup=False)
-        else:
-            kept = "saved after step {}. The same command goes on from there."
-            lost = "nothing saved after step {} (checkpoint.enable_checkpoint). The same command starts anew."
-            console.print(
-                f"Stopped and {(kept if settings.enable_checkpoint else lost).format(state.step)}"
-            )
-            return 128 + next(
-                number for received in gather_objects(process, stop) for number in received
-            )
+        stop = stop_on_signals()
+        if not train(run, stop):
+            console.print(_about_stopping(config, run.state.step))
+            received = [number for numbers in gather_objects(process, stop) for number in numbers]
+            return 128 + received[0]
+        model = os.path.join(folder, "hf")
+        for write in run.exports(model):
+            write()
+        on_first(process, lambda: mark_finished(config, run.state.step))
+        if uploads is not None:
+            uploads.after_end(model)
+        _say_done(run, console, model, time.monotonic() - started)
     return 0
+
+
+def _about_stopping(config: Config, step: int) -> str:
+    """What becomes of a run that is stopped after `step`."""
+    if config.checkpoint.enable_checkpoint:
+        return f"Stopped and saved after step {step}. The same command goes on from there."
+    return (
+        f"Stopped and nothing saved after step {step} (checkpoint.enable_checkpoint). The same "
+        f"command starts anew."
+    )
+
+
+def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
+    """Says what a run that came to its end has done, and what can be done with the `model`."""
+    config, state = run.config, run.state
+    console.print(f"Done: {state.step:,} steps, {state.tokens:,} tokens in {seconds:.0f} s.")
+    adapted = "adapters merged in float32 and " if config.lora.rank else ""
+    written = f"{adapted}written in {config.checkpoint.export_dtype} (checkpoint.export_dtype)"
+    console.print(f"The model: {model}, {written}.", soft_wrap=True, markup=False)
+    if run.process.rank == 0:
+        hints = closing_hints(config, run.loader.plan.sources, run.process)
+        console.print(hints, soft_wrap=True, markup=False)
 
 
 def finished_step(config: Config) -> int | None:

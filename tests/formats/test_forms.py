@@ -10,11 +10,15 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.config import Config, to_toml
 from lacuna.config.sections import LoraConfig
-from lacuna.export.huggingface import export_adapter, save_model_description
+from lacuna.formats.adapter import export_adapter
+from lacuna.formats.checkpoint import RUN, model_tensors
+from lacuna.formats.convert import convert
+from lacuna.formats.huggingface import save_model_description
+from lacuna.formats.opening import load_any_model
+from lacuna.formats.reader import read_tensors
+from lacuna.formats.writer import write_checkpoint
 from lacuna.model.lora import add_adapters, initialize_adapters
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import RUN, model_tensors, read_tensors, write_checkpoint
-from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, steps, together, train
 from tiny import differing, random_model, tiny_config, tokenizer_of_words
 

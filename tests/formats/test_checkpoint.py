@@ -13,9 +13,9 @@ import pytest
 
 from lacuna.config import Config, UserError
 from lacuna.config.sections import JobConfig
+from lacuna.formats.checkpoint import find_damage, newest_complete, prepare_folder
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import find_damage, newest_complete, prepare_folder
-from lacuna.train.setup import find_start
+from lacuna.train.start import find_start
 from runs import checkpoint, curve, ended, rows, start, steps, together, train, wait_until, weights
 
 STEPS = 8
@@ -222,15 +222,15 @@ def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_start_over_by_itsel
     with pytest.raises(
         UserError, match="none is complete: .* to start over on purpose move that folder away"
     ):
-        find_start(config, str(folder), False, Process())
+        find_start(config.checkpoint, str(folder), False, Process())
     shutil.copytree(
         checkpoint(straight, 8), folder / "step-0"
     )  # which is where the run had started
     with pytest.raises(UserError, match="none is complete"):
-        find_start(config, str(folder), False, Process())
+        find_start(config.checkpoint, str(folder), False, Process())
     for step in (2, 4, 6, 8):
         shutil.rmtree(folder / f"step-{step}")
-    assert find_start(config, str(folder), False, Process())[0] == str(folder / "step-0")
+    assert find_start(config.checkpoint, str(folder), False, Process())[0] == str(folder / "step-0")
 
 
 def test_a_file_in_a_checkpoints_place_is_refused_before_the_first_step(tmp_path: Path) -> None:

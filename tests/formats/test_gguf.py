@@ -31,8 +31,8 @@ from gguf_models import (
     tokenizer_like,
 )
 from lacuna.config import UserError
-from lacuna.data.gguf import hf_folder
-from lacuna.export.gguf import TYPES, export_gguf, require
+from lacuna.data.unpacked import hf_folder
+from lacuna.formats.gguf import TYPES, export_gguf, require
 from tiny import random_model
 
 # What transformers 5.17 to 5.23 does not read: Gemma 1, biases of a Llama, the factors of Llama 3's

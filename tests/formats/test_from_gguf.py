@@ -7,9 +7,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from gguf_models import tiny_gguf_model
-from lacuna.export.gguf import export_gguf
+from lacuna.formats.convert import convert
+from lacuna.formats.gguf import export_gguf
+from lacuna.formats.opening import load_any_model
 from lacuna.rollout.generate import generate_text
-from lacuna.train.forms import convert, load_any_model
 from runs import checkpoint, curve, lacuna, rows, together, train
 
 pytestmark = pytest.mark.slow  # whole runs of the command line

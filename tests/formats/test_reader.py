@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
 
 from lacuna.config import logger
+from lacuna.formats.checkpoint import find_damage
+from lacuna.formats.reader import Reader, read_state
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import find_damage
-from lacuna.train.reader import Reader, read_state
 from runs import checkpoint, refused
 
 STEP = 8
@@ -153,4 +153,4 @@ def test_what_is_read_is_what_torch_reads(straight: Path) -> None:
     expected, found = FileSystemReader(step).read_metadata(), Reader(step).read_metadata()
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
-    assert read_state(step)["step"] == STEP
+    assert read_state(step)["loop"]["step"] == STEP

@@ -5,12 +5,12 @@ import pytest
 from lacuna.config import Config, UserError
 from lacuna.config.sections import JobConfig, TrainingConfig
 from lacuna.data import BatchPlan
+from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import Layout
-from lacuna.train.setup import plan_batch
 
 
 def planned(ranks: int, saved: int | None = None, **training: int) -> BatchPlan:
-    return plan_batch(
+    return resolve_batch(
         Config(job=JobConfig(dump_folder="outputs/run"), training=TrainingConfig(**training)),
         Layout(ranks),
         saved,

@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM
 from every_model import configuration_class, small_config
 from gguf_models import tiny_gguf_model
 from lacuna.config.sections import LoraConfig
-from lacuna.export.gguf import export_gguf
-from lacuna.export.huggingface import export_adapter, export_model
+from lacuna.formats.adapter import export_adapter
+from lacuna.formats.gguf import export_gguf
+from lacuna.formats.huggingface import export_model
 from lacuna.model.lora import add_adapters
 from lacuna.parallel.precision import compute_in
 from tiny import differing, random_model, run_ranks, tiny_config, tokenizer_of_words
