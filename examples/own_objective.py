@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lacuna.data.packing import IGNORED
-from lacuna.model.head import Columns, Sums, TokenLoss
+from lacuna.model.loss import Columns, Sums, TokenLoss
 from lacuna.objective.language_modelling import LanguageModelling
 
 SMOOTHING = 0.1

@@ -44,7 +44,7 @@ from transformers import (
 
 from lacuna.config import Config
 from lacuna.model.architecture import decoder_layers, meta_model
-from lacuna.model.head import attach_loss
+from lacuna.model.forward import attach_forward
 from lacuna.model.lora import trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
@@ -197,7 +197,7 @@ def sharded_model(
     mesh = mesh_of(Layout(replicate, dist.get_world_size() // replicate))
     parallelize(model, decoder_layers(model), mesh, settings)
     fill_model(model, trained_names(model), settings, CPU, fill=True)
-    attach_loss(model)
+    attach_forward(model)
     return model
 
 
