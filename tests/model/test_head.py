@@ -65,7 +65,8 @@ def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     with torch.no_grad():
         bare = replace(head, scale=1.0, soft_cap=None)
         losses = [
-            model.run_forward(loss_sums, each, INPUTS, LanguageModelling.loss)[0].item() for each in (head, bare)
+            model.run_forward(loss_sums, each, INPUTS, LanguageModelling.loss)[0].item()
+            for each in (head, bare)
         ]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 

@@ -65,7 +65,10 @@ def check_loaded(folder: Path, model: PreTrainedModel) -> None:
     labels = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
     inputs = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, {"labels": labels})
     with inference(model):
-        loss = model.run_forward(loss_sums, Head(), inputs, LanguageModelling.loss)[0] / (labels != -100).sum()
+        loss = (
+            model.run_forward(loss_sums, Head(), inputs, LanguageModelling.loss)[0]
+            / (labels != -100).sum()
+        )
         expected = reference(input_ids=IDS, labels=IDS).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6), folder
 

@@ -1,5 +1,6 @@
 """Divergences from a teacher beside TRL's on the same batch with the same weights, in float32."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -7,8 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tiny import VOCABULARY, random_model, tiny_config
-from trl_losses import Answer, Outcome, chunked_jsd, generalised_jsd, gradient_norm
+from lacuna.config import Config
+from lacuna.config.objectives import DistillationConfig
+from lacuna.objective.distillation import Distillation
+from lacuna.train.step import sums_of
+from policies import batch_of, gradient_norm, one_rank, policy_of
+from tiny import VOCABULARY, random_model, tiny_config, tokenizer_of_words
+from trl_losses import Answer, Outcome, chunked_jsd, generalised_jsd
 
 pytestmark = pytest.mark.slow
 TOLERANCE = 1e-5
@@ -67,25 +73,26 @@ def trl_beta(settings: dict[str, Any]) -> float:
     return float(ends.get(settings["divergence"], settings.get("beta", 0.5)))
 
 
-# ---- lacuna's half: to be filled in ------------------------------------------------------------
-
-
 def by_lacuna(
     student: PreTrainedModel,
     teacher: PreTrainedModel,
     answers: list[Answer],
     settings: dict[str, Any],
 ) -> Outcome:
-    """What lacuna's objective makes of the same batch, with `alpha` 1.
-
-    `answers` hold plain lists of ids, of which `completion` is trained and `prompt` is not; the
-    loss is the mean over trained tokens. Both models are transformers' own, in evaluation mode, and
-    must stay as they are (copy what is changed).
-    """
-    pytest.skip("lacuna's half is not written yet")
-
-
-# ---- end of lacuna's half ----------------------------------------------------------------------
+    """What lacuna's objective makes of the same batch, with `alpha` 1."""
+    config = Config(distillation=DistillationConfig(**settings))
+    objective = Distillation()
+    objective.check(config, tokenizer_of_words())
+    with one_rank():
+        policy = policy_of(deepcopy(student), config)
+        objective.use_teacher(policy_of(deepcopy(teacher), config))
+        batches = [batch_of([(answer.prompt, answer.completion) for answer in answers])]
+        [batch] = objective.annotate(policy, batches, objective.loss)
+        sums = sums_of(policy, batch, objective.loss)
+        (sums[0] / batch.counts[objective.denominator]).backward()
+        named = dict(zip(objective.loss.names, sums.tolist(), strict=True))
+        loss = objective.report(named, batch.counts)["loss"]
+        return Outcome(loss, gradient_norm(policy.model), {})
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -1,5 +1,6 @@
 """Losses of preference beside TRL's on the same batch with the same weights, in float32."""
 
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -8,7 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tiny import VOCABULARY, random_model, tiny_config
+from lacuna.config import Config
+from lacuna.config.objectives import PreferenceConfig
+from lacuna.objective.preference import Preference
+from lacuna.train.step import sums_of
+from policies import batch_of, gradient_norm, one_rank, policy_of
+from tiny import VOCABULARY, random_model, tiny_config, tokenizer_of_words
 from trl_losses import (
     Outcome,
     Pair,
@@ -43,8 +49,14 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 
-# What both log, by TRL's names.
-REWARDS = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
+# What both log: TRL's name -> ours.
+NAMES = {
+    "rewards/chosen": "reward_chosen",
+    "rewards/rejected": "reward_rejected",
+    "rewards/margins": "reward_margin",
+    "rewards/accuracies": "reward_accuracy",
+    "kl": "divergence",
+}
 
 
 @pytest.fixture(scope="module")
@@ -96,23 +108,38 @@ def by_trl(
     return dpo(model, reference, pairs, loss_type=loss, beta=beta)
 
 
-# ---- lacuna's half: to be filled in ------------------------------------------------------------
-
-
 def by_lacuna(
     model: PreTrainedModel, reference: PreTrainedModel, pairs: list[Pair], settings: dict[str, Any]
 ) -> Outcome:
-    """What lacuna's objective makes of the same batch.
-
-    `pairs` are plain lists of ids, of which `chosen` and `rejected` are trained and `prompt` is
-    not. Both models are transformers' own, in evaluation mode, and must stay as they are (copy what
-    is changed). Metrics are to have TRL's names: those of REWARDS, and `kl` for kto, whose
-    estimate pairs each prompt with the completion that `mismatched(apart(pairs))` gives.
-    """
-    pytest.skip("lacuna's half is not written yet")
-
-
-# ---- end of lacuna's half ----------------------------------------------------------------------
+    """What lacuna's objective makes of the same batch."""
+    config = Config(preference=PreferenceConfig(**settings))
+    objective = Preference()
+    objective.check(config, tokenizer_of_words())
+    if settings["loss"] == "kto":
+        answers = apart(pairs)
+        sequences, chosen = [], []
+        for answer, other in zip(answers, mismatched(answers), strict=True):
+            sequences += [(answer.prompt, answer.completion), (answer.prompt, other)]
+            chosen += [float(answer.label)] * 2
+        columns = {"chosen": chosen, "mismatched": [0.0, 1.0] * len(answers)}
+    else:
+        sequences = [
+            (pair.prompt, answer) for pair in pairs for answer in (pair.chosen, pair.rejected)
+        ]
+        columns = {"chosen": [1.0, 0.0] * len(pairs)}
+    with one_rank():
+        policy = policy_of(deepcopy(model), config)
+        if objective.reference is not None:
+            objective.reference.copy = policy_of(deepcopy(reference), config)
+        batches = [batch_of(sequences, columns)]
+        [batch] = objective.annotate(policy, batches, objective.loss)
+        sums = sums_of(policy, batch, objective.loss)
+        (sums[0] / batch.counts[objective.denominator]).backward()
+        named = dict(zip(objective.loss.names, sums.tolist(), strict=True))
+        row = objective.report(named, batch.counts)
+        norm = gradient_norm(policy.model)
+    metrics = {theirs: row[ours] for theirs, ours in NAMES.items() if ours in row}
+    return Outcome(row["loss"], norm, metrics)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -124,7 +151,7 @@ def test_lacuna_is_trl(
     theirs = by_trl(model, reference, pairs, CASES[name])
     assert ours.loss == pytest.approx(theirs.loss, rel=TOLERANCE)
     assert ours.gradient_norm == pytest.approx(theirs.gradient_norm, rel=TOLERANCE)
-    for metric in (*REWARDS, "kl"):
+    for metric in NAMES:
         if metric in theirs.metrics:
             assert ours.metrics[metric] == pytest.approx(
                 theirs.metrics[metric], rel=TOLERANCE, abs=TOLERANCE

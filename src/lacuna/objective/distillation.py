@@ -60,13 +60,13 @@ def distillation_sums(
     columns: Columns,
     settings: DistillationConfig,
     teacher_logits: Callable[[Tensor], Tensor] | None,
-    words: int,
+    words: int | None,
 ) -> Sums:
     """The divergence from the teacher and the cross-entropy of the labels, mixed, over trained tokens.
 
     The teacher's logits are made here from the column `teacher_states`, or its likeliest tokens
     are the columns `teacher_ids` and `teacher_logprobs` [tokens, k]. Both distributions are over
-    the first `words` tokens. As in TRL, the divergence is not multiplied by the squared
+    the first `words` tokens, where one has more logits than there are. As in TRL, the divergence is not multiplied by the squared
     temperature.
     """
     labels = columns["labels"]
@@ -103,38 +103,51 @@ class Distillation(LanguageModelling):
     loss = TokenLoss(distillation_sums, NAMES)  # given its settings by prepare
     settings = DistillationConfig()
     teacher: BuiltModel | None = None
+    words: int | None = None
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for a teacher of another vocabulary."""
         self.settings = config.distillation
-        self.words = len(tokenizer)
+        self.loss = self._loss(None)
         if self.settings.teacher is not None:
             check_vocabulary(config, tokenizer)
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Builds the teacher, spread over the ranks as the model is, unless a file stands for it."""
-        make_logits = None
         if self.settings.teacher is not None:
-            tokenizer = run_tokenizer(policy.config)
             with explained("distillation.teacher", UserError, mend="choose another teacher"):
                 config = teacher_config(policy.config)
-                self.teacher = build_frozen(config, tokenizer, policy.mesh, policy.device)
-            if not self.teacher.head.chunked:
-                raise UserError(
-                    "distillation.teacher: its head does more than lacuna knows, so that its "
-                    "logits cannot be made chunk by chunk: choose another teacher."
-                )
-            if self.teacher.has_head:
-                linear = self.teacher.stages[-1].module.get_output_embeddings()
-                bias = None if linear.bias is None else whole_tensor(linear.bias)
-                make_logits = TeacherHead(whole_tensor(linear.weight), bias, self.teacher.head)
+                tokenizer = run_tokenizer(config)
+                teacher = build_frozen(config, tokenizer, policy.mesh, policy.device)
+            widths = {one.model.config.get_text_config().vocab_size for one in (policy, teacher)}
+            self.words = len(tokenizer) if len(widths) > 1 else None
+            self.use_teacher(teacher)
+
+    def use_teacher(self, teacher: BuiltModel) -> None:
+        """Learns from this model from now on.
+
+        Raises `UserError` for one whose logits cannot be made chunk by chunk.
+        """
+        if not teacher.head.chunked:
+            raise UserError(
+                "distillation.teacher: its head does more than lacuna knows, so that its logits "
+                "cannot be made chunk by chunk: choose another teacher."
+            )
+        self.teacher = teacher
+        if teacher.has_head:
+            linear = teacher.stages[-1].module.get_output_embeddings()
+            bias = None if linear.bias is None else whole_tensor(linear.bias)
+            head = TeacherHead(whole_tensor(linear.weight).detach(), bias, teacher.head)
+            self.loss = self._loss(head)
+
+    def _loss(self, teacher_logits: Callable[[Tensor], Tensor] | None) -> TokenLoss:
         of = partial(
             distillation_sums,
             settings=self.settings,
-            teacher_logits=make_logits,
+            teacher_logits=teacher_logits,
             words=self.words,
         )
-        self.loss = TokenLoss(of, NAMES)
+        return TokenLoss(of, NAMES)
 
     def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
         """Adds the teacher's hidden states; held-out batches, measured by cross-entropy, need none."""

@@ -134,11 +134,12 @@ class Preference(LanguageModelling):
         chosen = sums.get("chosen", total)
         rejected = total - chosen if "chosen" in sums else total
         row: dict[str, float | None] = {"loss": sums["loss"] / total}
-        row["reward_chosen"] = sums["reward_chosen"] / chosen if chosen else None
-        row["reward_rejected"] = sums["reward_rejected"] / rejected if rejected else None
+        better = sums["reward_chosen"] / chosen if chosen else None
+        worse = sums["reward_rejected"] / rejected if rejected else None
+        row |= {"reward_chosen": better, "reward_rejected": worse}
+        row["reward_margin"] = None if better is None or worse is None else better - worse
         if "right" in sums:
             row["reward_accuracy"] = sums["right"] / total
-            row["reward_margin"] = (sums["reward_chosen"] - sums["reward_rejected"]) / total
         else:
             row["divergence"] = sums["divergence"] / total
         return row
