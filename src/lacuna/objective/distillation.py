@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import Config, UserError, explained
 from lacuna.config.objectives import DistillationConfig
 from lacuna.config.sections import LoraConfig, ModelConfig, QuantizationConfig
-from lacuna.data import Batch, run_tokenizer
+from lacuna.data import Batch
 from lacuna.data.packing import IGNORED
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
@@ -117,7 +117,7 @@ class Distillation(LanguageModelling):
         if self.settings.teacher is not None:
             with explained("distillation.teacher", UserError, mend="choose another teacher"):
                 config = teacher_config(policy.config)
-                tokenizer = run_tokenizer(config)
+                tokenizer = grown_tokenizer(config.model)
                 teacher = build_frozen(config, tokenizer, policy.mesh, policy.device)
             widths = {one.model.config.get_text_config().vocab_size for one in (policy, teacher)}
             self.words = len(tokenizer) if len(widths) > 1 else None

@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lacuna.config import Config, UserError
-from lacuna.data import Batch, run_tokenizer
+from lacuna.data import Batch
+from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.forward import sequence_logprobs
 from lacuna.model.lora import without_adapters
@@ -59,7 +60,7 @@ class Reference:
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Makes the copy, or asks the model, as it is before training, for every sequence."""
         if self.kind == "copy":
-            tokenizer = run_tokenizer(policy.config)
+            tokenizer = grown_tokenizer(policy.config.model)
             self.copy = build_frozen(policy.config, tokenizer, policy.mesh, policy.device)
         elif self.kind == "cached" and not self.known:
             own: dict[str, float] = {}
