@@ -9,13 +9,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lacuna.config.documents import Source, Stage
+from lacuna.config.documents import READERS, Source, Stage
 from lacuna.config.errors import UserError, nearby
 from lacuna.config.fields import shown
 from lacuna.config.sections import Config, JobConfig
-
-# Datasets that are readers of local files; the files are data_files.
-READERS = ("json", "text", "parquet", "csv", "arrow")
 
 _ENDINGS = (
     ".json",
