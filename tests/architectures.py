@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from every_model import INCOMPLETE, configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.documents import PackingConfig
-from lacuna.config.sections import LoraConfig, OptimizerConfig
+from lacuna.config.sections import OptimizerConfig
 from lacuna.export.huggingface import export_adapter, export_model, misread_by_peft
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.objective.language_modelling import LanguageModelling

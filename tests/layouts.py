@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lacuna.config import Config
+from lacuna.config.adapters import LoraConfig, QuantizationConfig
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from lacuna.config.sections import (
-    LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    QuantizationConfig,
     TrainingConfig,
 )
 from lacuna.data import Batch

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, of_stage, refuse
-from lacuna.config.sections import described_adapter
+from lacuna.config.adapters import described_adapter
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention import attention_choices, install_fastest_kernels

@@ -49,35 +49,24 @@ def kl_divergence(of: Tensor, beside: Tensor) -> Tensor:
     return (of.exp() * difference).sum(-1)
 
 
-def with_tail(logprobs: Tensor) -> Tensor:
-    """Log-probabilities of some outcomes, and in one more column of all the others together."""
-    rest = torch.log1p(-logprobs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-7))
-    return torch.cat([logprobs, rest], dim=-1)
-
-
 def distillation_sums(
     logits: Tensor,
     columns: Columns,
     settings: DistillationConfig,
-    teacher_logits: Callable[[Tensor], Tensor] | None,
+    teacher_logits: Callable[[Tensor], Tensor],
     words: int | None,
 ) -> Sums:
     """The divergence from the teacher and the cross-entropy of the labels, mixed, over trained tokens.
 
-    The teacher's logits are made here from the column `teacher_states`, or its likeliest tokens
-    are the columns `teacher_ids` and `teacher_logprobs` [tokens, k]. Both distributions are over
-    the first `words` tokens, where one has more logits than there are. As in TRL, the divergence is not multiplied by the squared
-    temperature.
+    The teacher's logits are made here from the column `teacher_states`. Both distributions are over
+    the first `words` tokens, where one has more logits than there are. As in TRL, the divergence is
+    not multiplied by the squared temperature.
     """
     labels = columns["labels"]
     temperature = settings.temperature
     student = (logits[:, :words] / temperature).log_softmax(-1)
-    if teacher_logits is None:
-        student = with_tail(student.gather(1, columns["teacher_ids"].long()))
-        teacher = with_tail(columns["teacher_logprobs"].float())
-    else:
-        found = teacher_logits(columns["teacher_states"])
-        teacher = (found[:, :words] / temperature).log_softmax(-1)
+    found = teacher_logits(columns["teacher_states"])
+    teacher = (found[:, :words] / temperature).log_softmax(-1)
     distance = (divergence(teacher, student, settings) * (labels != IGNORED)).sum()
     nats = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
     loss = settings.alpha * distance + (1 - settings.alpha) * nats
@@ -100,7 +89,7 @@ class TeacherHead:
 class Distillation(LanguageModelling):
     """Trains on what a teacher finds likely, mixed with what the data say."""
 
-    loss = TokenLoss(distillation_sums, NAMES)  # given its settings by prepare
+    loss = TokenLoss(distillation_sums, NAMES)  # given its teacher by prepare
     settings = DistillationConfig()
     teacher: BuiltModel | None = None
     words: int | None = None
@@ -108,12 +97,11 @@ class Distillation(LanguageModelling):
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for a teacher of another vocabulary."""
         self.settings = config.distillation
-        self.loss = self._loss(None)
         if self.settings.teacher is not None:
             check_vocabulary(config, tokenizer)
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
-        """Builds the teacher, spread over the ranks as the model is, unless a file stands for it."""
+        """Builds the teacher, spread over the ranks as the model is."""
         if self.settings.teacher is not None:
             with explained("distillation.teacher", UserError, mend="choose another teacher"):
                 config = teacher_config(policy.config)
@@ -140,7 +128,7 @@ class Distillation(LanguageModelling):
             head = TeacherHead(whole_tensor(linear.weight).detach(), bias, teacher.head)
             self.loss = self._loss(head)
 
-    def _loss(self, teacher_logits: Callable[[Tensor], Tensor] | None) -> TokenLoss:
+    def _loss(self, teacher_logits: Callable[[Tensor], Tensor]) -> TokenLoss:
         of = partial(
             distillation_sums,
             settings=self.settings,
@@ -190,6 +178,5 @@ def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> None
     of = "the model" if (token, number) in ours.items() else "the teacher"
     raise UserError(
         f"distillation.teacher: {config.distillation.teacher} has another vocabulary: token "
-        f"{number} is {token!r} for {of} alone: choose a teacher with the model's tokenizer, or "
-        f"fine-tune on the teacher's answers instead (lacuna teach)."
+        f"{number} is {token!r} for {of} alone: choose a teacher with the model's tokenizer."
     )
