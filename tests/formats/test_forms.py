@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.config import Config, to_toml
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 from lacuna.formats.adapter import export_adapter
 from lacuna.formats.checkpoint import RUN, model_tensors
 from lacuna.formats.convert import convert

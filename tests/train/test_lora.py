@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lacuna.config import UserError
-from lacuna.config.sections import LoraConfig as Settings
+from lacuna.config.adapters import LoraConfig as Settings
 from lacuna.formats.adapter import export_adapter
 from lacuna.formats.opening import open_model
 from lacuna.model.lora import (

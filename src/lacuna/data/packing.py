@@ -1,7 +1,7 @@
 """Documents to rows and rows to batches: which share a row, and the inputs, labels, positions and bounds of a batch."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -61,12 +61,18 @@ class Batch:
         cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end
             is one.
         max_seqlen: tokens in the longest piece.
+        sequence_columns: by name [sequences], one value for each of the sequences whose number is
+            in the column `sequence`.
+        own_columns: by name [B, T', ...], what was found out by this rank of its share of the
+            tokens, on its device.
     """
 
     columns: dict[str, Tensor]
     counts: dict[str, float]
     cu_seqlens: Tensor
     max_seqlen: int
+    sequence_columns: dict[str, Tensor] = field(default_factory=dict)
+    own_columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> torch.Size:

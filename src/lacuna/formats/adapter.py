@@ -14,7 +14,7 @@ from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import logger
-from lacuna.config.sections import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
+from lacuna.config.adapters import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
 from lacuna.data.disk import whole_folder
 from lacuna.data.unpacked import hf_folder
 from lacuna.formats.huggingface import gathered, is_writer, save_tokenizer

@@ -8,7 +8,7 @@ from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.data import BatchPlan
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
 from lacuna.model.build import embeds_on_cpu
-from lacuna.model.head import CHUNK_BYTES
+from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.quantization import packed_sizes, quantized_modules
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout

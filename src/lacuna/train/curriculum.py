@@ -81,9 +81,7 @@ def _rank_documents(run: Run) -> None:
     uses = uses + run.loader.documents_begun()
     begun = usable & (uses == uses.max(where=usable, initial=0))
     left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
-    losses[left] = document_losses(
-        run.built, plan, left, run.objective.loss, run.objective.denominator
-    )
+    losses[left] = document_losses(run.built, plan, left, run.objective)
     state.ranked = state.step
     path = _ranking_file(run, state.step)
     on_first(run.process, lambda: _write_ranking(path, uses, losses))

@@ -1,7 +1,7 @@
 """Everything a run needs, made in the right order from its configuration, its batches first."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from rich.console import Console
 
 from lacuna.config import Config, to_toml
 from lacuna.config.learning_rate import learning_rate
-from lacuna.data import build_loader, build_validation, merge_states, run_tokenizer
+from lacuna.data import Batch, build_loader, build_validation, merge_states, run_tokenizer
 from lacuna.data.disk import replace_text
 from lacuna.formats.adapter import export_adapter
 from lacuna.formats.checkpoint import RUN, model_tensors, prepare_folder
@@ -72,6 +72,7 @@ class Run:
             self.validation = build_validation(
                 self.config, self.tokenizer, self.batch, self.data_rank
             )
+        self.objective.prepare(self.built, self.all_batches)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
         self.metrics = MetricWriter(
             self.config, process.rank, console, self.state.step, self.total_steps
@@ -89,6 +90,7 @@ class Run:
         """
         config = self.config
         self.tokenizer = run_tokenizer(config)
+        self.objective.check(config, self.tokenizer)
         self.loader = build_loader(config, self.tokenizer, self.batch, self.data_rank)
         sources = self.loader.plan.sources  # of all stages of the curriculum
         inputs = on_first(self.process, lambda: inputs_of(config, self.tokenizer, sources))
@@ -141,6 +143,12 @@ class Run:
             reopen_data(self)
         self.objective.load_state_dict(saved["objective"])
         self.loader.load_state_dict(saved["source"])
+
+    def all_batches(self) -> Iterator[Batch]:
+        """This rank's micro-batches of a pass over the training data, then of the held-out data."""
+        yield from self.loader.every_batch()
+        if self.validation is not None:
+            yield from self.validation()
 
     def load_model(self, mesh: Mesh, start: str | None, saved: dict[str, Any] | None) -> None:
         """Builds the model, with the weights of the checkpoint `start`, and its optimizer.

@@ -74,7 +74,7 @@ def _step(run: Run, stop: bool) -> None:
     """
     config, state = run.config, run.state
     objective = run.objective
-    batches = objective.annotate(run.built, _next_batches(run))
+    batches = objective.annotate(run.built, _next_batches(run), objective.loss)
     totals = total_counts(run.built, batches, stop=stop, save=_save_is_overdue(run))
     divisor = totals[objective.denominator]
     rate = learning_rate(config.optimizer.lr, config.lr_scheduler, state.step, run.total_steps)
@@ -140,9 +140,7 @@ def _next_batches(run: Run) -> list[Batch]:
     """
     started = time.perf_counter()
     built = run.built
-    # The schedule of a pipeline has a number of micro-batches, filled or not.
-    filled = run.loader.filled if built.pipeline is None else None
-    batches = [next(run.loader) for _ in range(run.batch.accumulation)][:filled]
+    batches = run.objective.next_step(built, run.loader)
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
         work = built.flops(batch.counts["tokens"], batch.cu_seqlens.diff())
@@ -231,7 +229,7 @@ def _validate(run: Run) -> None:
     """Measures the held-out loss, samples text, and ends the run early if asked."""
     state, settings = run.state, run.config.validation
     if run.validation is not None:
-        sums, counts = evaluate(run.built, run.validation(), run.objective.held_out_loss)
+        sums, counts = evaluate(run.built, run.validation(), run.objective)
         measured = run.objective.report_held_out(sums, counts)
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
