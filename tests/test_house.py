@@ -19,7 +19,15 @@ STOREYS = (
     {"config"},
     {"recipes"},
 )
-"""Rooms from the top down; those on one line do not import each other, but for the face, which is one room."""
+"""Rooms from the top down.
+
+Those on one line do not import each other, but for the face, which is one room.
+"""
+
+STILL_IMPORT_EXTENSIONS = {
+    f"model/{name}.py" for name in ("architecture", "build", "forward", "head", "initial", "lora")
+} | {"model/weights.py"}
+"""Modules of the core that import quantisation or experts at once, and should not."""
 
 FACE = STOREYS[0]
 STOREY_OF = {room: storey for storey, rooms in enumerate(STOREYS) for room in rooms}
@@ -100,7 +108,7 @@ def test_no_file_has_more_than_375_lines() -> None:
 
 def test_core_and_extensions_stay_below_their_limits() -> None:
     core, extensions = bloat.counts(PACKAGE)
-    assert sum(core.values()) < bloat.CORE_LIMIT == 6500
+    assert sum(core.values()) < bloat.CORE_LIMIT == 7100
     assert max(extensions.values()) <= bloat.EXTENSION_LIMIT == 400
     assert bloat.run([]) == 0
 
@@ -108,3 +116,25 @@ def test_core_and_extensions_stay_below_their_limits() -> None:
 def test_every_extension_has_files() -> None:
     files = [PACKAGE / file for files in bloat.EXTENSIONS.values() for file in files]
     assert [file for file in files if not file.is_file()] == []
+
+
+def imports_at_once(path: Path) -> Iterator[str]:
+    """The modules that are imported as soon as a module is, by their dotted names."""
+    for node in ast.parse(path.read_text()).body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield str(node.module)
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_the_core_imports_an_extension_only_when_something_asks_for_it() -> None:
+    files = {file for files in bloat.EXTENSIONS.values() for file in files}
+    extensions = {f"lacuna.{file.removesuffix('.py').replace('/', '.')}" for file in files}
+    core = [path for path in modules() if path.relative_to(PACKAGE).as_posix() not in files]
+    wrong = {
+        path.relative_to(PACKAGE).as_posix()
+        for path in core
+        if extensions.intersection(imports_at_once(path))
+    }
+    assert wrong <= STILL_IMPORT_EXTENSIONS

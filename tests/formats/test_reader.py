@@ -18,7 +18,7 @@ from lacuna.config import logger
 from lacuna.formats.checkpoint import find_damage
 from lacuna.formats.reader import Reader, read_state
 from lacuna.parallel.processes import Process
-from runs import checkpoint, refused
+from runs import checkpoint, curve, refused, train, weights
 
 STEP = 8
 
@@ -154,3 +154,33 @@ def test_what_is_read_is_what_torch_reads(straight: Path) -> None:
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data
     assert read_state(step)["loop"]["step"] == STEP
+
+
+def as_in_version_0_1(step: Path) -> None:
+    """Writes the state of a checkpoint as it was before it had parts."""
+    state = torch.load(step / "state.pt", weights_only=True)
+    loop = state["loop"]
+    loop["counters"]["stage"] = loop["counters"].pop("curriculum_stage")
+    old = loop | {"data": state["source"], "objective": state["objective"]}
+    torch.save(old, step / "state.pt")
+
+
+def test_a_state_that_has_no_parts_is_read_as_one_that_has(straight: Path, tmp_path: Path) -> None:
+    step = shutil.copytree(checkpoint(straight, STEP), tmp_path / "step-8")
+    new = read_state(str(step))
+    assert new.keys() == {"loop", "source", "objective"}
+    as_in_version_0_1(step)
+    assert read_state(str(step)) == new
+    torch.save({"step": 0}, step / "state.pt")  # of weights alone, which `convert` wrote
+    assert read_state(str(step)) == {"loop": {"step": 0}, "objective": {}}
+
+
+def test_a_run_goes_on_from_a_checkpoint_of_version_0_1(
+    world: Path, straight: Path, tmp_path: Path
+) -> None:
+    step = shutil.copytree(checkpoint(straight, 4), checkpoint(tmp_path / "run", 4))
+    as_in_version_0_1(step)
+    seal(step)
+    assert "resuming after step 4" in train(world, tmp_path / "run", "--checkpoint.interval", 2)
+    assert weights(tmp_path / "run") == weights(straight)
+    assert curve(tmp_path / "run") == curve(straight)[4:]
