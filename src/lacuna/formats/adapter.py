@@ -35,9 +35,10 @@ def _mistaken_by_peft(targets: Iterable[str], model: PreTrainedModel) -> list[st
 
 
 def misread_by_peft(names: Iterable[str], model: PreTrainedModel) -> list[str]:
-    """The tensors of an adapter that peft would not find: it renames them as transformers does files.
+    """The tensors of an adapter that peft would not find.
 
-    A pattern that is meant for the names of files may fit those of modules as well.
+    It renames them as transformers does files, and a pattern that is meant for the names of files
+    may fit those of modules as well.
     """
     mapping = get_model_conversion_mapping(model) or ()
     renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
@@ -51,9 +52,10 @@ def export_adapter(
     base: str | None,
     folder: str,
 ) -> None:
-    """Writes adapters and whole modules of `model`, trained beside `base`, to `folder` as peft opens them.
+    """Writes to `folder`, as peft opens it, what was trained of `model` beside `base`.
 
-    The tokenizer is written beside them. All ranks must call it.
+    That is adapters and whole modules. The tokenizer is written beside them. All ranks must call
+    it.
     """
     shadow = meta_model(deepcopy(model.config), "eager", torch.float32)
     targets, parameters, whole = add_adapters(shadow, settings, torch.float32)

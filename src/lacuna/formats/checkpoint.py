@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: which there are, whether they are whole, and what becomes of the others."""
+"""Checkpoints in a folder: which there are, whether they are whole, and what they hold."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def listed_steps(folder: str) -> list[int]:
 
 
 def prepare_folder(folder: str) -> None:
-    """Makes the folder of a run's checkpoints, and deletes what a killed run left there unfinished."""
+    """Makes the folder of a run's checkpoints; deletes what a killed run left there unfinished."""
     mend = "choose another job.dump_folder or checkpoint.folder"
     with explained(f"checkpoint.folder: cannot write to {folder!r}", OSError, mend=mend):
         os.makedirs(folder, exist_ok=True)

@@ -19,7 +19,7 @@ from lacuna.parallel.processes import Process
 
 @torch.no_grad()
 def probe_logits(model: PreTrainedModel) -> torch.Tensor:
-    """What the model makes of a row of 16 tokens from all over its vocabulary: float32 [16, vocabulary]."""
+    """The logits after 16 tokens from all over the vocabulary: float32 [16, vocabulary]."""
     rows = len(model.get_input_embeddings().weight)
     ids = torch.arange(16) * rows // 16
     logits: torch.Tensor = model(input_ids=ids[None]).logits
@@ -35,12 +35,12 @@ def convert(
     adapter_only: bool = False,
     trust_remote_code: bool = False,
 ) -> str:
-    """Writes the model at `source` to `target` as `form`, with weights of the type `dtype`, by default its own.
+    """Writes the model at `source` to `target` as `form`, with weights of the type `dtype`.
 
-    A form is `hf`, `gguf`, which has types of its own, or `dcp`, a checkpoint of weights to start
-    from. Adapters are merged, to `hf` one tensor at a time, into what they were trained beside, or
-    into the model `base`; with `adapter_only` they are written alone. Returns what there is to say
-    of it.
+    That is by default its own. A form is `hf`, `gguf`, which has types of its own, or `dcp`, a
+    checkpoint of weights to start from. Adapters are merged, to `hf` one tensor at a time, into
+    what they were trained beside, or into the model `base`; with `adapter_only` they are written
+    alone. Returns what there is to say of it.
     """
     adapter = os.path.join(find_form(source)[0], "adapter")
     has_adapter = os.path.isdir(adapter)

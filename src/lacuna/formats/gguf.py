@@ -121,7 +121,7 @@ def _write_tensors(
     config: PretrainedConfig,
     kind: str,
 ) -> None:
-    """Writes the header and, one at a time, the `tensors`, which llama.cpp has other `names` for."""
+    """Writes the header and, one at a time, the `tensors`, under llama.cpp's `names` of them."""
     gguf = gguf_package()
     types = {}
     for name, theirs in names.items():

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model and its tokenizer beside the weights, checked by reading it back."""
+"""What a GGUF file says of a model and its tokenizer, checked by reading it back."""
 
 import json
 import re
@@ -120,7 +120,10 @@ def tokenizer_fields(tokenizer: PreTrainedTokenizerBase, of: PreTrainedModel) ->
 
 
 def _byte_pairs(tokenizer: PreTrainedTokenizerBase, rows: int) -> dict[str, Any]:
-    """A tokenizer's model. Raises `UserError` unless it is one that llama.cpp has, within `rows` tokens."""
+    """What a tokenizer is made of.
+
+    Raises `UserError` unless llama.cpp has such, and it has no more tokens than `rows`.
+    """
     model: dict[str, Any] = {"type": "slow"}
     if tokenizer.is_fast:
         model = json.loads(tokenizer.backend_tokenizer.to_str())["model"]
@@ -178,7 +181,7 @@ def _mark_as_sentence_piece(texts: list[str], kinds: list[int], unknown: str | N
 
 
 def check_model(config: PretrainedConfig, read: PretrainedConfig) -> None:
-    """Raises `UserError` unless the configuration that was `read` from the fields computes the same."""
+    """Raises `UserError` unless the configuration `read` from the fields computes the same."""
     settings = sorted(type(config)().to_dict().keys() - PretrainedConfig().to_dict().keys())
     pairs = {
         name: (config.to_dict()[name], read.to_dict().get(name))
@@ -192,7 +195,7 @@ def check_model(config: PretrainedConfig, read: PretrainedConfig) -> None:
 
 
 def check_tokenizer(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `UserError` unless the tokenizer that is read from the fields makes the same tokens."""
+    """Raises `UserError` unless the tokenizer in the fields makes the same tokens of texts."""
     texts = [_PROBE]
     for file in stdlib_files()["validation"][:_PROBE_FILES]:
         texts.append(Path(file).read_text(errors="replace"))
@@ -201,5 +204,6 @@ def check_tokenizer(fields: dict[str, Any], tokenizer: PreTrainedTokenizerBase) 
     if tokenizer(texts).input_ids != read_tokenizer(fields)(texts).input_ids:
         raise UserError(
             f"GGUF: llama.cpp would part texts otherwise than the tokenizer, which is not of "
-            f"{', '.join(PRE_TOKENIZERS)} or SentencePiece, or has added tokens that take in blanks."
+            f"{', '.join(PRE_TOKENIZERS)} or SentencePiece, or has added tokens that "
+            f"take in blanks."
         )

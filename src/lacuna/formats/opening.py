@@ -1,4 +1,4 @@
-"""A trained model is opened, in any form it has on disk: HF folder, adapter, checkpoint, run folder, GGUF."""
+"""A trained model is opened: HF folder, adapter, checkpoint, run folder or GGUF file."""
 
 import os
 import tomllib
@@ -46,7 +46,7 @@ from lacuna.parallel.processes import Process
 
 
 def find_form(source: str) -> tuple[str, bool]:
-    """The folder or Hub id to load for `source`, and whether it is a checkpoint or of Hugging Face's form.
+    """The folder or Hub id to load for `source`, and whether it is a checkpoint.
 
     A run folder stands for its final model, or while that is not there, for its newest complete
     checkpoint. Raises `UserError` when there is nothing to load.
@@ -77,7 +77,10 @@ def _require_on_hub(name: str) -> None:
     It is asked once, where transformers would try for a minute to have several files of what may be
     a misspelt folder.
     """
-    problem = f"{name}: there is no such folder here, and no such model on the Hub, or it cannot be reached"
+    problem = (
+        f"{name}: there is no such folder here, and no such model on the Hub, or it cannot be "
+        f"reached"
+    )
     with explained(problem, OSError, ValueError, HTTPError, mend=nearby(Path(name))):
         if try_to_load_from_cache(name, CONFIG_NAME) is None:
             model_info(name, timeout=10)
@@ -101,7 +104,7 @@ class Opened:
     run: Config | None = None
 
     def merged(self, dtype: torch.dtype | None) -> PreTrainedModel:
-        """The model with its adapters merged into it, in place, and its weights in the type given."""
+        """The model, after its adapters are merged into it and its weights cast, in place."""
         merge_adapters(self.model)
         if dtype is not None:
             store_in(self.model, dtype)
@@ -180,7 +183,7 @@ def _run_of_adapters(
 
 
 def _beside_another_base(run: Config, base: str) -> Config:
-    """The settings with another model for the adapters to be beside, whose weights are not quantised."""
+    """The settings with the adapters beside another model, whose weights are not quantised."""
     check_base("convert: --base", base, run.model.name_or_path)
     model = run.model.model_copy(update={"name_or_path": base, "config": None})
     return run.model_copy(update={"model": model, "quantization": QuantizationConfig()})

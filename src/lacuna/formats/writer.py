@@ -75,7 +75,7 @@ def first_failure(error: CheckpointException) -> BaseException:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Raises what the system said: torch's own error, which follows, is about a position in a file."""
+    """Raises what the system said; torch's error after it is about a position in a file."""
 
     def write_data(self, *arguments: Any) -> Any:
         try:
@@ -91,7 +91,7 @@ def _complete_checkpoint(
     describe: Callable[[str], None],
     manifest: dict[str, list[int]],
 ) -> None:
-    """Adds state, description and manifest, which has the checksums of tensors, and names the folder."""
+    """Adds state, description and the manifest, which has the tensors', then names the folder."""
     content = io.BytesIO()
     torch.save(state, content)
     Path(unfinished, STATE).write_bytes(content.getvalue())

@@ -92,7 +92,7 @@ def _check_global_batch(
     ranks: int,
     saved: int | None,
 ) -> None:
-    """Raises `UserError` when a global batch is not the `saved` one, or the ranks cannot share it."""
+    """Raises `UserError` when the global batch is not the `saved` one, or cannot be shared."""
     asked = training.global_batch_size
     if saved and asked not in (None, saved):
         raise UserError(

@@ -1,4 +1,4 @@
-"""`lacuna plan --draw`: the mesh with which rank holds what, and the pipeline's timeline, on the screen and as SVG."""
+"""`lacuna plan --draw`: which rank holds what, and when the ranks of a pipeline work."""
 
 import io
 import os
@@ -43,9 +43,10 @@ SVG = SVG.replace("viewBox", 'width="{width}" height="{height}" viewBox')
 
 
 def draw(config: Config, processes: int, device: str) -> None:
-    """Prints mesh and timeline, and draws them in plan.svg in the run folder; `device` is the kind that will run.
+    """Prints mesh and timeline, and draws them in plan.svg in the run folder.
 
-    Raises `UserError` for a layout, batch or schedule that the run would refuse.
+    `device` is the kind that will run. Raises `UserError` for a layout, batch or schedule that the
+    run would refuse.
     """
     layout = resolve_layout(config, processes)
     plan = resolve_batch(config, layout)
@@ -65,9 +66,10 @@ def draw(config: Config, processes: int, device: str) -> None:
     lines = [timeline_line(rank, ends, makespan(timeline)) for rank, ends in timeline.items()]
     if timeline:
         words.append(
-            f"Pipeline: {plan.accumulation} micro-batches take {makespan(timeline)} units, 1 for F (forward), 2 for B "
-            f"(backward), 1 for its halves I (inputs) and W (weights); small letters are a rank's later stages. The "
-            f"ranks wait (·) {bubble_share(timeline):.1%} of the time: the bubble."
+            f"Pipeline: {plan.accumulation} micro-batches take {makespan(timeline)} units, 1 for F "
+            f"(forward), 2 for B (backward), 1 for its halves I (inputs) and W (weights); small "
+            f"letters are a rank's later stages. The ranks wait (·) "
+            f"{bubble_share(timeline):.1%} of the time: the bubble."
         )
     terminal = open_console(config.metrics)
     if (
@@ -106,7 +108,7 @@ def holdings(
     sequences: int,
     held: dict[int, list[int]],
 ) -> Iterator[tuple[str, ...]]:
-    """A row for every rank, of what it holds: the stages `held` by its place in a pipeline, `sequences` of a step."""
+    """A row for every rank: its place, the stages `held` there, and its `sequences` of a step."""
     points, layers = config.parallelism.pipeline_parallel_split_points, decoder_layers(model)
     ranges = stage_ranges(points, sum(map(len, held.values())), model, layers)
     names = [f"{part[0]}–{part[-1]}" for part in ranges]
@@ -147,24 +149,29 @@ def explain(
     )
     kept = "keeps them" if shards > 1 else "has but one shard"
     choice = "gives them back" if reshard_after_forward(config, layout) else kept
+    grid = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in AXES)
+    kept_times = held if layout.pp > 1 else held * microbatches
     return [
-        f"Mesh: the ranks in a grid of {' × '.join(f'{axis} {getattr(layout, axis)}' for axis in AXES)}, the last axis "
-        "fastest; dp is dp_replicate × dp_shard, fsdp is dp_shard × cp. A column names the axes that divide it: ranks "
-        "whose places differ on these hold other parts of it, and exchange them.",
-        f"Splitting: of the {matrix.numel():,} parameters of {name} in a layer, a rank computes with 1/{layout.tp} "
-        f"(tp), and stores 1/{shards} of that (fsdp): {matrix.numel() // layout.tp // shards:,}.",
-        f"Resharding: to compute with a layer, a rank gathers its {shards} shards, {gib:.3g} GiB in {dtype}: "
-        f"{held if layout.pp > 1 else held * microbatches} times a step if it keeps them until the backward pass, up "
-        f"to {2 * held * microbatches} times if it gives them back in between, which takes "
+        f"Mesh: the ranks in a grid of {grid}, the last axis fastest; dp is dp_replicate × "
+        "dp_shard, fsdp is dp_shard × cp. A column names the axes that divide it: ranks whose "
+        "places differ on these hold other parts of it, and exchange them.",
+        f"Splitting: of the {matrix.numel():,} parameters of {name} in a layer, a rank "
+        f"computes with 1/{layout.tp} (tp), and stores 1/{shards} of that (fsdp): "
+        f"{matrix.numel() // layout.tp // shards:,}.",
+        f"Resharding: to compute with a layer, a rank gathers its {shards} shards, {gib:.3g} "
+        f"GiB in {dtype}: {kept_times} times a step if it keeps "
+        f"them until the backward pass, up to {2 * held * microbatches} times if it gives them back in "
+        f"between, which takes "
         f"{gib * max(held - 2, 0):.3g} GiB less memory. This run {choice}.",
     ]
 
 
 def simulate(order: dict[int, list[Action]]) -> dict[int, dict[Action, int]]:
-    """When each action of each rank ends, in units, if it starts as soon as its rank is free and its inputs are sent.
+    """When each action of each rank ends, in units.
 
-    Sending takes no time. The order of a rank must have every action after those of the same stage
-    that it needs, as torch's check sees to.
+    It starts as soon as its rank is free and its inputs are sent. Sending takes no time. The order
+    of a rank must have every action after those of the same stage that it needs, as torch's check
+    sees to.
     """
     every = {action for actions in order.values() for action in actions}
     awaited: dict[Action, set[Action]] = {}

@@ -44,7 +44,7 @@ def recomputed_share(settings: ActivationCheckpointConfig) -> float:
 def _kept_values(
     text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float
 ) -> float:
-    """What `layers` keep for the backward pass, per token: a count of the tensors a decoder layer saves.
+    """What `layers` keep for the backward pass, per token: how many values.
 
     Attention keeps its input, normed input, query, key, value and output; the feed-forward part its
     input, normed input and three (gated) or two wide tensors. Uncompiled code also keeps the

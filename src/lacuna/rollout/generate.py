@@ -1,4 +1,4 @@
-"""Text from a model by transformers' own `generate`, also while it is sharded and compiled for training."""
+"""Text from a model by transformers' own `generate`, also while it is trained."""
 
 from os.path import commonprefix
 from typing import Any
@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
-from lacuna.config import logger, refuse
+from lacuna.config import UserError, logger
 from lacuna.data.chat import end_of_turn
 from lacuna.data.template import ask
 from lacuna.parallel.fsdp import inference
@@ -72,17 +72,15 @@ def generate_text(
     tokens = tokenizer(text, add_special_tokens=text is prompt).input_ids or [first]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     room = max_new_tokens if positions is None else positions - len(tokens)
-    refuse(
-        {
-            f"the prompt has {len(tokens)} tokens, and the model {positions} positions: shorten it": room
-            < 1
-        }
-    )
+    if room < 1:
+        raise UserError(
+            f"the prompt has {len(tokens)} tokens, and the model {positions} positions: shorten it."
+        )
     ids = torch.tensor([tokens], device=device)
     ends = end_of_turn(tokenizer)
-    drawing = (
-        {"temperature": temperature, "top_k": top_k, "top_p": top_p} if temperature > 0 else {}
-    )
+    drawing: dict[str, Any] = {}
+    if temperature > 0:
+        drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     attention = model.config._attn_implementation
     devices = [device] if device.type == "cuda" else []
     try:

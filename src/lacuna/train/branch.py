@@ -1,4 +1,4 @@
-"""Going back to an earlier step of a run (`checkpoint.load_step`): what was made after it is set aside, once."""
+"""Going back to an earlier step of a run: what was made after it is set aside, once."""
 
 import os
 import shutil
@@ -10,7 +10,7 @@ from lacuna.formats.checkpoint import checkpoint_path, listed_steps
 
 
 def goes_back(config: Config) -> bool:
-    """Whether the run is to go back to `checkpoint.load_step`, and not on with what it made after going back there.
+    """Whether the run is to go back to `checkpoint.load_step`, or on from where it went back to.
 
     The settings of the start before, which are in the run folder, tell: the same command again goes
     on.
@@ -18,16 +18,20 @@ def goes_back(config: Config) -> bool:
     step, path = config.checkpoint.load_step, Path(str(config.job.dump_folder), "config.toml")
     if step < 0 or not path.exists():
         return step >= 0
-    problem = f"checkpoint.load_step: whether the run has gone back to step {step} before cannot be read from {path}"
+    problem = (
+        f"checkpoint.load_step: whether the run has gone back to step {step} before cannot be read "
+        f"from {path}"
+    )
     with explained(problem, ValueError, mend="remove that file to go back to it now"):
         before = tomllib.loads(path.read_text()).get("checkpoint", {})
     return before.get("load_step") != step
 
 
 def set_aside(config: Config, folder: str) -> None:
-    """Renames what the run made after `checkpoint.load_step`: checkpoints in `folder`, metrics and the final model.
+    """Renames what the run made after `checkpoint.load_step`.
 
-    The newest goes first, so that whoever is killed here finds a run that merely ended earlier.
+    That is checkpoints in `folder`, metrics and the final model. The newest goes first, so that
+    whoever is killed here finds a run that merely ended earlier.
     """
     step, run = config.checkpoint.load_step, str(config.job.dump_folder)
     left = [

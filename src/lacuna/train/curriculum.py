@@ -1,4 +1,4 @@
-"""The curriculum: between two steps, the data are opened anew for its next stage or in another order."""
+"""The curriculum: between two steps, data are opened anew for a stage or in another order."""
 
 import os
 from zipfile import BadZipFile

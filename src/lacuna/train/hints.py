@@ -23,7 +23,7 @@ _KEPT = ("training.seq_len", "training.batch_size", "optimizer.lr", "quantizatio
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
-    """What lies in the folder of a run over, a line each: the model, the curves, and commands to go on with."""
+    """What lies in the folder of a run that has ended, and commands to go on with, a line each."""
     folder, training = str(config.job.dump_folder), config.training
     model = os.path.join(folder, "hf")
     adapter = (
@@ -43,6 +43,7 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     )
     how = ("--chat", *given) if answers else (*given, "--temperature", 0.8)
     other = _command("train", *_on_other_data(config, model, adapter))
+    wanted = " and ".join(columns) if config.conversations else "a text column"
     lines = {
         "model": f"{model}, which transformers' AutoModelForCausalLM.from_pretrained opens",
         "adapter": adapter
@@ -52,7 +53,7 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
         "merge": adapter
         and _command("convert", adapter, os.path.join(folder, "merged"), "--to", "hf"),
         "train on": _command("train", os.path.join(folder, "config.toml"), *longer),
-        "your data": f"{other} (rows with {' and '.join(columns) if config.conversations else 'a text column'})",
+        "your data": f"{other} (rows with {wanted})",
     }
     return "\n".join(f"  {name:<10} {line}" for name, line in lines.items() if line)
 
@@ -87,7 +88,7 @@ def _command(*words: object) -> str:
 
 
 def _prompt(config: Config, value: Any) -> str:
-    """The run's own prompt, or the first words of its validation data, or else those of a `value` it trained on."""
+    """The run's own prompt, or else the first words of its validation data, or of a `value`."""
     if config.validation.prompts:
         return config.validation.prompts[0]
     if source := config.validation.resolved_source():
@@ -104,7 +105,7 @@ def _prompt(config: Config, value: Any) -> str:
 
 
 def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Of the first readable rows: the columns that are trained, in our names, and what the first of them holds.
+    """The trained columns of the first readable rows, in our names, and what the first holds.
 
     There are none of a stream, which would have to be opened anew.
     """

@@ -1,4 +1,4 @@
-"""Uploads to the Hugging Face Hub: of a run's checkpoints, and of its final model. None of them can end the run."""
+"""Uploads of a run's checkpoints and its final model to the Hub, none of which can end it."""
 
 import os
 import shutil
@@ -15,10 +15,11 @@ from lacuna.train.setup import Run
 
 
 class Uploads:
-    """What a run sends to `checkpoint.hf_repo_base_name`; all ranks must call its methods, the first one sends.
+    """What a run sends to `checkpoint.hf_repo_base_name`.
 
-    Each upload is a commit, which a tag `step-N` names. Models are at the top, checkpoints in the
-    folder of their name. The token stays where `huggingface_hub` finds it, and is written nowhere.
+    All ranks must call its methods; the first one sends. Each upload is a commit, which a tag
+    `step-N` names. Models are at the top, checkpoints in the folder of their name. The token stays
+    where `huggingface_hub` finds it, and is written nowhere.
     """
 
     def __init__(self, run: Run) -> None:
@@ -27,15 +28,15 @@ class Uploads:
         self.active = on_first(run.process, self._prepare)
 
     def _prepare(self) -> bool:
-        """Whether there is a token. Says what else the Hub refuses, which may be another time than this."""
+        """Whether there is a token. Says what else the Hub refuses, which it may not next time."""
         repository, folder = self.settings.hf_repo_base_name, str(self.run.config.job.dump_folder)
         for left in Path(folder).glob(".hub-step-*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         if get_token() is None:
             later = f"hf upload {repository} {os.path.join(folder, 'hf')} ."
             logger.warning(
-                "checkpoint.hf_upload_enabled: there is no token of the Hugging Face Hub (HF_TOKEN, or hf "
-                "auth login), so nothing is uploaded; once there is: %s",
+                "checkpoint.hf_upload_enabled: there is no token of the Hugging Face Hub "
+                "(HF_TOKEN, or hf auth login), so nothing is uploaded; once there is: %s",
                 later,
             )
             return False
@@ -51,7 +52,10 @@ class Uploads:
         return True
 
     def after_checkpoint(self) -> None:
-        """Sends the present step, whose checkpoint was asked for, unless the one before is still on its way."""
+        """Sends the present step, whose checkpoint was asked for.
+
+        It is left out while the one before is still on its way.
+        """
         run, step, settings = self.run, self.run.state.step, self.settings
         if not self.active or settings.hf_upload_when == "end":
             return
@@ -85,7 +89,7 @@ class Uploads:
             on_first(run.process, self._wait)
 
     def after_end(self, model: str) -> None:
-        """Sends the final model in the folder `model`, and the last checkpoint where these are sent."""
+        """Sends the final model, which is in `model`, and the last checkpoint if these are sent."""
         step, settings = self.run.state.step, self.settings
         last = checkpoint_path(self.run.saver.folder, step)
 
@@ -112,7 +116,7 @@ class Uploads:
             self.thread.join()
 
     def _send(self, folder: str, step: int, place: str | None, once: bool) -> None:
-        """Uploads a folder to its place in the repository; one that is wanted `once` is deleted then."""
+        """Uploads a folder to its place in the repository, and deletes it if wanted `once`."""
         repository = str(self.settings.hf_repo_base_name)
         try:
             self.hub.create_repo(repository, exist_ok=True)

@@ -1,4 +1,4 @@
-"""What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal, and profiler traces."""
+"""What a run reports: to `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal."""
 
 import json
 import math
@@ -61,7 +61,7 @@ SHOWN = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's bf16 peak in FLOP/s, or None (said once in the log) for a device not in the table."""
+    """The device's bf16 peak in FLOP/s; None, which the log says, if it is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -74,16 +74,20 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory in GiB: what the allocator reserved on this GPU, or this process's resident set on a CPU."""
+    """Peak memory in GiB.
+
+    That is what the allocator reserved on this GPU, or this process's resident set on a CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
 def _open_rows(path: str, step: int) -> TextIO:
-    """Opens a file of rows to add to, without those beyond `step`: a resume from there will write them anew.
+    """Opens a file of rows to add to, without those beyond `step`.
 
-    Lines that are no rows, as a disk or an editor may leave them, are told and left out.
+    A resume from there will write them anew. Lines that are no rows, as a disk or an editor may
+    leave them, are told and left out.
     """
     lines = Path(path).read_bytes().splitlines(keepends=True) if os.path.exists(path) else []
     steps = [_step_of(line) for line in lines]
@@ -115,10 +119,10 @@ def _step_of(line: bytes) -> int | None:
 
 
 class MetricWriter(ExitStack):
-    """Writes rows of metrics to wherever the configuration wants them, and to `console`, which is quiet on most ranks.
+    """Writes rows of metrics to wherever the configuration wants them, and to `console`.
 
-    Only the first rank writes, unless `metrics.rank_0_only` is false. As a context it closes what
-    it has opened.
+    That is quiet on most ranks. Only the first rank writes, unless `metrics.rank_0_only` is false.
+    As a context it closes what it has opened.
     """
 
     def __init__(

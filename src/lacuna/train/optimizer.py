@@ -1,4 +1,4 @@
-"""What moves the weights: clipping, and AdamW over a sharded model, without a wait for the device."""
+"""What moves the weights: clipping and AdamW over a sharded model, without a wait."""
 
 import torch
 import torch.distributed as dist
@@ -34,11 +34,11 @@ def is_matrix(module: nn.Module, name: str, parameter: Tensor) -> bool:
 
 
 def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (`is_matrix`): not on embeddings, nor heads tied to them.
+    """AdamW with weight decay on matrices only (`is_matrix`).
 
-    Nor on the head where only rows of new tokens are trained. With
-    `optimizer.early_step_in_backward` the backward pass updates each parameter as soon as its
-    gradient is complete, which then is dropped.
+    It is not on embeddings, nor heads tied to them, nor on the head where only rows of new tokens
+    are trained. With `optimizer.early_step_in_backward` the backward pass updates each parameter as
+    soon as its gradient is complete, which then is dropped.
     """
     spared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     if config.model.train_new_tokens_only:
@@ -84,10 +84,10 @@ def _norm(gradients: list[Tensor]) -> Tensor:
 
 
 def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
-    """Scales gradients down in place to a global norm of `max_norm` (0: leaves them). Returns the norm before.
+    """Scales gradients down in place to a global norm of `max_norm`; 0 leaves them.
 
-    The norm is 0 when the backward pass has used the gradients up. Parameters inside and outside
-    the layers lie on different meshes, of which torch takes one at a time.
+    Returns the norm before. It is 0 when the backward pass has used the gradients up. Parameters
+    inside and outside the layers lie on different meshes, of which torch takes one at a time.
     """
     counted_elsewhere = {
         id(weight) for weight in tied_weights(built.model, built.mesh) if built.mesh.rank("pp") > 0
@@ -115,7 +115,7 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
 def update(
     built: BuiltModel, optimizer: torch.optim.AdamW, divisor: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Clips and updates in place. Returns the gradient norm before clipping, and whether the step was skipped (1, 0).
+    """Clips and updates in place. Returns the norm before, and whether it was skipped (1, 0).
 
     A step with nothing to learn from, a `divisor` of 0, is skipped; so is one whose norm is not
     finite, with `training.skip_nan_inf`. The fused kernel reads that on the device, so that nobody
@@ -133,7 +133,7 @@ def update(
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:
-    """The optimizer's state by parameter name: `optimizer.<parameter>.<exp_avg|exp_avg_sq|step>`, not copied.
+    """The optimizer's state, not copied, as `optimizer.<parameter>.<exp_avg|exp_avg_sq|step>`.
 
     Before the first step it is made, as AdamW would, so that a checkpoint can be loaded into it.
     """

@@ -1,4 +1,4 @@
-"""What a run was started with, which its checkpoints keep, and what a resume makes of a difference."""
+"""What a run was started with, and what a resume makes of a difference."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lacuna.config import Config, logger, refuse
+from lacuna.config import Config, UserError, logger
 from lacuna.config.fields import shown
 from lacuna.data.cache import fingerprint
 from lacuna.data.sources import Documents
@@ -26,7 +26,8 @@ _CONSEQUENCES = {
     "optimizer.*": "the moments of the steps so far are kept",
     "training.batch_size": "a step takes as many sequences as before",
     "training.gradient_accumulation_steps": "a step takes as many sequences as before",
-    "curriculum.*": "what was trained stays as it was, and what is due from here on goes by the new ones",
+    "curriculum.*": "what was trained stays as it was, and what is due from here on goes by the "
+    "new ones",
     "model.tokenizer_path": "it must be the same tokenizer",
     "lora.*": "the adapters so far count by it, too",
     "model.*": "the weights that are trained come from the checkpoint",
@@ -55,7 +56,7 @@ def settings_of(config: Config) -> dict[str, str]:
 def inputs_of(
     config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Documents]
 ) -> dict[str, str]:
-    """What tells apart contents that the samples, or what adapters are trained beside, come from."""
+    """What tells apart the contents that samples, or weights beside adapters, come from."""
     found = {
         f"the files of {source.name}": fingerprint(source.files)
         for source in sources
@@ -87,13 +88,14 @@ def described(model_config: PretrainedConfig) -> dict[str, str]:
 
 
 def refuse_other_inputs(saved: dict[str, str], own: dict[str, str], path: str) -> None:
-    """Raises `UserError` when contents are not those that the run of the checkpoint at `path` was started with."""
+    """Raises `UserError` when contents are not those that the run at `path` was started with."""
     changed = [name for name in saved | own if saved.get(name) != own.get(name)]
-    wrong = f"not what it was when the run was started: {'; '.join(changed)}. The samples would not be those promised"
-    mend = (
-        f"put the old content back, or start a new run with checkpoint.initial_load_path = {path!r}"
-    )
-    refuse({f"{wrong}: {mend}": bool(changed)})
+    if changed:
+        raise UserError(
+            f"not what it was when the run was started: {'; '.join(changed)}. The samples would "
+            f"not be those promised: put the old content back, or start a new run with "
+            f"checkpoint.initial_load_path = {path!r}."
+        )
 
 
 def say_changes(saved: dict[str, Any], own: dict[str, Any], step: int, rate: float) -> None:
@@ -114,7 +116,8 @@ def say_changes(saved: dict[str, Any], own: dict[str, Any], step: int, rate: flo
     for name in [name for name in before | after if before.get(name) != after.get(name)]:
         was, now = before.get(name, "none"), after.get(name, "none")
         lines.append(
-            f"{name} of the model's configuration: {was} → {now} (the weights so far were trained by the old)"
+            f"{name} of the model's configuration: {was} → {now} (the weights so far were trained "
+            f"by the old)"
         )
     if lines:
         logger.warning("other than in the steps so far (was → is):\n  %s", "\n  ".join(lines))

@@ -1,4 +1,4 @@
-"""The checkpoints of one run: each written before or behind the training, and the old ones removed."""
+"""The checkpoints of one run: written before or behind the training, and removed again."""
 
 import time
 from collections.abc import Callable
@@ -73,7 +73,7 @@ class CheckpointSaver:
         logger.info("saved step-%d in %.1f s", step, time.monotonic() - started)
 
     def _remove_old(self, newest: int, loop: dict[str, Any]) -> None:
-        """Removes all but the latest, the best, and step-0, a start that somebody made on purpose."""
+        """Removes all but the latest, the best, and step-0, which somebody made on purpose."""
         if loop.get("skipped_in_a_row"):
             # Its weights may be what cannot be trained further: those before it must stay.
             return

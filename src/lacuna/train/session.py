@@ -36,10 +36,11 @@ LOCK_PATIENCE_SECONDS = 10.0
 
 
 def stop_on_signals() -> list[int]:
-    """The signals received so far: from now on SIGINT and SIGTERM only ask the loop to save and stop after the step.
+    """The signals received so far.
 
-    A second Ctrl-C does what a first one did before. A thread sees to that, as the main one may
-    wait for other ranks and learn of no signal for as long.
+    From now on SIGINT and SIGTERM only ask the loop to save and stop after the step. A second
+    Ctrl-C does what a first one did before. A thread sees to that, as the main one may wait for
+    other ranks and learn of no signal for as long.
     """
     received: list[int] = []
     at_once = signal.getsignal(signal.SIGINT)
@@ -62,7 +63,7 @@ def stop_on_signals() -> list[int]:
 
 
 def lock(folder: str) -> AbstractContextManager[object]:
-    """Takes the lock of a run folder, until the end of the context or of the process, however it dies.
+    """Takes the lock of a run folder until the end of the context, or of the process.
 
     Raises `UserError` when another run has it. Waits some seconds first, for workers of a killed
     run to be gone.
@@ -84,10 +85,11 @@ def lock(folder: str) -> AbstractContextManager[object]:
 
 
 def train_here(config: Config) -> int:
-    """Trains, from the newest checkpoint if there is one, in this process, one of those that the environment describes.
+    """Trains in this process, one of those that the environment describes.
 
-    Ends after the last step, or from the first on saves and ends on Ctrl-C or SIGTERM. Returns the
-    exit status: that of shells when stopped by a signal. Raises `UserError` and `RunError`.
+    Starts from the newest checkpoint if there is one. Ends after the last step, or from the first
+    on saves and ends on Ctrl-C or SIGTERM. Returns the exit status: that of shells when stopped by
+    a signal. Raises `UserError` and `RunError`.
     """
     status = 0
     first = int(os.environ.get("RANK", 0)) == 0
@@ -101,8 +103,9 @@ def train_here(config: Config) -> int:
                 status = _train(config, process, console)
             else:
                 console.print(
-                    f"The run in {config.job.dump_folder} is finished (step {done}). To train it further, raise "
-                    f"training.steps or epochs; to train anew, choose another job.dump_folder."
+                    f"The run in {config.job.dump_folder} is finished (step {done}). To train "
+                    f"it further, raise training.steps or epochs; to train anew, choose another "
+                    f"job.dump_folder."
                 )
             stop_process()
     return status
@@ -188,7 +191,7 @@ def finished_step(config: Config) -> int | None:
 
 
 def mark_finished(config: Config, step: int) -> None:
-    """Notes in the run folder that the run came to its end, which patience may have brought before its last step."""
+    """Notes in the run folder that the run came to its end, maybe before its last step."""
     path, training = Path(str(config.job.dump_folder), FINISHED), config.training
     note = {"step": step, "steps": max(training.steps or 0, step), "epochs": training.epochs}
     replace_text(path, json.dumps(note))

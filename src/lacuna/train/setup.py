@@ -104,7 +104,7 @@ class Run:
         self.total_steps = total_steps(config, rows_left, self.batch.global_batch, self.state.step)
 
     def write_settings(self) -> None:
-        """Writes every resolved setting to the run folder, and prints them where that is asked for."""
+        """Writes every resolved setting to the run folder, and prints them if that is asked for."""
         settings = to_toml(self.config)
         path = Path(self.config.job.dump_folder, "config.toml")
         on_first(self.process, lambda: replace_text(path, settings))
@@ -112,7 +112,7 @@ class Run:
             print(settings)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of the loop, the data and the objective, each by itself; all ranks must call it."""
+        """The state of the loop, the source and the objective; all ranks must call it."""
         rate = self.optimizer.param_groups[0]["lr"]
         return {
             "loop": self.loop_state() | {"started_with": self.started_with | {"rate": rate}},

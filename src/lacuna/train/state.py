@@ -25,7 +25,7 @@ class TrainState:
 
 @dataclass
 class Interval:
-    """What is measured from one log to the next; `started` is put off by time that is not training."""
+    """What is measured between two logs; `started` is put off by time that is not training."""
 
     started: float = field(default_factory=time.perf_counter)
     waited: float = 0.0

@@ -149,7 +149,7 @@ def _next_batches(run: Run) -> list[Batch]:
 
 
 def _send_to_host(run: Run, numbers: dict[str, Tensor]) -> None:
-    """Sends a step's numbers to the host, which reads them a step late and never waits for a GPU."""
+    """Sends a step's numbers to the host, which reads them a step late and does not wait."""
     _act_on_numbers(run)
     stacked = torch.stack([*numbers.values()])
     sent = torch.get_device_module(stacked.device).Event()
