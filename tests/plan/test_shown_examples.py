@@ -50,6 +50,7 @@ def test_padding_is_neither_shown_nor_counted(
 def test_trained_tokens_are_green_or_marked_and_special_ones_are_visible(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(write_model(tmp_path)))
     ids = np.array([*tokenizer.encode("abc"), tokenizer.eos_token_id])
-    shown = coloured(np.where([1, 0, 1, 1], ids, ~ids), tokenizer, marked=True)
+    trained = np.array([False, False, True, True])
+    shown = coloured(ids, trained, tokenizer, marked=True)
     assert shown.plain == "ab⟦c⟧⟦<end>⟧"
     assert [str(span.style) for span in shown.spans] == ["dim", "green", "green reverse"]

@@ -134,7 +134,19 @@ class DataConfig(Section):
 
 
 # Our names of the columns of conversations.
-COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "text", "tools")
+COLUMNS = (
+    "messages",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "text",
+    "tools",
+    "chosen",
+    "rejected",
+    "label",
+)
 
 
 def _known_once(pairs: tuple[str, ...]) -> tuple[str, ...]:
@@ -158,8 +170,8 @@ class ChatConfig(Section):
     template: Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own.
     train_on: Train all answers of the assistant, or only the last of each conversation.
     columns: Columns that the data calls otherwise, such as messages=dialog,tools=functions; the
-        names are messages, prompt, completion, instruction, input, output, text and tools. Unset:
-        these, or ShareGPT's conversations.
+        names are messages, prompt, completion, instruction, input, output, text, tools, chosen,
+        rejected and label. Unset: these, or ShareGPT's conversations.
     roles: Roles that the data calls otherwise, such as user=human,assistant=bot.
     """
 
