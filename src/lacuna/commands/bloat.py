@@ -18,6 +18,7 @@ EXTENSIONS = {
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
     "experts": ("model/router.py",),
+    "preference": ("data/preferences.py",),
     "plans": ("plan/dry_run.py", "plan/examples.py"),
     "rollouts": ("rollout/generate.py",),
 }

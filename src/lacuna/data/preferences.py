@@ -23,7 +23,9 @@ from lacuna.data.messages import (
     read_tools,
 )
 from lacuna.data.packing import Document
+from lacuna.data.sources import Documents
 from lacuna.data.template import Chat, end_of_answer, parting, render, template_for
+from lacuna.data.tokenize import place_of, row_of
 
 # A prompt or an answer: text as it is, or messages that a chat template writes.
 Part = str | list[dict[str, Any]]
@@ -193,6 +195,34 @@ def _require_answers(judged: Judged, is_cut: bool) -> None:
             is_empty = not (last.get("tool_calls") or (last.get("content") or "").strip())
         if is_empty:
             raise UserError(f"{judged.where}: an answer is empty; leave the row out")
+
+
+def judged_document(
+    row: dict[str, Any], number: int | str, source: Documents, tokenizer: PreTrainedTokenizerBase
+) -> Document:
+    """The document of this number of a source of preferences, whose record holds `row`.
+
+    Raises UserError as `read_judged` does.
+    """
+    settings, loss = source.chat, source.preference.loss
+    judged = read_judged(row, place_of(number, source), tokenizer, settings, loss)
+    if loss != "kto":
+        return encode_pair(judged, tokenizer, settings)
+    following = _next_judged(int(number), source, tokenizer)
+    answer = int(number) % source.answers_per_row
+    return encode_labelled(judged, answer, following, tokenizer, settings)
+
+
+def _next_judged(number: int, source: Documents, tokenizer: PreTrainedTokenizerBase) -> Judged:
+    """What is judged in the next readable row after that of a document, the first after the last."""
+    count, step = len(source.dataset), source.answers_per_row
+    for other in range(number + step, number + count + 1, step):
+        record = source.dataset[other % count]
+        if not record.get(BROKEN):
+            break
+    place = place_of(other % count, source)
+    row = row_of(record, source)
+    return read_judged(row, place, tokenizer, source.chat, source.preference.loss)
 
 
 def encode_pair(

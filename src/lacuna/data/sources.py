@@ -28,7 +28,6 @@ from lacuna.config.documents import ChatConfig, Source
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import corpus, files
 from lacuna.data.messages import conversation_columns
-from lacuna.data.preferences import answers_per_row, judged_columns
 
 _READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
@@ -146,6 +145,8 @@ def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> 
         )
     if config.trains_on != "preferences":
         return Documents(name, dataset, columns[0], tuple(sizes), chat, local)
+    from lacuna.data.preferences import answers_per_row  # an extension, as few need it
+
     preference = config.preference
     answers = answers_per_row(dataset, chat, preference.loss)
     if answers > 1:
@@ -269,6 +270,8 @@ def _used_columns(
         }
     )
     if config.trains_on == "preferences":
+        from lacuna.data.preferences import judged_columns  # an extension, as few need it
+
         _, used = judged_columns(columns, config.chat, config.preference.loss)
         return [*used.values(), *numbers]
     if config.conversations is not None:

@@ -23,7 +23,6 @@ from lacuna.data.chat import encode
 from lacuna.data.files import BROKEN, RECORD, is_tokens
 from lacuna.data.messages import unfilled
 from lacuna.data.packing import Document, sequence_names
-from lacuna.data.preferences import Judged, encode_labelled, encode_pair, read_judged
 from lacuna.data.sources import Documents, readable
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
@@ -56,21 +55,17 @@ def document_of(
 
     Raises UserError when it came as tokens of which the tokenizer does not know one.
     """
-    place = record.get(BROKEN) or _place(number, source)
+    place = record.get(BROKEN) or place_of(number, source)
     if source.chat is not None and not record.get(BROKEN):
         with explained(
             f"{place}: cannot be read", RecursionError, UnicodeEncodeError, mend="leave the row out"
         ):
-            row = _row(record, source)
+            row = row_of(record, source)
             if source.preference is None:
                 return encode(row, place, tokenizer, source.chat)
-            judged = read_judged(row, place, tokenizer, source.chat, source.preference.loss)
-            if source.preference.loss == "kto":
-                answer = int(number) % source.answers_per_row
-                return encode_labelled(
-                    judged, answer, _next_judged(number, source, tokenizer), tokenizer, source.chat
-                )
-            return encode_pair(judged, tokenizer, source.chat)
+            from lacuna.data.preferences import judged_document  # an extension, as few need it
+
+            return judged_document(row, number, source, tokenizer)
     value = record[source.column]
     pretokenised = source.column == "input_ids"
     broken = None if (is_tokens(value) if pretokenised else isinstance(value, str)) else place
@@ -86,25 +81,15 @@ def document_of(
     return Document(np.array(value, dtype=np.int32), float("nan"))
 
 
-def _place(number: int | str, source: Documents) -> str:
+def place_of(number: int | str, source: Documents) -> str:
     """Where in a source its document of this number is from."""
     if isinstance(number, str):
         return f"{source.name}, {number}"
     return f"{source.name}, row {number // source.answers_per_row + 1}"
 
 
-def _next_judged(number: int, source: Documents, tokenizer: PreTrainedTokenizerBase) -> Judged:
-    """What is judged in the next readable row after that of a document, the first after the last."""
-    count = len(source.dataset)
-    for other in range(number + source.answers_per_row, number + count + 1, source.answers_per_row):
-        record = source.dataset[other % count]
-        if not record.get(BROKEN):
-            break
-    place = _place(other % count, source)
-    return read_judged(_row(record, source), place, tokenizer, source.chat, source.preference.loss)
-
-
-def _row(record: dict[str, Any], source: Documents) -> dict[str, Any]:
+def row_of(record: dict[str, Any], source: Documents) -> dict[str, Any]:
+    """The columns of a readable record as they were written."""
     if source.column == RECORD:
         return json.loads(record[RECORD])
     features = source.dataset.features or {}

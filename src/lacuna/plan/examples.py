@@ -80,7 +80,9 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
     batch, length = plan.batch(rows), plan.config.training.seq_len
     whole = plan.table is not None
     pairs = plan.config.trains_on == "preferences"
-    unit = "pairs" if pairs else "examples"
+    unit = "examples"
+    if pairs:
+        unit = "answers" if plan.config.preference.loss == "kto" else "pairs"
     lengths = plan.table.lengths if whole else np.array([len(span.tokens) for span in chain(*rows)])
     lengths = lengths[lengths > 0]
     sizes, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
@@ -107,7 +109,9 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
         table.add_row("steps", f"{-(-count // len(rows)):,} an epoch", f"{len(rows)} rows each")
     if pairs:
         filled = [row.shape[1] for row in plan.bins] if name == "epoch" else list(map(len, rows))
-        table.add_row("pairs a row", f"{np.mean(filled):.1f}", f"{sum(filled):,} pairs in {name}")
+        table.add_row(
+            f"{unit} a row", f"{np.mean(filled):.1f}", f"{sum(filled):,} {unit} in {name}"
+        )
     share = batch.counts["trained_tokens"] / max(batch.counts["tokens"], 1)
     trained = f"{share:.1%} of the first step's tokens are trained"
     table.add_row(
