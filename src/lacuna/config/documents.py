@@ -154,7 +154,19 @@ class DataConfig(Section):
 
 
 # Our names of the columns of conversations.
-COLUMNS = ("messages", "prompt", "completion", "instruction", "input", "output", "text", "tools")
+COLUMNS = (
+    "messages",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "text",
+    "tools",
+    "chosen",
+    "rejected",
+    "label",
+)
 
 
 def _known_once(pairs: tuple[str, ...]) -> tuple[str, ...]:
@@ -183,7 +195,7 @@ class ChatConfig(Section):
 
     columns: Annotated[Names, AfterValidator(_known_once)] = ()
     """Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are
-    messages, prompt, completion, instruction, input, output, text and tools. Unset: these, or
+    messages, prompt, completion, instruction, input, output, text, tools, chosen, rejected and label. Unset: these, or
     ShareGPT's conversations."""
 
     roles: Annotated[Names, AfterValidator(_roles)] = ()
