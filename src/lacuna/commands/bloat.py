@@ -18,9 +18,8 @@ EXTENSIONS = {
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
     "experts": ("model/router.py",),
-    "preference": ("data/preferences.py",),
     "plans": ("plan/dry_run.py", "plan/examples.py"),
-    "preference": ("objective/preference.py", "objective/reference.py"),
+    "preference": ("data/preferences.py", "objective/preference.py", "objective/reference.py"),
     "distillation": ("objective/distillation.py",),
     "rollouts": ("rollout/generate.py",),
 }
