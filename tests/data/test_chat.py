@@ -14,6 +14,7 @@ from lacuna.config import UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.config.fields import Words, read_value
 from lacuna.data.chat import conversation_columns, encode, end_of_turn, use_template
+from lacuna.data.packing import Document
 from texts import END, tokenizer_of_bytes
 
 HI, YES, BYE = (
@@ -100,10 +101,13 @@ def shipped(name: str) -> PreTrainedTokenizerFast:
     return made
 
 
-def trained_texts(tokens: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> list[str]:
+def trained_texts(document: Document, tokenizer: PreTrainedTokenizerFast) -> list[str]:
     """What is trained, a text for each run of tokens."""
-    borders = np.flatnonzero(np.diff(tokens >= 0)) + 1
-    return [tokenizer.decode(part) for part in np.split(tokens, borders) if part[0] >= 0]
+    borders = np.flatnonzero(np.diff(document.trained)) + 1
+    runs = zip(
+        *(np.split(one, borders) for one in (document.tokens, document.trained)), strict=True
+    )
+    return [tokenizer.decode(tokens) for tokens, trained in runs if trained[0]]
 
 
 def answers(
@@ -118,8 +122,8 @@ def answers(
     )
 
 
-def whole_text(tokens: np.ndarray, tokenizer: PreTrainedTokenizerFast) -> str:
-    return tokenizer.decode(np.where(tokens < 0, ~tokens, tokens))
+def whole_text(document: Document, tokenizer: PreTrainedTokenizerFast) -> str:
+    return tokenizer.decode(document.tokens)
 
 
 LAST = ChatConfig(train_on="last")
@@ -129,7 +133,7 @@ LAST = ChatConfig(train_on="last")
 def test_our_templates_train_every_answer_with_its_end(name: str, end: str) -> None:
     tokenizer = shipped(name)
     tokens = encode({"messages": TALK}, "talks, row 7", tokenizer, ChatConfig())
-    assert tokens.dtype == np.int32 and trained_texts(tokens, tokenizer) == [
+    assert tokens.tokens.dtype == np.int32 and trained_texts(tokens, tokenizer) == [
         f"Yes{end}",
         f"So long{end}",
     ]
@@ -145,8 +149,8 @@ def test_marked_tokens_are_those_that_transformers_finds(template: str) -> None:
         TALK, return_assistant_tokens_mask=True, return_dict=True
     )
     ours = encode({"messages": TALK}, "talks, row 7", tokenizer, ChatConfig())
-    assert (ours >= 0).tolist() == [bool(mask) for mask in theirs["assistant_masks"]]
-    assert np.where(ours < 0, ~ours, ours).tolist() == theirs["input_ids"]
+    assert ours.trained.tolist() == [bool(mask) for mask in theirs["assistant_masks"]]
+    assert ours.tokens.tolist() == theirs["input_ids"]
 
 
 def test_our_templates_write_the_usual_text() -> None:
@@ -307,7 +311,9 @@ def test_a_token_that_begins_before_the_answer_and_holds_some_of_it_is_trained()
     mark = "{% generation %}{{ message.content }}{% endgeneration %}{{ eos_token }}"
     tokenizer.chat_template = f"{{% for message in messages %}}{{{{ ' : ' }}}}{mark}{{% endfor %}}"
     use_template(tokenizer, ChatConfig())
-    assert encode({"messages": [YES]}, "", tokenizer, ChatConfig()).tolist() == [~4, 3, 0]
+    encoded = encode({"messages": [YES]}, "", tokenizer, ChatConfig())
+    assert encoded.tokens.tolist() == [4, 3, 0]
+    assert encoded.trained.tolist() == [False, True, True]
 
 
 @pytest.mark.parametrize(
@@ -357,7 +363,9 @@ def test_the_beginning_of_text_is_there_once() -> None:
         single="<|begin_of_text|> $A <end>",
         special_tokens=[("<|begin_of_text|>", begin), ("<end>", END)],
     )
-    assert encode({"messages": TALK}, "", tokenizer, ChatConfig()).tolist().count(~begin) == 1
+    encoded = encode({"messages": TALK}, "", tokenizer, ChatConfig())
+    beginnings = encoded.tokens == begin
+    assert beginnings.sum() == 1 and not encoded.trained[beginnings].any()
     pair = encode({"prompt": "a", "completion": "b"}, "", tokenizer, ChatConfig())
     assert whole_text(pair, tokenizer) == "<|begin_of_text|>ab<end>" and trained_texts(
         pair, tokenizer
@@ -382,9 +390,9 @@ def test_sharegpt_has_other_names_for_the_same() -> None:
     roles = {"human": "user", "gpt": "assistant", "observation": "tool"}
     ours = [{"role": roles.get(role, role), "content": text} for role, text in spoken]
     ours[4] = CALL
-    assert np.array_equal(
-        *(encode(row, "", tokenizer, ChatConfig()) for row in (theirs, {"messages": ours}))
-    )
+    encoded = [encode(row, "", tokenizer, ChatConfig()) for row in (theirs, {"messages": ours})]
+    assert np.array_equal(*(one.tokens for one in encoded))
+    assert np.array_equal(*(one.trained for one in encoded))
 
 
 def test_keys_without_a_value_are_dropped_and_others_handed_to_the_template() -> None:
@@ -407,7 +415,8 @@ def test_of_prompt_and_completion_the_completion_is_trained() -> None:
         tokens = encode({"prompt": "aba", "completion": completion}, "", merging, ChatConfig())
         assert trained_texts(tokens, merging) == ["bab<end>"]
         ab, a, b = merging.convert_tokens_to_ids(["ab", "a", "b"])
-        assert tokens.tolist() == [~ab, ~a, b, ab, merging.eos_token_id]
+        assert tokens.tokens.tolist() == [ab, a, b, ab, merging.eos_token_id]
+        assert tokens.trained.tolist() == [False, False, True, True, True]
     assert trained_texts(
         encode({"prompt": "", "completion": "ab"}, "", merging, ChatConfig()), merging
     ) == ["ab<end>"]

@@ -40,14 +40,21 @@ def test_each_piece_is_where_it_fits_best(seed: int) -> None:
     assert fullness[0] == fullness[1]
 
 
+NOT, YES = 0, 1
+"""Tokens that are not trained, and such that are."""
+
+
 def filled(documents: Sequence[list[int]], **packing: str) -> list[list[list[int]]]:
     config = Config(packing=PackingConfig(**packing), training=TrainingConfig(seq_len=SPACE))
-    made = [Document(np.array(tokens, dtype=np.int32), 0.0) for tokens in documents]
+    made = [
+        Document(np.array(tokens, dtype=np.int32), 0.0, trained=np.array(tokens) == YES)
+        for tokens in documents
+    ]
     rows = fill_rows(np.array([len(tokens) for tokens in documents]), made.__getitem__, config)
     return [row.T.tolist() for row in rows]
 
 
-DOCUMENTS = [[1] * 3, [], [1] * 19, [1] * 5, [~1] * 8 + [1] * 3]
+DOCUMENTS = [[YES] * 3, [], [YES] * 19, [YES] * 5, [NOT] * 8 + [YES] * 3]
 
 
 @pytest.mark.parametrize(
@@ -76,9 +83,11 @@ def test_without_packing_every_example_has_its_own_row() -> None:
 
 
 def test_what_is_left_without_a_trained_token_is_left_out() -> None:
-    untrained = [~1] * 9 + [1]  # the label of the eighth is untrained as well
+    untrained = [NOT] * 9 + [YES]  # the label of the eighth is untrained as well
     assert filled([untrained, [1]], mode="best_fit") == [[[1, 0, 1]]]
-    first_of_next = [~1] * 8 + [1] + [~1] * 3  # a label of the first piece alone, which predicts it
+    first_of_next = (
+        [NOT] * 8 + [YES] + [NOT] * 3
+    )  # a label of the first piece alone, which predicts it
     assert filled([first_of_next, [1] * 9], mode="best_fit", long_examples="split") == [
         [[0, 0, 8]],
         [[1, 0, 8]],

@@ -5,7 +5,6 @@ import logging
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from datasets import Dataset, Features, Json, List, Value
 from test_chat import HI, prepared
@@ -36,7 +35,7 @@ def texts(path: Path, streaming: bool = False) -> list[str]:
         document_of(record, number, documents, tokenizer).tokens
         for number, record in enumerate(documents.dataset)
     ]
-    return [tokenizer.decode(np.where(tokens < 0, ~tokens, tokens)) for tokens in found]
+    return [tokenizer.decode(tokens) for tokens in found]
 
 
 def written(path: Path, rows: list[dict[str, Any]], **settings: Any) -> Path:

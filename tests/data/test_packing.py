@@ -13,11 +13,16 @@ NO = IGNORED
 
 
 def span(
-    tokens: list[int], following: int | None = None, source: int = 0, text_bytes: float = 0.0
+    tokens: list[int],
+    following: int | None = None,
+    source: int = 0,
+    text_bytes: float = 0.0,
+    untrained: tuple[int, ...] = (),
 ) -> Span:
     """A document from its beginning, up to the token that follows if it goes on."""
-    whole = tokens if following is None else [*tokens, following]
-    document = Document(np.array(whole, dtype=np.int32), text_bytes * len(whole) / len(tokens))
+    whole = np.array(tokens if following is None else [*tokens, following], dtype=np.int32)
+    trained = ~np.isin(whole, untrained) if untrained else None
+    document = Document(whole, text_bytes * len(whole) / len(tokens), trained=trained)
     return Span(document, source, 0, len(tokens))
 
 
@@ -93,7 +98,9 @@ def test_a_short_row_is_padded_and_padding_is_not_trained() -> None:
 
 
 def test_what_is_not_trained_is_read_but_not_predicted() -> None:
-    batch = packed([[span([~1, ~2, 3, 9]), span([~3, ~4, 5, 6], following=~7)]])
+    batch = packed(
+        [[span([1, 2, 3, 9], untrained=(1, 2)), span([3, 4, 5, 6], 7, untrained=(3, 4, 7))]]
+    )
     assert batch.columns["input_ids"].tolist() == [[1, 2, 3, 9, 3, 4, 5, 6]]
     assert batch.columns["labels"].tolist() == [[NO, 3, 9, NO, NO, 5, 6, NO]]
     assert batch.counts["trained_tokens"] == 4

@@ -23,6 +23,7 @@ from test_chat import (
 from lacuna.config import UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.data.chat import encode, end_of_turn, use_template
+from lacuna.data.packing import Document
 
 THOUGHTFUL = YES | {"reasoning_content": "Easy."}
 LATER = TALK[3] | {"reasoning_content": "Hm."}
@@ -197,7 +198,7 @@ def test_null_arguments_and_defaults_are_kept() -> None:
         wanted = 'weather{"unit": null, "at": {"place": null}, "days": [null, 1]}<|im_end|>'
         assert answers(tokenizer, messages, tools=[tool]) == [wanted]
         tokens = encode({"messages": messages, "tools": [tool]}, "", tokenizer, ChatConfig())
-        assert '"default": null' in tokenizer.decode(np.where(tokens < 0, ~tokens, tokens))
+        assert '"default": null' in tokenizer.decode(tokens.tokens)
 
 
 @pytest.mark.parametrize(
@@ -267,9 +268,14 @@ def test_roles_that_the_template_does_not_know_are_named_and_can_be_mapped() -> 
         match=r"is from 'person'; known are .*; name others by chat.roles, such as user=per",
     ):
         encode(theirs, "", tokenizer, ChatConfig())
-    assert len(encode(theirs, "", tokenizer, ChatConfig(roles=("user=person",))))
+    assert len(encode(theirs, "", tokenizer, ChatConfig(roles=("user=person",))).tokens)
     with pytest.raises(ValueError, match="should be such as user=human,assistant=bot"):
         ChatConfig(roles=("human",))
+
+
+def require_same(found: Document, wanted: Document) -> None:
+    assert np.array_equal(found.tokens, wanted.tokens)
+    assert np.array_equal(found.trained, wanted.trained)
 
 
 def test_the_columns_of_alpaca_are_a_question_and_an_answer() -> None:
@@ -282,17 +288,15 @@ def test_the_columns_of_alpaca_are_a_question_and_an_answer() -> None:
     }
     asked = [{"role": "user", "content": "Add.\n\n1, 2"}, {"role": "assistant", "content": "3"}]
     wanted = encode({"messages": asked}, "", tokenizer, ChatConfig())
-    assert np.array_equal(encode(row, "", tokenizer, ChatConfig()), wanted)
+    require_same(encode(row, "", tokenizer, ChatConfig()), wanted)
     renamed = {"q": "Add.", "input": "1, 2", "a": "3"}
     settings = ChatConfig(columns=("instruction=q", "output=a"))
-    assert np.array_equal(encode(renamed, "", tokenizer, settings), wanted)
+    require_same(encode(renamed, "", tokenizer, settings), wanted)
     asked[0]["content"] = "Add."
     wanted = encode({"messages": asked}, "", tokenizer, ChatConfig())
     for empty in ({"input": ""}, {"input": None}, {}):
-        assert np.array_equal(
-            encode({"instruction": "Add.", "output": "3"} | empty, "", tokenizer, ChatConfig()),
-            wanted,
-        )
+        found = encode({"instruction": "Add.", "output": "3"} | empty, "", tokenizer, ChatConfig())
+        require_same(found, wanted)
     with pytest.raises(
         UserError, match="row 7, column instruction and output: should be text, not 3"
     ):

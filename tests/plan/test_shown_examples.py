@@ -50,6 +50,33 @@ def test_padding_is_neither_shown_nor_counted(
 def test_trained_tokens_are_green_or_marked_and_special_ones_are_visible(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(write_model(tmp_path)))
     ids = np.array([*tokenizer.encode("abc"), tokenizer.eos_token_id])
-    shown = coloured(np.where([1, 0, 1, 1], ids, ~ids), tokenizer, marked=True)
+    trained = np.array([False, False, True, True])
+    shown = coloured(ids, trained, tokenizer, marked=True)
     assert shown.plain == "ab⟦c⟧⟦<end>⟧"
     assert [str(span.style) for span in shown.spans] == ["dim", "green", "green reverse"]
+
+
+def test_the_answers_of_a_pair_are_shown_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    rows = [{"prompt": "ab", "chosen": "c" * size, "rejected": "de"} for size in (1, 2, 3, 90)]
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    config = Config(
+        job={"task": "preference"},
+        model={
+            "config": str(write_model(tmp_path / "model")),
+            "new_tokens": ("<|im_start|>", "<|im_end|>"),
+        },
+        chat={"template": "chatml"},
+        data={"dataset": str(tmp_path / "data.jsonl"), "shuffle": False},
+        packing={"long_examples": "drop"},
+        training={"seq_len": 32, "batch_size": 1},
+    )
+    show_data(config, 1)
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    shown = lines[:4]
+    assert shown[0].startswith("example 1, chosen: ") and shown[2].startswith("example 1, rejected")
+    assert shown[1].startswith("ab⟦c") and shown[3] == "ab⟦de⟧⟦<end>⟧"
+    assert "longer than a row 1 of 4 pairs left out" in lines
+    assert "pairs a row 3.0 3 pairs in epoch" in lines

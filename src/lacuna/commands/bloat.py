@@ -22,7 +22,7 @@ EXTENSIONS = {
     "curriculum": ("train/curriculum.py",),
     "profiling": ("train/profiling.py",),
     "distillation": ("objective/distillation.py",),
-    "preference": ("objective/preference.py", "objective/reference.py"),
+    "preference": ("data/preferences.py", "objective/preference.py", "objective/reference.py"),
     "experts": ("model/router.py",),
     "plans": ("plan/dry_run.py", "plan/examples.py", "plan/memory.py"),
     "rollouts": ("rollout/generate.py",),

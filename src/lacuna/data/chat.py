@@ -16,8 +16,10 @@ from lacuna.data.messages import (
     instructed,
     read,
     read_messages,
+    read_tools,
     unknown_roles,
 )
+from lacuna.data.packing import Document
 from lacuna.data.template import (
     Chat,
     end_of_answer,
@@ -67,9 +69,13 @@ def _try_template(trial: Chat, settings: ChatConfig) -> None:
     refuse(
         {
             f"{wrong}, {marks}; {mend}": end.token is None
-            or end.token not in _encode_chat(trial, 0, settings)
+            or end.token not in _trained_tokens(*encode_chat(trial, 0, settings))
         }
     )
+
+
+def _trained_tokens(tokens: np.ndarray, trained: np.ndarray) -> np.ndarray:
+    return tokens[trained]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -83,8 +89,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def encode(
     record: dict[str, Any], place: str, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig
-) -> np.ndarray:
-    """The tokens of a row, int32 [tokens], those that are not trained as their bitwise complement (below 0).
+) -> Document:
+    """The tokens of a row, and which of them are trained.
 
     `use_template` has prepared the tokenizer. Raises UserError that tells the place, the column and
     what is wrong there when the row does not fit, also when nothing of it would be trained.
@@ -94,23 +100,26 @@ def encode(
     where = f"{place}, column {' and '.join(found[ours] for ours in needed)}"
     if "text" in values:
         tokens = tokenize_text(tokenizer, read(values["text"], str, where))
+        trained = np.ones(len(tokens), dtype=bool)
     elif isinstance(values.get("prompt"), str):
-        tokens = _encode_pair(values["prompt"], read(values["completion"], str, where), tokenizer)
+        completion = read(values["completion"], str, where)
+        tokens, trained = encode_texts(values["prompt"], completion, tokenizer)
     else:
         parts = _parts(values, record.get(found.get("input")), where, settings)
-        column = f"{place}, column {found.get('tools')}"
-        tools = [
-            read(tool, dict, column)
-            for tool in read(record.get(found.get("tools")) or [], list, column)
-        ]
-        template = template_for(tokenizer, tools or None, where)
-        chat = Chat(where, tokenizer, template, sum(parts, []), tools or None)
-        tokens = _encode_chat(chat, len(chat.messages) - len(parts[-1]), settings)
-    if not (tokens[1:] >= 0).any():
+        tools = read_tools(record, found, place)
+        template = template_for(tokenizer, tools, where)
+        chat = Chat(where, tokenizer, template, sum(parts, []), tools)
+        tokens, trained = encode_chat(chat, len(chat.messages) - len(parts[-1]), settings)
+    require_trained(trained, where)
+    return Document(tokens, float("nan"), trained=trained)
+
+
+def require_trained(trained: np.ndarray, where: str) -> None:
+    """Raises UserError where no token but the first, which none predicts, would be trained."""
+    if not trained[1:].any():
         raise UserError(
             f"{where}: no token would be trained; leave the row out, or mend chat.template"
         )
-    return tokens
 
 
 def _parts(
@@ -122,18 +131,24 @@ def _parts(
     return [read_messages(value, where, settings) for value in values.values()]
 
 
-def _encode_pair(prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase) -> np.ndarray:
-    """A prompt as a model is given it, and what it is to answer, which ends the text; no token is of both."""
+def encode_texts(
+    prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens of a prompt as a model is given it and of its answer, which ends the text; no token is of both.
+
+    Returns int32 tokens, and bool of the same shape: those of the answer are trained.
+    """
     asked, answer = (
         tokenize_text(tokenizer, prompt),
         tokenize_text(tokenizer, completion, begins=False),
     )
     ends = tokenizer.eos_token_id is not None and not prompt.endswith(tokenizer.eos_token)
-    return np.concatenate([~(asked[:-1] if ends else asked), answer])
+    asked = asked[:-1] if ends else asked
+    return np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked)
 
 
-def _encode_chat(chat: Chat, first: int, settings: ChatConfig) -> np.ndarray:
-    """As `encode`, where answers from message `first` on are trained."""
+def encode_chat(chat: Chat, first: int, settings: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The int32 tokens of a conversation, and as bool which are trained: answers from message `first` on."""
     answers = [
         number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
     ]
@@ -158,7 +173,7 @@ def _encode_chat(chat: Chat, first: int, settings: ChatConfig) -> np.ndarray:
     for first_character, beyond in spans:
         start = np.searchsorted(stops, first_character, side="right")
         trained[start : np.searchsorted(starts, _with_end(chat, text, beyond, ends))] = True
-    return np.where(trained, tokens, ~tokens)
+    return tokens, trained
 
 
 def _with_end(chat: Chat, text: str, beyond: int, ends: tuple[str, ...]) -> int:

@@ -1,7 +1,7 @@
 """Records to messages with transformers' keys: what knows the columns and the spellings of conversations."""
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import Any
@@ -16,7 +16,14 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Our names of the columns that each needs.
-_FORMATS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
+Formats = Sequence[tuple[str, ...]]
+_CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
+PAIRS = (
+    ("prompt", "chosen", "rejected"),
+    ("messages", "chosen", "rejected"),
+    ("chosen", "rejected"),
+)
+LABELLED = (("prompt", "completion", "label"),)
 
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
 _SHAREGPT = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -29,23 +36,37 @@ _SHAREGPT |= {
 
 
 def conversation_columns(
-    columns: Collection[str], settings: ChatConfig, where: str = ""
+    columns: Collection[str],
+    settings: ChatConfig,
+    where: str = "",
+    formats: Formats = _CONVERSATIONS,
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Our names of the columns that conversations are read from, and our name -> the data's of all that there are.
+    """Our names of the columns that rows are read from, and our name -> the data's of all there are.
 
-    A format that `chat.columns` names goes first. Raises UserError, which begins with `where`, when
-    there are no such columns.
+    Of the `formats` that fit, the first counts, but those that `chat.columns` names go before.
+    Raises UserError, which begins with `where`, when there are no such columns.
     """
     renamed = dict(pair.split("=", 1) for pair in settings.columns)
     names = {ours: ours for ours in COLUMNS} | {
         "messages": "messages" if "messages" in columns else "conversations"
     }
     found = {ours: theirs for ours, theirs in (names | renamed).items() if theirs in columns}
-    for needed in sorted(_FORMATS, key=renamed.keys().isdisjoint):
+    for needed in sorted(formats, key=renamed.keys().isdisjoint):
         if found.keys() >= {*needed, *renamed}:
             return needed, found
     usual = "messages (or conversations), prompt and completion, instruction and output, or text"
     mend = "say by chat.columns which hold conversations, such as messages=dialog or prompt=question,completion=answer"
+    if formats is not _CONVERSATIONS:
+        labelled = {"prompt", "completion", "label"}
+        if labelled <= found.keys() and not set(LABELLED) & set(formats):
+            raise UserError(
+                f"{where}has answers with a label, which only one loss learns from; set "
+                'preference.loss = "kto", or give chosen and rejected'
+            )
+        usual = "chosen and rejected (with prompt or messages, or without)"
+        if set(LABELLED) & set(formats):
+            usual += ", or prompt, completion and label"
+        mend = "say by chat.columns which hold the answers, such as chosen=better,rejected=worse"
     raise UserError(
         f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; {mend}"
     )
@@ -97,6 +118,15 @@ def read_messages(value: Any, where: str, settings: ChatConfig) -> list[dict[str
         _message(one, f"{where}, message {number}", roles)
         for number, one in enumerate(read(value, list, where), 1)
     ]
+
+
+def read_tools(
+    record: dict[str, Any], found: dict[str, str], place: str
+) -> list[dict[str, Any]] | None:
+    """The tools of a row, in the column that is `found` for them; None where it has none."""
+    column = f"{place}, column {found.get('tools')}"
+    tools = read(record.get(found.get("tools", "")) or [], list, column)
+    return [read(tool, dict, column) for tool in tools] or None
 
 
 def unknown_roles(messages: list[dict[str, Any]]) -> str:

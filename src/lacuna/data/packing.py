@@ -1,13 +1,14 @@
 """Documents to rows and rows to batches: which share a row, and the inputs, labels, positions and bounds of a batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lacuna.config import Config, refuse
+from lacuna.config import Config, UserError, refuse
 
 IGNORED = -100
 _ROUNDED = 64  # rows of many lengths would make many kernels
@@ -15,15 +16,30 @@ _ROUNDED = 64  # rows of many lengths would make many kernels
 
 @dataclass(frozen=True)
 class Document:
-    """One document: int32 tokens [n], the end of text among them, and its text's UTF-8 bytes (nan: unknown).
+    """One document: a text, a conversation, or sequences that are compared with each other.
 
-    A token that is not to be trained is there as its complement, ~token. An unreadable document has
-    no tokens, and `broken` says where it was found.
+    Attributes:
+        tokens: int32 or uint16 [n], the end of text among them.
+        text_bytes: the UTF-8 bytes of its text (nan: unknown).
+        broken: where it was found, if it is unreadable and has no tokens.
+        trained: bool [n], whether a token is to be predicted; None: all are.
+        columns: by name [n] or [n, k], more of each token as one that is predicted, such as a weight.
+        ends: where each of its sequences ends; empty where it is one.
+        sequence_columns: by name one value for each of its sequences.
     """
 
     tokens: np.ndarray
     text_bytes: float
     broken: str | None = None
+    trained: np.ndarray | None = None
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+    ends: tuple[int, ...] = ()
+    sequence_columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
+
+    @property
+    def bounds(self) -> list[tuple[int, int]]:
+        """Where each of its sequences begins and ends."""
+        return list(pairwise((0, *(self.ends or (len(self.tokens),)))))
 
 
 @dataclass(frozen=True)
@@ -37,8 +53,19 @@ class Span:
 
     @property
     def tokens(self) -> np.ndarray:
-        """As the document has them."""
+        """Those of the document."""
         return self.document.tokens[self.start : self.stop]
+
+    @property
+    def trained(self) -> np.ndarray:
+        """Whether each is to be predicted, bool; the first of each sequence is by none."""
+        whole = self.document.trained
+        if whole is None:
+            whole = np.ones(len(self.document.tokens), dtype=bool)
+        trained = whole[self.start : self.stop].copy()
+        firsts = [first - self.start for first, _ in self.document.bounds if first >= self.start]
+        trained[[0, *(first for first in firsts if first < len(trained))]] = False
+        return trained
 
 
 @dataclass(frozen=True)
@@ -46,23 +73,29 @@ class Batch:
     """One micro-batch of one data-parallel rank; B sequences of T tokens; tensors on the CPU.
 
     Attributes:
-        columns: by name [B, T], one value a token. What every batch has:
+        columns: by name [B, T], or [B, T, k], one value or vector a token. What every batch has:
             input_ids: int64.
             labels: int64, already shifted: the target of position t; -100 where nothing is trained.
             position_ids: int64, from 0 in each piece (from 0 in each row when documents are not
                 masked).
             real: bool, whether a token is one of a document, and not padding.
+            Where preferences are trained on, also sequence: int64, the number within the batch of
+            the sequence that a token is of; 0 for padding. Columns of the documents
+            lie beside the label that they are of; they are 0 where nothing is trained.
         counts: by name, what is summed over micro-batches and ranks. What every batch has:
             tokens: input tokens that are not padding.
             trained_tokens: labels that are not -100.
             text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are
                 known).
             source_0 and so on: real tokens from each source, in the order of the configuration.
+            Where preferences are trained on, also pairs: documents of two sequences; and sequences:
+            those that are judged, without mismatched ones.
         cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end
             is one.
         max_seqlen: tokens in the longest piece.
-        sequence_columns: by name [sequences], one value for each of the sequences whose number is
-            in the column `sequence`.
+        sequence_columns: by name float32 [sequences], one value for each sequence of the batch.
+            Of preferences chosen: 1 for a sequence that is wanted, 0 for one that is not; for kto
+            also mismatched: 1 where the answer is one to another prompt.
         own_columns: by name [B, T', ...], what was found out by this rank of its share of the
             tokens, on its device.
     """
@@ -116,6 +149,8 @@ def fill_rows(
 def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Config) -> np.ndarray:
     """int64 [pieces, 3]; pieces of long documents in which nothing is trained are left out."""
     most, long_examples = config.training.seq_len, config.packing.long_examples
+    if config.trains_on == "preferences":
+        refuse_long_pairs(lengths, most, long_examples)
     fitting, long = (
         np.flatnonzero((lengths > 0) & (lengths <= most)),
         np.flatnonzero(lengths > most),
@@ -123,9 +158,9 @@ def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Confi
     pieces = [np.stack([fitting, np.zeros_like(fitting), lengths[fitting]], axis=1)]
     for number in long.tolist() if long_examples != "drop" else ():
         stop = int(lengths[number]) if long_examples == "split" else most
-        labelled = np.flatnonzero(
-            document(number).tokens[1 : stop + 1] >= 0
-        )  # each token is predicted before it
+        # Each token is predicted before it.
+        trained = Span(document(number), 0, 0, stop + 1).trained[1:]
+        labelled = np.flatnonzero(trained)
         starts = np.unique(labelled // most) * most
         pieces.append(
             np.stack(
@@ -133,6 +168,17 @@ def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Confi
             )
         )
     return np.concatenate(pieces)
+
+
+def refuse_long_pairs(lengths: np.ndarray, most: int, long_examples: str) -> None:
+    """Raises UserError for pairs of more than `most` tokens, unless long examples are dropped."""
+    long = lengths[lengths > most]
+    if len(long) and long_examples != "drop":
+        raise UserError(
+            f"training.seq_len: {len(long):,} of {len(lengths):,} pairs are longer than a row of "
+            f"{most} tokens, the longest {long.max():,}, and a pair cannot be cut; raise it, or set "
+            'packing.long_examples = "drop" to leave them out.'
+        )
 
 
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
@@ -161,52 +207,144 @@ def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
     return bins
 
 
-def pack(rows: Sequence[Sequence[Span]], config: Config, sources: int, padding: int) -> Batch:
-    """Lay out rows, each a sequence of spans of at most seq_len tokens together, as training and data are set.
+def pack(
+    rows: Sequence[Sequence[Span]],
+    config: Config,
+    sources: int,
+    padding: int,
+    kinds: Mapping[str, np.ndarray] | None = None,
+) -> Batch:
+    """Lay out rows, each of spans of at most seq_len tokens together, as the settings want them.
 
     Args:
         sources: how many there are in all.
         padding: the id that fills rows with too few tokens.
+        kinds: of each column that documents may have of their tokens an empty array, by name.
     """
-    training, data = config.training, config.data
     length = _row_length(rows, config)
-    input_ids = np.full(len(rows) * length, padding, dtype=np.int64)
-    labels = np.full_like(input_ids, IGNORED)
-    real = np.zeros_like(input_ids, dtype=bool)
-    source_tokens, text_bytes = [0] * sources, 0.0
-    starts = list(range(0, len(input_ids), length))
-    for row, spans in enumerate(rows):
-        first = end = row * length
-        for span in spans:
-            tokens, targets = span.tokens, span.document.tokens[span.start + 1 : span.stop + 1]
-            start, end = end, end + len(tokens)
-            input_ids[start:end] = tokens
-            real[start:end] = True
-            labels[start : start + len(targets)] = targets
-            if data.predict_across_documents and start > first:
-                labels[start - 1] = tokens[0]
-            if data.document_mask:
-                starts.extend(range(start, end, training.context_len))
-            source_tokens[span.source] += len(tokens)
-            text_bytes += span.document.text_bytes * len(tokens) / len(span.document.tokens)
-        if data.document_mask:
-            starts.append(end)  # of the padding; nothing where the row is full
-    input_ids = np.where(input_ids < 0, ~input_ids, input_ids)
-    labels[labels < 0] = IGNORED
-    bounds = np.unique([*starts, len(input_ids)])
-    positions = np.arange(len(input_ids)) - np.repeat(bounds[:-1], np.diff(bounds))
-    columns = {"input_ids": input_ids, "labels": labels, "position_ids": positions, "real": real}
-    counts = {
-        "tokens": sum(source_tokens),
-        "trained_tokens": int((labels != IGNORED).sum()),
-        "text_bytes": text_bytes,
+    size = len(rows) * length
+    placed = _placed(rows, length)
+    columns = {
+        "input_ids": np.full(size, padding, dtype=np.int64),
+        "labels": np.full(size, IGNORED, dtype=np.int64),
+        "real": np.zeros(size, dtype=bool),
     }
+    for name, kind in (kinds or {}).items():
+        columns[name] = np.zeros((size, *kind.shape[1:]), dtype=kind.dtype)
+    for span, start in placed:
+        across = config.data.predict_across_documents and start % length > 0
+        _lay(span, start, across, columns)
+    ignored = columns["labels"] == IGNORED
+    for name in kinds or ():
+        columns[name][ignored] = 0
+    bounds = _bounds(placed, len(rows), length, config)
+    columns["position_ids"] = np.arange(size) - np.repeat(bounds[:-1], np.diff(bounds))
+    counts = _counts(placed, sources) | {"trained_tokens": int((~ignored).sum())}
+    sequence_columns: dict[str, Tensor] = {}
+    if config.trains_on == "preferences":
+        columns["sequence"] = _sequence_numbers(placed, size)
+        sequence_columns = _sequence_columns(placed, config.preference.loss)
+        sequences = len(sequence_columns["chosen"])
+        mismatched = sequence_columns.get("mismatched", torch.zeros(0))
+        counts["pairs"] = float(len(placed))
+        counts["sequences"] = sequences - mismatched.sum().item()
     return Batch(
-        columns={name: torch.from_numpy(one).view(-1, length) for name, one in columns.items()},
-        counts=counts | {f"source_{place}": count for place, count in enumerate(source_tokens)},
+        columns={
+            name: torch.from_numpy(one).view(-1, length, *one.shape[1:])
+            for name, one in columns.items()
+        },
+        counts=counts,
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
         max_seqlen=int(np.diff(bounds).max()),
+        sequence_columns=sequence_columns,
     )
+
+
+def _placed(rows: Sequence[Sequence[Span]], length: int) -> list[tuple[Span, int]]:
+    """Every span, and where it begins where rows of `length` tokens lie one after the other."""
+    placed = []
+    for row, spans in enumerate(rows):
+        start = row * length
+        for span in spans:
+            placed.append((span, start))
+            start += len(span.tokens)
+    return placed
+
+
+def _lay(span: Span, start: int, across: bool, columns: dict[str, np.ndarray]) -> None:
+    """Write a span into the columns of a batch from place `start` on, where it lies.
+
+    If it is `across`, the token before it is trained to predict its first.
+    """
+    document, tokens = span.document, span.tokens
+    columns["input_ids"][start : start + len(tokens)] = tokens
+    columns["real"][start : start + len(tokens)] = True
+    first = span.start if across else span.start + 1
+    targets = slice(first, span.stop + 1)
+    before = start - span.start - 1  # of a token of the document, the place that predicts it
+    count = len(document.tokens[targets])
+    places = slice(before + first, before + first + count)
+    labels = columns["labels"][places]
+    labels[:] = document.tokens[targets]
+    if document.trained is not None:
+        labels[~document.trained[targets]] = IGNORED
+    for begin, _ in document.bounds[1:]:  # no sequence predicts the next one
+        if first <= begin < first + count:
+            labels[begin - first] = IGNORED
+    for name, values in document.columns.items():
+        columns[name][places] = values[targets]
+
+
+def _bounds(
+    placed: Sequence[tuple[Span, int]], rows: int, length: int, config: Config
+) -> np.ndarray:
+    """Where the pieces begin that do not attend to each other, and the end, int64 [pieces + 1]."""
+    starts = list(range(0, rows * length, length))
+    for span, start in placed if config.data.document_mask else ():
+        shift = start - span.start
+        end = start + len(span.tokens)
+        for begin, stop in span.document.bounds:
+            within = range(max(shift + begin, start), min(shift + stop, end))
+            starts.extend(within[:: config.training.context_len])
+        starts.append(end)  # of padding or the next document; nothing where the row is full
+    return np.unique([*starts, rows * length])
+
+
+def _counts(placed: Sequence[tuple[Span, int]], sources: int) -> dict[str, float]:
+    """The tokens of the batch and of each source, and the bytes of their text."""
+    source_tokens, text_bytes = [0] * sources, 0.0
+    for span, _ in placed:
+        source_tokens[span.source] += len(span.tokens)
+        document = span.document
+        text_bytes += document.text_bytes * len(span.tokens) / len(document.tokens)
+    counts: dict[str, float] = {"tokens": sum(source_tokens), "text_bytes": text_bytes}
+    return counts | {f"source_{place}": count for place, count in enumerate(source_tokens)}
+
+
+def _sequence_numbers(placed: Sequence[tuple[Span, int]], size: int) -> np.ndarray:
+    """The number, in the whole batch, of the sequence that each place is of, int64 [size]."""
+    numbers = np.zeros(size, dtype=np.int64)
+    number = 0
+    for span, start in placed:
+        for begin, stop in span.document.bounds:
+            numbers[start + begin : start + stop] = number
+            number += 1
+    return numbers
+
+
+def sequence_names(loss: str) -> tuple[str, ...]:
+    """The sequence columns of documents that a loss of preferences learns from."""
+    return ("chosen", "mismatched") if loss == "kto" else ("chosen",)
+
+
+def _sequence_columns(placed: Sequence[tuple[Span, int]], loss: str) -> dict[str, Tensor]:
+    """What documents have of each of their sequences, float32 [sequences]."""
+    documents = [span.document for span, _ in placed]
+    values = {
+        name: [value for document in documents for value in document.sequence_columns[name]]
+        for name in sequence_names(loss)
+    }
+    return {name: torch.tensor(each, dtype=torch.float32) for name, each in values.items()}
 
 
 def _row_length(rows: Sequence[Sequence[Span]], config: Config) -> int:

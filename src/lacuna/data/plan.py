@@ -1,8 +1,8 @@
 """What decides which rows there are: the opened sources, the order of their documents, their tokens if cached."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -14,7 +14,7 @@ from lacuna.config.documents import Source
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.mixture import Mixture, Pool, random_key
-from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode
+from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode, refuse_long_pairs
 from lacuna.data.sources import Documents, open_source
 from lacuna.data.stream import number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
@@ -53,7 +53,8 @@ class Plan:
 
     With a `table` of all tokens the mixture has one lane; without, documents are tokenised while
     training, and row R is the next row of lane R mod lanes. With an `order`, int64 [documents],
-    those of the table come in that. Rows end with the last document unless `endless`.
+    those of the table come in that. Rows end with the last document unless `endless`. Of each column
+    that documents may have of their tokens there is an empty array in `kinds`.
     """
 
     config: Config
@@ -63,6 +64,7 @@ class Plan:
     table: TokenTable | None
     endless: bool = True
     order: np.ndarray | None = None
+    kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
 
     @property
     def rows_per_pass(self) -> int | None:
@@ -132,7 +134,8 @@ class Plan:
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
         """Lay out rows as the configuration wants them."""
-        return pack(rows, self.config, len(self.sources), self.tokenizer.eos_token_id or 0)
+        padding = self.tokenizer.eos_token_id or 0
+        return pack(rows, self.config, len(self.sources), padding, self.kinds)
 
     def signature(self, global_batch: int) -> dict[str, object]:
         """What must be the same for a saved position to mean the same samples, by the settings that decide it."""
@@ -166,6 +169,8 @@ def make_plan(
     documents come in that.
     """
     data, seed, table = config.data, config.training.seed, None
+    if config.trains_on == "preferences":
+        _require_whole_pairs(config)
     if not data.streaming:
         require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
@@ -191,6 +196,9 @@ def make_plan(
     )
     if _is_cached(config, sources, endless):
         lanes, table = 1, token_table(sources, tokenizer, data.max_broken_records)
+        if config.trains_on == "preferences":
+            long_examples = config.packing.long_examples
+            refuse_long_pairs(table.lengths, config.training.seq_len, long_examples)
     if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the order"
@@ -203,6 +211,31 @@ def make_plan(
     )
 
 
+def _require_whole_pairs(config: Config) -> None:
+    """Raises UserError for settings of the data with which answers could not be compared."""
+    data, kto = config.data, config.preference.loss == "kto"
+    if packing_mode(config) == "concatenate":
+        raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
+    if not data.document_mask:
+        raise UserError(
+            "data.document_mask: the two answers of a pair must not see each other; leave it on."
+        )
+    if data.predict_across_documents:
+        raise UserError(
+            "data.predict_across_documents: pairs do not go on in others; leave it off."
+        )
+    if kto and data.streaming:
+        raise UserError(
+            'data.streaming, preference.loss: "kto" sets answers beside those of the next row, for '
+            "which it needs the cache; set data.streaming = false."
+        )
+    if kto and data.tokenization == "online":
+        raise UserError(
+            'data.tokenization, preference.loss: "kto" sets answers beside those of the next row, '
+            "for which it needs the cache; leave out data.tokenization."
+        )
+
+
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
     """Whether to tokenise ahead or while training, by the configuration and the data alone."""
     wanted = config.data.tokenization
@@ -213,8 +246,9 @@ def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> b
         or config.training.epochs
         or config.curriculum.difficulty_column
         or config.curriculum.rank_every
+        or (config.trains_on == "preferences" and config.preference.loss == "kto")
     ):
-        return True  # only the cache knows how long an epoch or the validation data is, and can be put in order
+        return True  # only the cache knows how long an epoch or the validation data is, and what comes next
     if wanted == "auto":
         size = sum(source.dataset.data.nbytes for source in sources)
         wanted = "cache" if size < _CACHED_BELOW else "online"

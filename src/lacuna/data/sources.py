@@ -11,6 +11,7 @@ from traceback import walk_tb
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import Dataset, DatasetBuilder, Features, IterableDataset, List, NamedSplit, Value
 from datasets.config import REPOCARD_FILENAME
 from datasets.data_files import DataFilesDict, get_data_patterns
@@ -23,8 +24,9 @@ from yaml import YAMLError
 
 from lacuna.config import Config, UserError, logger, refuse
 from lacuna.config.documents import READERS, ChatConfig, Source
+from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import corpus, files
-from lacuna.data.chat import conversation_columns
+from lacuna.data.messages import conversation_columns
 
 _READER_VERSION = 2
 _COLUMNS = ("text", "content", "input_ids")
@@ -54,8 +56,10 @@ _FIRST = 1000
 class Documents:
     """An opened source: `column` of `dataset` holds a text per record, or, called input_ids, its tokens.
 
-    With `chat` settings a record is a conversation, as JSON where the column is `files.RECORD`. A
-    streaming source also has `shard_sizes`: how big each of the dataset's shards is, in a unit of
+    With `chat` settings a record is a conversation, as JSON where the column is `files.RECORD`;
+    with those of `preference` besides, it is two answers of which one is better, or one that is
+    good or not. Each record is there as many times as there are `answers_per_row` that are
+    documents of their own. A streaming source also has `shard_sizes`: how big each of the dataset's shards is, in a unit of
     their own. `files` are the local ones that it is made of.
     """
 
@@ -65,6 +69,8 @@ class Documents:
     shard_sizes: tuple[int, ...] = ()
     chat: ChatConfig | None = None
     files: tuple[str, ...] = ()
+    preference: PreferenceConfig | None = None
+    answers_per_row: int = 1
 
 
 def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> Documents:
@@ -120,7 +126,7 @@ def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> 
         sizes = [url_to_fs(path)[0].size(path) for path in paths] if streaming else []
     else:
         found = dataset.column_names or list(next(iter(dataset), {}))
-        columns = _used_columns(found, config.data.text_column, chat, numbers)
+        columns = _used_columns(found, config.data.text_column, config, numbers)
         dataset, sizes = (
             dataset.select_columns(columns),
             [1] * dataset.num_shards if streaming else [],
@@ -136,7 +142,15 @@ def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> 
                 )
             }
         )
-    return Documents(name, dataset, columns[0], tuple(sizes), chat, local)
+    if config.trains_on != "preferences":
+        return Documents(name, dataset, columns[0], tuple(sizes), chat, local)
+    from lacuna.data.preferences import answers_per_row  # an extension, as few need it
+
+    preference = config.preference
+    answers = answers_per_row(dataset, chat, preference.loss)
+    if answers > 1:
+        dataset = dataset.select(np.repeat(np.arange(len(dataset)), answers))
+    return Documents(name, dataset, columns[0], tuple(sizes), chat, local, preference, answers)
 
 
 def _builder(source: Source, split: str) -> DatasetBuilder:
@@ -204,13 +218,13 @@ def _line_reader(
     builder: DatasetBuilder, split: str, config: Config, numbers: Sequence[str]
 ) -> Generator:
     """In place of the reader of local JSON or text that `datasets` has, one that goes on after a bad line."""
-    found, kind, chat = builder.config.data_files, builder.name, config.conversations
+    found, kind = builder.config.data_files, builder.name
     refuse({f"no files of this split; there are {', '.join(map(str, found))}": split not in found})
     paths, wanted = found[split], config.data.text_column if kind == "json" else None
     columns = _first_columns(
-        paths, kind, lambda columns: _used_columns(columns, wanted, chat, numbers)
+        paths, kind, lambda columns: _used_columns(columns, wanted, config, numbers)
     )
-    column = columns[0] if chat is None else files.RECORD
+    column = columns[0] if config.conversations is None else files.RECORD
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = Features(
         {column: value, files.BROKEN: Value("string")} | dict.fromkeys(numbers, Value("float64"))
@@ -245,7 +259,7 @@ def _first_columns(
 
 
 def _used_columns(
-    columns: list[str], wanted: str | None, chat: ChatConfig | None, numbers: Sequence[str]
+    columns: list[str], wanted: str | None, config: Config, numbers: Sequence[str]
 ) -> list[str]:
     known = ", ".join(columns)
     refuse(
@@ -254,8 +268,13 @@ def _used_columns(
             for name in numbers
         }
     )
-    if chat is not None:
-        return [*conversation_columns(columns, chat)[1].values(), *numbers]
+    if config.trains_on == "preferences":
+        from lacuna.data.preferences import judged_columns  # an extension, as few need it
+
+        _, used = judged_columns(columns, config.chat, config.preference.loss)
+        return [*used.values(), *numbers]
+    if config.conversations is not None:
+        return [*conversation_columns(columns, config.chat)[1].values(), *numbers]
     candidates = (wanted,) if wanted else _COLUMNS
     found = [name for name in candidates if name in columns]
     refuse(

@@ -12,7 +12,7 @@ from typing import Any
 import datasets
 import numpy as np
 import pyarrow.compute as pc
-from datasets import Dataset, Features, LargeList, Value
+from datasets import Dataset, Features, LargeList, List, Value
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
@@ -22,12 +22,14 @@ from lacuna.data.cache import made_once
 from lacuna.data.chat import encode
 from lacuna.data.files import BROKEN, RECORD, is_tokens
 from lacuna.data.messages import unfilled
-from lacuna.data.packing import Document
+from lacuna.data.packing import Document, sequence_names
 from lacuna.data.sources import Documents, readable
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
-_CACHE_VERSION = 4
+_CACHE_VERSION = 5
 _BYTES_PER_PROCESS = 8 * 2**20
+# What a cache has a column of; it has others for what it knows of each sequence.
+_FIELDS = {"tokens", "text_bytes", BROKEN, "trained", "ends"}
 
 
 def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> None:
@@ -53,16 +55,17 @@ def document_of(
 
     Raises UserError when it came as tokens of which the tokenizer does not know one.
     """
-    place = (
-        record.get(BROKEN)
-        or f"{source.name}, {number if isinstance(number, str) else f'row {number + 1}'}"
-    )
+    place = record.get(BROKEN) or place_of(number, source)
     if source.chat is not None and not record.get(BROKEN):
         with explained(
             f"{place}: cannot be read", RecursionError, UnicodeEncodeError, mend="leave the row out"
         ):
-            row = json.loads(record[RECORD]) if source.column == RECORD else _row(record, source)
-            return Document(encode(row, place, tokenizer, source.chat), float("nan"))
+            row = row_of(record, source)
+            if source.preference is None:
+                return encode(row, place, tokenizer, source.chat)
+            from lacuna.data.preferences import judged_document  # an extension, as few need it
+
+            return judged_document(row, number, source, tokenizer)
     value = record[source.column]
     pretokenised = source.column == "input_ids"
     broken = None if (is_tokens(value) if pretokenised else isinstance(value, str)) else place
@@ -78,7 +81,17 @@ def document_of(
     return Document(np.array(value, dtype=np.int32), float("nan"))
 
 
-def _row(record: dict[str, Any], source: Documents) -> dict[str, Any]:
+def place_of(number: int | str, source: Documents) -> str:
+    """Where in a source its document of this number is from."""
+    if isinstance(number, str):
+        return f"{source.name}, {number}"
+    return f"{source.name}, row {number // source.answers_per_row + 1}"
+
+
+def row_of(record: dict[str, Any], source: Documents) -> dict[str, Any]:
+    """The columns of a readable record as they were written."""
+    if source.column == RECORD:
+        return json.loads(record[RECORD])
     features = source.dataset.features or {}
     return {
         name: unfilled(value, features.get(name), source.name) for name, value in record.items()
@@ -89,7 +102,8 @@ def _row(record: dict[str, Any], source: Documents) -> dict[str, Any]:
 class TokenTable:
     """The documents of all sources one after the other, read from disk as they are needed.
 
-    `dataset` has a column for each field of a `Document`; `ends` is where each source ends in it.
+    `dataset` has columns for the fields of a `Document`, but for those that are of no use for the
+    data, and one for each of its sequence columns; `ends` is where each source ends in it.
     `key` tells tables of other documents or tokens apart.
     """
 
@@ -104,12 +118,16 @@ class TokenTable:
 
     def document(self, index: int) -> tuple[Document, int]:
         """A document, its tokens a view of the file, and its source."""
-        tokens, text_bytes = (
-            self.dataset.data.column(name)[index] for name in ("tokens", "text_bytes")
+        row = {name: self.dataset.data.column(name)[index] for name in self.dataset.column_names}
+        trained, ends = row.get("trained"), row.get("ends")
+        document = Document(
+            row["tokens"].values.to_numpy(),
+            row["text_bytes"].as_py(),
+            trained=None if trained is None else trained.values.to_numpy(zero_copy_only=False),
+            ends=() if ends is None else tuple(ends.as_py()),
+            sequence_columns={name: tuple(row[name].as_py()) for name in row.keys() - _FIELDS},
         )
-        return Document(tokens.values.to_numpy(), text_bytes.as_py()), bisect_right(
-            self.ends, index
-        )
+        return document, bisect_right(self.ends, index)
 
 
 def token_table(
@@ -144,6 +162,7 @@ def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
         settings.columns,
         settings.roles,
         tokenizer.chat_template,
+        source.preference and source.preference.loss == "kto",
     ]
     made_of = [
         _CACHE_VERSION,
@@ -155,24 +174,47 @@ def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
     return Hasher.hash(made_of)
 
 
+def _features(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Features:
+    """The columns of the cache of a source: as few as its documents need."""
+    columns = {
+        "tokens": LargeList(Value("uint16" if len(tokenizer) <= 2**16 else "int32")),
+        "text_bytes": Value("float64"),
+        BROKEN: Value("string"),
+    }
+    if source.chat is not None:
+        columns["trained"] = LargeList(Value("bool"))
+    if source.preference is not None:
+        columns["ends"] = List(Value("int64"))
+        for name in sequence_names(source.preference.loss):
+            columns[name] = List(Value("float32"))
+    return Features(columns)
+
+
+def _stored(document: Document, features: Features) -> dict[str, Any]:
+    """A document as a row of the cache."""
+    row = vars(document) | {name: () for name in features.keys() - _FIELDS}
+    row |= document.sequence_columns
+    if document.trained is None:
+        row["trained"] = np.ones(len(document.tokens), dtype=bool)
+    return {name: row[name] for name in features}
+
+
 def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, key: str) -> Dataset:
     """The documents of a source, from the cache. Of many ranks that ask at once, one makes it and the others wait."""
-    tokens = LargeList(
-        Value("uint16" if len(tokenizer) <= 2**16 and source.chat is None else "int32")
-    )
+    features = _features(source, tokenizer)
     processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
 
     def write(folder: str) -> None:
         os.mkdir(folder)
         source.dataset.map(
-            lambda record, number: vars(document_of(record, number, source, tokenizer)),
+            lambda record, number: _stored(
+                document_of(record, number, source, tokenizer), features
+            ),
             with_indices=True,
             remove_columns=source.dataset.column_names,
             new_fingerprint=key,
             desc="tokenising",
-            features=Features(
-                {"tokens": tokens, "text_bytes": Value("float64"), BROKEN: Value("string")}
-            ),
+            features=features,
             num_proc=processes if processes > 1 else None,
             cache_file_name=os.path.join(folder, "tokens.arrow"),
         )

@@ -122,6 +122,6 @@ def total_steps(config: Config, rows_left: int | None, global_batch: int, done: 
     if steps is None:
         assert rows_left is not None, "epochs have an end"
         steps = done + -(-rows_left // global_batch)
-    for problem in long_warmup(config, steps):
+    for problem in long_warmup(config.lr_scheduler, steps):
         raise UserError(f"{problem}.")
     return steps

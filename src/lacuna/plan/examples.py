@@ -1,5 +1,6 @@
 """`lacuna data`: examples as the model will see them, and what a pass over all of them takes."""
 
+from collections.abc import Iterator
 from itertools import chain, groupby
 
 import numpy as np
@@ -30,21 +31,38 @@ def show_data(config: Config, processes: int) -> None:
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))
     console = open_console(config.metrics)
+    marked = console.color_system is None
     for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
-        console.print(
-            f"[bold]example {number}[/bold]: {len(span.tokens)} tokens, [green]trained[/green] and not"
-        )
-        console.print(coloured(span.tokens, tokenizer, marked=console.color_system is None), "")
+        for title, ids, trained in _sequences(span):
+            console.print(
+                f"[bold]example {number}[/bold]{title}: {len(ids)} tokens, "
+                "[green]trained[/green] and not"
+            )
+            console.print(coloured(ids, trained, tokenizer, marked), "")
     console.print(_counts(plan, rows))
 
 
-def coloured(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, marked: bool) -> Text:
-    """The tokens of a `Span` as text, trained ones green, special ones reversed.
+def _sequences(span: Span) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """Of each sequence of a span what it is, its tokens, and which of them are trained."""
+    document = span.document
+    if not document.sequence_columns:
+        yield "", span.tokens, span.trained
+        return
+    chosen = document.sequence_columns["chosen"]
+    mismatched = document.sequence_columns.get("mismatched", (0.0,) * len(chosen))
+    for number, (begin, stop) in enumerate(document.bounds):
+        kind = "chosen" if chosen[number] else "rejected"
+        kind = "with another row's answer" if mismatched[number] else kind
+        yield f", {kind}", span.tokens[begin:stop], span.trained[begin:stop]
+
+
+def coloured(
+    ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase, marked: bool
+) -> Text:
+    """Tokens as text, those that are `trained` green, special ones reversed.
 
     `marked` sets trained ones in ⟦⟧ besides, for where there are no colours.
     """
-    ids = np.where(tokens < 0, ~tokens, tokens)
-    trained = np.append(False, tokens[1:] >= 0)  # none predicts the first
     special = np.isin(ids, tokenizer.all_special_ids)
     text = Text()
     for (is_trained, is_special), run in groupby(
@@ -57,22 +75,28 @@ def coloured(tokens: np.ndarray, tokenizer: PreTrainedTokenizerBase, marked: boo
 
 
 def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
-    """Lengths, fill and sizes: of a pass over the data where it is known, else of the first step's `rows`."""
+    """Lengths, fill and sizes, of a pass over the data, or else of the `rows` of the first step."""
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     batch, length = plan.batch(rows), plan.config.training.seq_len
     whole = plan.table is not None
+    pairs = plan.config.trains_on == "preferences"
+    unit = "examples"
+    if pairs:
+        unit = "answers" if plan.config.preference.loss == "kto" else "pairs"
     lengths = plan.table.lengths if whole else np.array([len(span.tokens) for span in chain(*rows)])
     lengths = lengths[lengths > 0]
     sizes, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
         table.add_row(
             f"below {1 << size:,} tokens",
-            f"{count:,} examples",
+            f"{count:,} {unit}",
             "█" * -(-_BAR * count // counts.max()),
         )
     if whole:
         table.add_row(
-            "longer than a row", f"{(lengths > length).sum():,} of {len(lengths):,} examples"
+            "longer than a row",
+            f"{(lengths > length).sum():,} of {len(lengths):,} {unit}",
+            "left out" if pairs else "",
         )
     name, tokens, count, room = "first step", batch.counts["tokens"], len(rows), batch.shape.numel()
     if plan.rows_per_pass is not None:
@@ -83,6 +107,11 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
             else lengths.sum()
         )
         table.add_row("steps", f"{-(-count // len(rows)):,} an epoch", f"{len(rows)} rows each")
+    if pairs:
+        filled = [row.shape[1] for row in plan.bins] if name == "epoch" else list(map(len, rows))
+        table.add_row(
+            f"{unit} a row", f"{np.mean(filled):.1f}", f"{sum(filled):,} {unit} in {name}"
+        )
     share = batch.counts["trained_tokens"] / max(batch.counts["tokens"], 1)
     trained = f"{share:.1%} of the first step's tokens are trained"
     table.add_row(
