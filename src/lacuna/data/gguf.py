@@ -8,7 +8,7 @@ from collections.abc import Collection
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -99,7 +99,7 @@ def converted(tensor: Tensor, name: str, config: PretrainedConfig, back: bool = 
     if architecture == "llama" and part in ("attn_q", "attn_k"):
         heads = config.num_attention_heads if part == "attn_q" else config.num_key_value_heads
         parted = tensor.unflatten(0, (heads, -1, 2) if back else (heads, 2, -1))
-        return parted.transpose(1, 2).flatten(0, 2)
+        return cast(Tensor, parted.transpose(1, 2).flatten(0, 2))
     if architecture.startswith("gemma") and part.endswith("norm"):
         return tensor + (-1 if back else 1)
     if architecture == "gpt2" and name.startswith("blk.") and tensor.ndim == 2:
@@ -185,7 +185,8 @@ def _bounded_reader(gguf: ModuleType) -> Any:
             end = int(offset) + int(count) * np.dtype(dtype).itemsize
             if end > len(self.data):
                 raise UserError(f"it claims {end} bytes or more, and has {len(self.data)}.")
-            return super()._get(int(offset), dtype, count, override_order)
+            read: np.ndarray = super()._get(int(offset), dtype, count, override_order)
+            return read
 
     return Reader
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 from functools import partial
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -20,8 +21,8 @@ from lacuna.parallel.processes import Process
 @torch.no_grad()
 def probe_logits(model: PreTrainedModel) -> torch.Tensor:
     """The logits after 16 tokens from all over the vocabulary: float32 [16, vocabulary]."""
-    rows = len(model.get_input_embeddings().weight)
-    ids = torch.arange(16) * rows // 16
+    embedding: Any = model.get_input_embeddings()
+    ids = torch.arange(16) * len(embedding.weight) // 16
     logits: torch.Tensor = model(input_ids=ids[None]).logits
     return logits[0].float()
 

@@ -72,7 +72,7 @@ def model_fields(config: PretrainedConfig) -> dict[str, Any]:
     if slides:
         kinds = config.layer_types
         about["attention.sliding_window_pattern"] = [kind == "sliding_attention" for kind in kinds]
-    fields = {"general.architecture": architecture}
+    fields: dict[str, Any] = {"general.architecture": architecture}
     for key, value in about.items():
         if value is not None:
             fields[f"{architecture}.{key}"] = float(value) if _REAL.fullmatch(key) else value

@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -41,7 +41,7 @@ def is_writer() -> bool:
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
-def gathered(model: PreTrainedModel, wanted: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def gathered(model: PreTrainedModel, wanted: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a model that are `wanted`, whole, one at a time, on the CPU, adapters merged.
 
     They come in the types of those `wanted`. Every rank must iterate: gathering is a collective.
@@ -103,7 +103,7 @@ def _write_files(
         file, start = places[name]
         with open(os.path.join(folder, file), "r+b") as handle:
             handle.seek(start)
-            handle.write(tensor.reshape(-1).view(torch.uint8).numpy())
+            handle.write(tensor.reshape(-1).view(torch.uint8).numpy().data)
     if files.is_sharded:
         index = {"metadata": files.metadata, "weight_map": files.tensor_to_filename}
         Path(folder, SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
@@ -146,7 +146,7 @@ def save_model_description(
     `source` is the HF folder or id that the model came from, if any, whose generation settings are
     kept. Generation also stops where the chat template ends an answer.
     """
-    code = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
+    code: Any = AutoModelForCausalLM._model_mapping.get(type(model_config), None)
     if getattr(code, "_auto_class", None):  # it came with the model, and goes with it
         module = code.__module__.rpartition(".")[2]
         model_config.auto_map["AutoModelForCausalLM"] = f"{module}.{code.__name__}"

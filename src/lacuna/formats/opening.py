@@ -9,7 +9,7 @@ from typing import cast
 
 import torch
 from huggingface_hub import model_info, try_to_load_from_cache
-from huggingface_hub.errors import HTTPError
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -20,7 +20,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
-from transformers.utils import CHAT_TEMPLATE_FILE, CONFIG_NAME
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import ADAPTER_FILE, QuantizationConfig, described_adapter
@@ -243,7 +244,8 @@ def _model_with_empty_adapters(run: Config, tokenizer: PreTrainedTokenizerBase) 
         pack_layers(model)
     fill_model(model, trained_names(model), run, torch.device("cpu"), fill=True)
     compute_in(model, compute_dtype(run, "cpu"))  # not what is trained whole has
-    return model.eval()
+    model.eval()
+    return model
 
 
 def load_any_model(
@@ -256,4 +258,5 @@ def load_any_model(
     opened = open_model(source, trust_remote_code=trust_remote_code)
     model = opened.merged(opened.dtype)
     model.to(device)  # type: ignore[arg-type]  # transformers wraps torch's method
-    return model.eval(), opened.tokenizer
+    model.eval()
+    return model, opened.tokenizer

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as kinds
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.filesystem import FileSystemReader, _StorageInfo
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from lacuna.config import UserError
@@ -85,12 +85,12 @@ class _PlainUnpickler(pickle.Unpickler):
         return _PLAIN[module, name]
 
 
-class Reader(dcp.FileSystemReader):
+class Reader(FileSystemReader):
     """torch's reader of checkpoints, but that its metadata are only data."""
 
     def read_metadata(self, *_: Any, **__: Any) -> kinds.Metadata:
         with open(os.path.join(self.path, METADATA), "rb") as file:
-            found = _PlainUnpickler(file).load()
+            found: kinds.Metadata = _PlainUnpickler(file).load()
         tensors = found.state_dict_metadata.values()
         if not all(isinstance(tensor, kinds.TensorStorageMetadata) for tensor in tensors):
             raise ValueError("it describes something other than tensors")
@@ -141,7 +141,8 @@ def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> Non
             f"it had."
         )
     for name, tensor in tensors.items():
-        shape = tuple(saved[name].size) if name in saved else None
+        there = saved.get(name)
+        shape = tuple(there.size) if isinstance(there, kinds.TensorStorageMetadata) else None
         if shape != tuple(tensor.shape):
             found = "is missing" if shape is None else f"has the shape {shape}"
             raise UserError(
@@ -149,7 +150,7 @@ def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> Non
                 f"{tuple(tensor.shape)}: it belongs to another model configuration."
             )
     try:
-        dcp.load(tensors, storage_reader=Reader(path), process_group=process.control)
+        load(tensors, storage_reader=Reader(path), process_group=process.control)
     except CheckpointException as error:
         with only_data(f"checkpoint {path}: a file of tensors"):
             raise first_failure(error) from error

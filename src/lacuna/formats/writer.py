@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from lacuna.config import RunError
 from lacuna.data.disk import sync, sync_all
@@ -64,7 +65,7 @@ def write_checkpoint(
 def _write_tensors(folder: str, tensors: dict[str, Tensor], process: Process) -> None:
     """Writes what this rank holds; raises what went wrong on the first rank where something did."""
     try:
-        dcp.save(tensors, storage_writer=_Writer(folder), process_group=process.control)
+        save(tensors, storage_writer=_Writer(folder), process_group=process.control)
     except CheckpointException as error:
         raise first_failure(error) from error
 
@@ -74,7 +75,7 @@ def first_failure(error: CheckpointException) -> BaseException:
     return next(iter(error.failures.values()))[0]
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(FileSystemWriter):
     """Raises what the system said; torch's error after it is about a position in a file."""
 
     def write_data(self, *arguments: Any) -> Any:

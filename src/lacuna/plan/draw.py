@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from itertools import pairwise, product
 
-from rich.console import CONSOLE_SVG_FORMAT, Console
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from torch import nn
@@ -176,14 +177,14 @@ def simulate(order: dict[int, list[Action]]) -> dict[int, dict[Action, int]]:
     every = {action for actions in order.values() for action in actions}
     awaited: dict[Action, set[Action]] = {}
     for actions in order.values():
-        for before, action in pairwise([None, *actions]):
+        for action in actions:
             stage, kind, number = action
-            sent = (
-                [(stage - 1, "F", number)]
-                if kind == "F"
-                else [(stage + 1, half, number) for half in "BI"]
-            )
-            awaited[action] = every.intersection([before, *sent])
+            sent = [(stage + 1, half, number) for half in "BI"]
+            if kind == "F":
+                sent = [(stage - 1, "F", number)]
+            awaited[action] = {one for one in every if one in sent}
+        for before, action in pairwise(actions):
+            awaited[action].add(before)
     ends: dict[Action, int] = {}
     for action in TopologicalSorter(awaited).static_order():
         ends[action] = (

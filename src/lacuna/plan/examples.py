@@ -68,7 +68,8 @@ def coloured(
     for (is_trained, is_special), run in groupby(
         zip(trained, special, ids, strict=True), key=lambda of: of[:2]
     ):
-        words = tokenizer.decode([token for *_, token in run], clean_up_tokenization_spaces=False)
+        tokens = [token for *_, token in run]
+        words = str(tokenizer.decode(tokens, clean_up_tokenization_spaces=False))
         words = f"⟦{words}⟧" if is_trained and marked else words
         text.append(words, f"{'green' if is_trained else 'dim'}{' reverse' if is_special else ''}")
     return text
@@ -83,7 +84,9 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
     unit = "examples"
     if pairs:
         unit = "answers" if plan.config.preference.loss == "kto" else "pairs"
-    lengths = plan.table.lengths if whole else np.array([len(span.tokens) for span in chain(*rows)])
+    lengths = np.array([len(span.tokens) for span in chain(*rows)])
+    if plan.table is not None:
+        lengths = plan.table.lengths
     lengths = lengths[lengths > 0]
     sizes, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
     for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):

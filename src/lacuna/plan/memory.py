@@ -1,5 +1,7 @@
 """How much memory a run will take on the rank that needs most."""
 
+from typing import Any
+
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
@@ -60,7 +62,7 @@ def _kept_values(
     kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp)
     if recomputed:
         kept += layer
-    return kept + 2 * hidden / tp
+    return float(kept + 2 * hidden / tp)
 
 
 def estimate_memory(
@@ -80,11 +82,11 @@ def estimate_memory(
     master = getattr(torch, config.training.dtype).itemsize
     stored = compute.itemsize if config.lora.rank else master
     quantised = quantized_modules(model).values()
-    room = {weight: weight.numel() for weight in model.parameters()}
-    room |= {
-        layer.weight: sum(packed_sizes(*type(layer).quantized)) / stored for layer in quantised
-    }
-    layers = [sum(map(room.get, layer.parameters())) for layer in decoder_layers(model)]
+    room: dict[Any, float] = {weight: weight.numel() for weight in model.parameters()}
+    for module in quantised:
+        kind: Any = type(module)
+        room[module.weight] = sum(packed_sizes(*kind.quantized)) / stored
+    layers = [sum(room[weight] for weight in layer.parameters()) for layer in decoder_layers(model)]
     total = sum(room.values())
     head = text.vocab_size * text.hidden_size
     outside = head if layout.pp > 1 else total - sum(layers)

@@ -32,7 +32,8 @@ class Printer(BaseStreamer):
             self.tokens = []
             return
         self.tokens += value.flatten().tolist()
-        before, self.text = self.text, self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        before = self.text
+        self.text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
         self._show(commonprefix([before, self.text]).rstrip("\N{REPLACEMENT CHARACTER}"))
 
     def end(self) -> None:
@@ -91,7 +92,7 @@ def generate_text(
             torch.compiler.set_stance("force_eager"),
         ):
             torch.manual_seed(seed)
-            output = model.generate(
+            output = model.generate(  # type: ignore[operator]  # torch calls it a tensor
                 ids,
                 attention_mask=torch.ones_like(ids),
                 use_cache=True,
@@ -106,4 +107,4 @@ def generate_text(
         model.set_attn_implementation(attention)
     if output.shape[1] == positions and room < max_new_tokens and output[0, -1] not in ends:
         logger.warning("the text ends at the last of the model's %d positions", positions)
-    return tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))

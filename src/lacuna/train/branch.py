@@ -24,7 +24,7 @@ def goes_back(config: Config) -> bool:
     )
     with explained(problem, ValueError, mend="remove that file to go back to it now"):
         before = tomllib.loads(path.read_text()).get("checkpoint", {})
-    return before.get("load_step") != step
+    return bool(before.get("load_step") != step)
 
 
 def set_aside(config: Config, folder: str) -> None:

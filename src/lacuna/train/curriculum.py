@@ -71,6 +71,7 @@ def _rank_documents(run: Run) -> None:
     """
     state = run.state
     plan = run.loader.plan
+    assert plan.rows_per_pass is not None, "only what is tokenised at the start is ranked"
     usable = documents_begun(plan, plan.rows_per_pass) > 0
     uses = np.where(usable, 0, np.inf)
     losses = np.full(len(usable), np.nan)

@@ -11,8 +11,8 @@ from typing import Any
 from datasets import Dataset
 
 from lacuna.config import Config, UserError
-from lacuna.data.chat import conversation_columns
 from lacuna.data.files import RECORD
+from lacuna.data.messages import conversation_columns
 from lacuna.data.sources import Documents, open_source
 from lacuna.parallel.processes import Process
 
@@ -29,11 +29,9 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     adapter = (
         os.path.join(model, "adapter") if config.lora.rank and config.model.name_or_path else None
     )
-    longer = (
-        ("--training.steps", 2 * training.steps)
-        if training.steps
-        else ("--training.epochs", 2 * training.epochs)
-    )
+    longer: tuple[object, ...] = ("--training.epochs", 2 * (training.epochs or 0))
+    if training.steps:
+        longer = ("--training.steps", 2 * training.steps)
     if process.world_size > 1 and process.device.type == "cpu":
         longer = (*longer, "--cpus", process.world_size)
     columns, first = next(_beginnings(sources[0]), (("messages",), []))
@@ -114,14 +112,12 @@ def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
     for record in islice(documents.dataset, _LOOKED_AT):
         with suppress(UserError, ValueError):  # broken rows are in the dataset, too
             row = json.loads(record[RECORD] or "{}") if documents.column == RECORD else record
-            columns, names = (documents.column,), {documents.column: documents.column}
+            columns: tuple[str, ...] = (documents.column,)
+            names = {documents.column: documents.column}
             if documents.chat is not None:
                 columns, names = conversation_columns(row, documents.chat)
             value = row[names[columns[0]]]
+            if columns == ("messages",) and isinstance(value, str) and value:
+                value = json.loads(value)
             if value:
-                yield (
-                    columns,
-                    json.loads(value)
-                    if columns == ("messages",) and isinstance(value, str)
-                    else value,
-                )
+                yield columns, value

@@ -63,6 +63,7 @@ class Uploads:
             logger.warning("step-%d is not uploaded: the one before is still on its way", step)
             return
         failures: list[Exception] = []
+        arguments: tuple[str, int, str | None, bool]
         if settings.hf_upload_format == "dcp":
             run.saver.wait()
             arguments = (

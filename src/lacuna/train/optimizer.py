@@ -1,11 +1,14 @@
 """What moves the weights: clipping and AdamW over a sharded model, without a wait."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils import clip_grads_with_norm_
+from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import Config
@@ -33,7 +36,7 @@ def is_matrix(module: nn.Module, name: str, parameter: Tensor) -> bool:
     return not (is_vector or words & _NO_MATRICES or "Norm" in type(module).__name__)
 
 
-def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
+def build_optimizer(model: PreTrainedModel, config: Config) -> torch.optim.AdamW:
     """AdamW with weight decay on matrices only (`is_matrix`).
 
     It is not on embeddings, nor heads tied to them, nor on the head where only rows of new tokens
@@ -53,7 +56,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     decayed = [parameter for parameter in trained if id(parameter) in matrices - spared]
     free = [parameter for parameter in trained if id(parameter) not in matrices - spared]
     settings = config.optimizer
-    groups = [{"params": decayed}, {"params": free, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [{"params": decayed}, {"params": free, "weight_decay": 0.0}]
     betas = settings.beta1, settings.beta2
     kernels = {kind: settings.implementation == kind for kind in ("fused", "foreach")}
     optimizer = torch.optim.AdamW(
@@ -61,7 +64,7 @@ def build_optimizer(model: nn.Module, config: Config) -> torch.optim.AdamW:
     )
 
     def step_in_backward(_: Tensor) -> None:
-        optimizer.found_inf = None  # the last step may have been skipped
+        optimizer.found_inf = None  # type: ignore[attr-defined]  # the last step may have been skipped
         optimizer.step()  # only those that have a gradient
         optimizer.zero_grad(set_to_none=True)
 
@@ -100,7 +103,8 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
     home = torch.device("cpu") if built.config.training.enable_cpu_offload else built.device
     square = torch.zeros((), dtype=_norm_dtype(home), device=home)
     for part in parts.values():
-        own = [p.grad for p in part if id(p) not in counted_elsewhere]
+        counted = [p for p in part if id(p) not in counted_elsewhere]
+        own = [p.grad for p in counted if p.grad is not None]
         if own:
             square += _norm(own).square()
     if built.pipeline is not None:
@@ -125,7 +129,7 @@ def update(
     broken = ~torch.isfinite(norm) & built.config.training.skip_nan_inf
     skip = ((divisor == 0) | broken).float()
     if optimizer.defaults["fused"]:
-        optimizer.found_inf = skip
+        optimizer.found_inf = skip  # type: ignore[attr-defined]  # which the kernel reads
     if optimizer.defaults["fused"] or not skip.item():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -137,7 +141,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[st
 
     Before the first step it is made, as AdamW would, so that a checkpoint can be loaded into it.
     """
-    names, tensors = {parameter: name for name, parameter in model.named_parameters()}, {}
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors: dict[str, Tensor] = {}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]

@@ -139,7 +139,7 @@ def _train(config: Config, process: Process, console: Console) -> int:
         if not train(run, stop):
             console.print(_about_stopping(config, run.state.step))
             received = [number for numbers in gather_objects(process, stop) for number in numbers]
-            return 128 + received[0]
+            return 128 + int(received[0])
         model = os.path.join(folder, "hf")
         for write in run.exports(model):
             write()

@@ -58,15 +58,16 @@ class Run:
         on_first(process, lambda: prepare_folder(checkpoints))
         back = config.checkpoint.enable_checkpoint and on_first(process, lambda: goes_back(config))
         start, saved = find_start(config.checkpoint, checkpoints, back, process)
-        loop = saved and saved["loop"]
-        self.curriculum = curriculum_batches(config, layout, loop and loop["global_batch"])
+        loop: dict[str, Any] = {} if saved is None else saved["loop"]
+        self.curriculum = curriculum_batches(config, layout, loop.get("global_batch"))
+        started_with = loop.get("started_with")
         self.config, self.batch = self.curriculum[0]
-        self.open_data(saved, loop and loop.get("started_with"), str(start))
+        self.open_data(saved, started_with, str(start))
         if back:
             on_first(process, lambda: set_aside(config, checkpoints))
         self.write_settings()
         self.load_model(mesh, start, saved)
-        self.say_what_changed(loop and loop.get("started_with"))
+        self.say_what_changed(started_with)
         self.validation = None
         if config.validation.resolved_source():
             self.validation = build_validation(

@@ -3,7 +3,7 @@
 import gc
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
@@ -133,7 +133,7 @@ def _seed_draws(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _next_batches(run: Run) -> list[Batch]:
+def _next_batches(run: Run) -> Sequence[Batch]:
     """The step's batches.
 
     The interval counts what they take, and this rank's share of the work in them.
@@ -143,7 +143,7 @@ def _next_batches(run: Run) -> list[Batch]:
     batches = run.objective.next_step(built, run.loader)
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
-        work = built.flops(batch.counts["tokens"], batch.cu_seqlens.diff())
+        work = built.flops(int(batch.counts["tokens"]), batch.cu_seqlens.diff())
         run.interval.flops += work / built.mesh.layout.sharing
     return batches
 
@@ -233,8 +233,10 @@ def _validate(run: Run) -> None:
         measured = run.objective.report_held_out(sums, counts)
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
-        if measured["val_loss"] < state.best_loss:
-            state.best_loss = measured["val_loss"]
+        loss = measured["val_loss"]
+        assert loss is not None, "an objective measures a loss"
+        if loss < state.best_loss:
+            state.best_loss = loss
             state.best_step = state.step
             state.worse_validations = 0
         if settings.patience is not None and state.worse_validations >= settings.patience:
@@ -242,7 +244,7 @@ def _validate(run: Run) -> None:
                 "stopping early: no better validation loss for %d validations", settings.patience
             )
             run.total_steps = state.step
-        _advance_curriculum(run, measured["val_loss"])
+        _advance_curriculum(run, loss)
     if settings.prompts:
         _sample(run)
 
