@@ -45,7 +45,7 @@ from transformers import (
 from lacuna.config import Config
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.head import attach_loss
-from lacuna.model.lora import trained_names
+from lacuna.model.layers.lora import trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
 from lacuna.parallel.parallelize import parallelize

@@ -10,7 +10,7 @@ import torch
 from lacuna.config.sections import LoraConfig
 from lacuna.data.disk import replace_text
 from lacuna.export.huggingface import export_adapter, export_model
-from lacuna.model.lora import add_adapters
+from lacuna.model.layers.lora import add_adapters
 from lacuna.parallel.processes import Process
 from lacuna.train.checkpoint import write_checkpoint
 from tiny import random_model, tiny_config, tokenizer_of_words

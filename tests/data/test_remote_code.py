@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data.chat import end_of_turn, use_template
@@ -106,8 +106,7 @@ def test_code_of_a_tokenizer_does_not_run_unless_it_is_trusted(
 
 def test_a_trusted_model_is_opened_written_with_its_code_and_opened_again(own: Path) -> None:
     model_config = load_model_config(
-        Config(model=ModelConfig(name_or_path=str(own), trust_remote_code=True)),
-        tokenizer_of_words(),
+        ModelConfig(name_or_path=str(own), trust_remote_code=True), tokenizer_of_words()
     )
     assert type(AutoModelForCausalLM.from_config(model_config)).__name__ == "OwnModel"
     model, tokenizer = load_any_model(str(own), "cpu", trust_remote_code=True)

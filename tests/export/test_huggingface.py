@@ -14,8 +14,8 @@ from gguf_models import tiny_gguf_model
 from lacuna.config.sections import LoraConfig
 from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model
-from lacuna.model.lora import add_adapters
-from lacuna.parallel.precision import compute_in
+from lacuna.model.layers.casting import compute_in
+from lacuna.model.layers.lora import add_adapters
 from tiny import differing, random_model, run_ranks, tiny_config, tokenizer_of_words
 
 

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig
-from lacuna.config.sections import ModelConfig
+from lacuna.config import UserError
 from lacuna.model import attention as attention_module
-from lacuna.model.attention import PACKED, attention_choices, packed_attention
+from lacuna.model.attention import PACKED, packed_attention
+from lacuna.model.attention_choice import attention_choices
 from lacuna.model.head import Head, attach_loss, hidden_states, probe_head
 from lacuna.model.inputs import Inputs, packing_arguments
 from lacuna.objective.language_modelling import LanguageModelling
@@ -201,11 +200,11 @@ def chosen(
     device: str,
     dtype: torch.dtype = torch.bfloat16,
     layout: Layout = ALONE,
-    **settings: bool,
+    document_mask: bool = True,
 ) -> str:
     changes = {"attn_pdrop": 0.1} if architecture == "gpt2" else {}
-    config = Config(model=ModelConfig(attention=attention), data=DataConfig(**settings))
-    return attention_choices(config, tiny_config(architecture, **changes), device, dtype, layout)[0]
+    model_config = tiny_config(architecture, **changes)
+    return attention_choices(attention, document_mask, model_config, device, dtype, layout)[0]
 
 
 def test_auto_tries_the_fastest_first() -> None:

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from lacuna.model import attention as attention_module
-from lacuna.model.attention import PACKED, install_fastest_kernels, use_flash_attention_4
+from lacuna.model import flash
+from lacuna.model.attention import PACKED
+from lacuna.model.flash import install_fastest_kernels, use_flash_attention_4
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 
@@ -125,7 +126,7 @@ def test_the_package_is_used_where_it_is_installed_and_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[bool] = []
-    monkeypatch.setattr(attention_module, "use_flash_attention_4", lambda: used.append(True))
+    monkeypatch.setattr(flash, "use_flash_attention_4", lambda: used.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.syspath_prepend(tmp_path)

@@ -9,7 +9,7 @@ from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.lora import trained_names
+from lacuna.model.layers.lora import trained_names
 from lacuna.model.weights import fill_model
 from tiny import CPU, differing, run_ranks, sharded_model, tiny_config, whole
 

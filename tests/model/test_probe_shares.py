@@ -3,9 +3,7 @@
 import pytest
 
 from every_model import configuration_class, small_config
-from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig
-from lacuna.config.sections import TrainingConfig
+from lacuna.config import UserError
 from lacuna.model.probe_shares import require_shareable
 from lacuna.parallel.mesh import Layout
 from tiny import CPU
@@ -15,8 +13,8 @@ PIPELINE = Layout(pp=2)
 
 
 def require(kind: str, layout: Layout, masked: bool = True) -> None:
-    config = Config(training=TrainingConfig(seq_len=64), data=DataConfig(document_mask=masked))
-    require_shareable(small_config(configuration_class(kind)), config, layout, CPU)
+    rows = "packed" if masked else "whole"
+    require_shareable(small_config(configuration_class(kind)), layout, rows, 64, CPU)
 
 
 @pytest.mark.parametrize("layout", [CONTEXT, PIPELINE], ids=["context", "pipeline"])

@@ -13,7 +13,8 @@ from lacuna.config.machine import CompileConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.architecture import load_model_config
-from lacuna.model.build import build_model, required_router
+from lacuna.model.build import build_model
+from lacuna.model.checks import required_router
 from lacuna.model.router import check_router_loss, find_router, router_loss
 from lacuna.model.specimen import specimen
 from lacuna.objective.language_modelling import LanguageModelling
@@ -134,7 +135,9 @@ def asked(folder: Path, **settings: object) -> object:
     config = Config(
         model=ModelConfig(name_or_path=str(folder), **settings), training=TrainingConfig(seq_len=8)
     )
-    return required_router(config, load_model_config(config, tokenizer_of_words()), Layout(), CPU)
+    return required_router(
+        config, load_model_config(config.model, tokenizer_of_words()), Layout(), CPU
+    )
 
 
 def test_settings_ask_for_it_or_leave_it_out(tmp_path: Path) -> None:

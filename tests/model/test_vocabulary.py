@@ -130,7 +130,7 @@ def vocabulary(folder: Path, key: str, **settings: object) -> int:
     config = Config(
         model=ModelConfig(**{key: str(folder)}, **settings), training=TrainingConfig(seq_len=32)
     )
-    return load_model_config(config, run_tokenizer(config)).vocab_size
+    return load_model_config(config.model, run_tokenizer(config)).vocab_size
 
 
 def test_the_vocabulary_only_grows(tmp_path: Path) -> None:

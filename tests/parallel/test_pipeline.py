@@ -16,7 +16,7 @@ from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.build import build_model
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.parallel.pipeline import balanced_stages, check_pipeline, keep_own_stages, stage_ranges
+from lacuna.parallel.stages import balanced_stages, check_pipeline, keep_own_stages, stage_ranges
 from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import Case, check_same, configuration, outcomes, own_batches, pipeline, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
@@ -60,7 +60,7 @@ def refusal_of_a_projection() -> str:
         build_mesh(Layout(pp=2), "cpu"),
     )
     with pytest.raises(UserError) as raised:
-        keep_own_stages(model, decoder_layers(model), mesh, Config(parallelism=pipeline("1F1B", 2)))
+        keep_own_stages(model, decoder_layers(model), mesh, pipeline("1F1B", 2))
     return str(raised.value)
 
 

@@ -10,8 +10,8 @@ from every_model import configuration_class, small_config
 from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.lora import add_adapters
-from lacuna.model.quantization import quantize_layers, quantized_modules
+from lacuna.model.layers.lora import add_adapters
+from lacuna.model.layers.quantized import quantize_layers, quantized_modules
 from lacuna.parallel.mesh import Layout
 from lacuna.plan.dry_run import estimate_memory
 from lacuna.train.setup import plan_batch

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from lacuna.config import Config, to_toml
 from lacuna.config.sections import LoraConfig
 from lacuna.export.huggingface import export_adapter, save_model_description
-from lacuna.model.lora import add_adapters, initialize_adapters
+from lacuna.model.layers.lora import add_adapters, initialize_adapters
 from lacuna.parallel.processes import Process
 from lacuna.train.checkpoint import RUN, model_tensors, read_tensors, write_checkpoint
 from lacuna.train.forms import convert, load_any_model

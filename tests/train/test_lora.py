@@ -14,14 +14,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lacuna.config import UserError
 from lacuna.config.sections import LoraConfig as Settings
 from lacuna.export.huggingface import export_adapter
-from lacuna.model.lora import (
+from lacuna.model.layers.adapter_files import load_adapters
+from lacuna.model.layers.casting import compute_in
+from lacuna.model.layers.lora import (
     adapted_modules,
     add_adapters,
-    load_adapters,
     trained_names,
     without_adapters,
 )
-from lacuna.parallel.precision import compute_in
 from lacuna.train.forms import open_model
 from runs import (
     checkpoint,

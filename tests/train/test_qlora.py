@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lacuna.model.quantization import dequantize, packed_sizes, quantize
+from lacuna.model.layers.bits import dequantize, packed_sizes, quantize
 from runs import (
     checkpoint,
     curve,

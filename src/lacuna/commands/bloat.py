@@ -13,7 +13,12 @@ EXTENSION_LIMIT = 400
 
 # All else is in modules of their own: what they add -> these modules, in the package.
 EXTENSIONS = {
-    "quantisation": ("model/quantization.py",),
+    "quantisation": (
+        "model/layers/bits.py",
+        "model/layers/quantized.py",
+        "model/layers/quantized_files.py",
+    ),
+    "adapters": ("model/layers/dora.py", "model/layers/stacks.py", "model/layers/loftq.py"),
     "GGUF": ("data/gguf.py", "export/gguf.py"),
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),

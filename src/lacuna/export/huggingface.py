@@ -38,7 +38,9 @@ from lacuna.data.chat import end_of_turn
 from lacuna.data.disk import whole_folder
 from lacuna.data.gguf import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors
-from lacuna.model.lora import adapted_modules, add_adapters, file_name, merged_tensor
+from lacuna.model.layers.adapter_files import file_name
+from lacuna.model.layers.lora import adapted_modules, add_adapters
+from lacuna.model.layers.wrapping import plain_tensor
 
 FILE_BYTES = 5 * 10**9
 _EXPERTS_OF_OLD = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
@@ -63,7 +65,7 @@ def gathered(model: PreTrainedModel, wanted: dict[str, Tensor]) -> Iterator[tupl
     for name, like in wanted.items():
         known = name in tensors
         tensor = (
-            merged_tensor(model, name).to(home, like.dtype)
+            plain_tensor(model, name).to(home, like.dtype)
             if known
             else torch.empty_like(like, device=home)
         )

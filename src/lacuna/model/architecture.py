@@ -1,4 +1,4 @@
-"""What lacuna needs to know of any Hugging Face causal LM: its configuration, layers, head and sizes."""
+"""What lacuna needs to know of any Hugging Face causal LM: configuration, layers, head, sizes."""
 
 import os
 from collections import Counter
@@ -18,10 +18,10 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from lacuna.config import Config, UserError, explained, logger
+from lacuna.config import UserError, explained, logger
+from lacuna.config.sections import ModelConfig
 from lacuna.data.gguf import hf_folder
 from lacuna.data.remote_code import open_with
-from lacuna.model.router import set_router_loss
 from lacuna.parallel.precision import keep_in_float32
 
 # What transformers raises of a configuration that it cannot make a model of.
@@ -36,68 +36,78 @@ _REJECTIONS = (
     ValueError,
 )
 
+# What configurations call the weight of the load-balancing loss of a mixture of experts.
+ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
 
 @contextmanager
 def _accepted(problem: str) -> Iterator[None]:
-    """Within it, what transformers says against a model's configuration becomes a `UserError` about it."""
+    """Within it, what transformers says against a configuration becomes a `UserError` about it."""
     try:
         yield
     except _REJECTIONS as error:
         reason = shorten(str(error), 400) or "no reason is given"
-        raise UserError(
-            f"{problem}: {reason} ({type(error).__name__}); mend the configuration"
-        ) from error
+        kind = type(error).__name__
+        raise UserError(f"{problem}: {reason} ({kind}); mend the configuration") from error
 
 
-def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
+def load_model_config(
+    settings: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> PretrainedConfig:
     """The Hugging Face configuration of the run's model, with a vocabulary that holds every token.
 
     Raises `UserError` when it cannot be read, or is no causal LM.
     """
-    source = config.model.name_or_path or config.model.config
-    setting = "model.name_or_path" if config.model.name_or_path else "model.config"
-    mend = (
-        "check it"
-        if os.path.exists(str(source))
-        else "there is no such file or folder here, and the Hub gave none"
-    )
+    source = str(settings.name_or_path or settings.config)
+    setting = "model.name_or_path" if settings.name_or_path else "model.config"
+    mend = "there is no such file or folder here, and the Hub gave none"
+    if os.path.exists(source):
+        mend = "check it"
     problem = f"{setting}: cannot read a model configuration from {source!r}"
     with _accepted(problem), explained(problem, OSError, ValueError, KeyError, mend=mend):
-        model_config = open_with(AutoConfig, hf_folder(str(source)), config.model.trust_remote_code)
-    # Of a few with pictures transformers makes a language model that is none of its causal ones.
-    kinds = {type(model_config), type(model_config.get_text_config())}
-    if any(kind not in AutoModelForCausalLM._model_mapping for kind in kinds):
-        raise UserError(
-            f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM."
-        )
+        model_config = open_with(AutoConfig, hf_folder(source), settings.trust_remote_code)
     text_config = model_config.get_text_config()
+    # Of a few with pictures transformers makes a language model that is none of its causal ones.
+    kinds = {type(model_config), type(text_config)}
+    kind = f"{setting}: {source!r} is a {model_config.model_type!r} model"
+    if any(one not in AutoModelForCausalLM._model_mapping for one in kinds):
+        raise UserError(f"{kind}, which is no causal LM.")
     if not hasattr(text_config, "num_hidden_layers"):
         raise UserError(
-            f"{setting}: {source!r} is a {model_config.model_type!r} model, which has no single list of decoder "
-            "layers (no num_hidden_layers in its configuration): choose another model."
+            f"{kind}, which has no single list of decoder layers (no num_hidden_layers in its "
+            "configuration): choose another model."
         )
-    tokens, known, multiple = (
-        len(tokenizer),
-        text_config.vocab_size,
-        config.model.vocabulary_multiple,
-    )
-    if config.model.name_or_path and tokens > known and not config.model.new_tokens:
-        both = f"the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}"
-        raise UserError(
-            f"model.tokenizer_path: {both}: use the tokenizer that belongs to the model."
-        )
-    highest = max(
-        tokenizer.convert_tokens_to_ids([*config.model.new_tokens]), default=0
-    )  # some leave ids out
-    rows = text_config.vocab_size = -(-max(tokens, highest + 1, known) // multiple) * multiple
-    if rows > known:
-        reasons = f"the tokenizer has {tokens} tokens, model.vocabulary_multiple is {multiple}"
-        logger.warning(
-            "the model's vocabulary is enlarged from %d to %d rows: %s", known, rows, reasons
-        )
+    _grow_vocabulary(text_config, settings, tokenizer)
     model_config.use_cache = False
-    set_router_loss(config, model_config)
+    if settings.output_router_logits is not None or settings.router_aux_loss_coef is not None:
+        from lacuna.model.router import set_router_loss
+
+        set_router_loss(settings, model_config)
     return model_config
+
+
+def _grow_vocabulary(
+    text_config: PretrainedConfig, settings: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Gives a configuration, in place, a vocabulary that holds every token."""
+    tokens = len(tokenizer)
+    known = text_config.vocab_size
+    if settings.name_or_path and tokens > known and not settings.new_tokens:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {tokens} tokens, the model at "
+            f"model.name_or_path only {known}: use the tokenizer that belongs to the model."
+        )
+    # Higher than their number may be the new ones' ids: some tokenizers leave ids out.
+    highest = max(tokenizer.convert_tokens_to_ids([*settings.new_tokens]), default=0)
+    multiple = settings.vocabulary_multiple
+    rows = -(-max(tokens, highest + 1, known) // multiple) * multiple
+    text_config.vocab_size = rows
+    if rows > known:
+        logger.warning(
+            "the model's vocabulary is enlarged from %d to %d rows: the tokenizer has %d tokens, "
+            "model.vocabulary_multiple is %d",
+            *(known, rows, tokens, multiple),
+        )
 
 
 def meta_model(
@@ -107,7 +117,10 @@ def meta_model(
 
     What transformers keeps in float32 has that dtype whatever the others have.
     """
-    rejected = f"model: transformers makes none of this configuration of a {model_config.model_type!r} model"
+    rejected = (
+        "model: transformers makes none of this configuration of a "
+        f"{model_config.model_type!r} model"
+    )
     with torch.device("meta"), no_init_weights(), _accepted(rejected):
         settings = {"dtype": dtype, "attn_implementation": attention}
         model = AutoModelForCausalLM.from_config(model_config, **settings).train()
@@ -124,7 +137,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(
-        f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded."
+        f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be "
+        "sharded."
     )
 
 
@@ -140,11 +154,8 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     """What has a row for every token, embedding and head with its bias, by each of their names."""
-    found = {
-        *nn.ModuleList(
-            filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
-        ).parameters()
-    }
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    found = {*nn.ModuleList(filter(None, ends)).parameters()}
     return {
         name: weight
         for name, weight in model.named_parameters(remove_duplicate=False)
@@ -152,27 +163,25 @@ def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
-def non_embedding_parameters(model: nn.Module) -> int:
-    """Parameters in matrix products with every token: all but embeddings, the head counted even when tied.
+def non_embedding_parameters(model: PreTrainedModel) -> int:
+    """Parameters in matrix products with every token: all but embeddings.
 
-    Of mixture-of-experts weights only the share of the experts that a token visits counts.
+    The head counts even when it is tied. Of mixture-of-experts weights only the share of the
+    experts that a token visits counts.
     """
     text_config = model.config.get_text_config()
-    experts = getattr(text_config, "num_local_experts", None) or getattr(
-        text_config, "num_experts", None
-    )
+    names = ("num_local_experts", "num_experts")
+    experts = next(filter(None, (getattr(text_config, name, None) for name in names)), None)
     chosen = getattr(text_config, "num_experts_per_tok", None)
     active = chosen / experts if experts and chosen else 1.0
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    left_out = embeddings - {id(getattr(model.get_output_embeddings(), "weight", None))}
-    counted = (
-        (name, weight) for name, weight in model.named_parameters() if id(weight) not in left_out
-    )
-    return int(
-        sum(weight.numel() * (active if ".experts." in name else 1) for name, weight in counted)
-    )
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    left_out = {id(module.weight) for module in embeddings} - {id(head)}
+    count = 0.0
+    for name, weight in model.named_parameters():
+        if id(weight) not in left_out:
+            count += weight.numel() * (active if ".experts." in name else 1)
+    return int(count)
 
 
 def layer_settings(text_config: PretrainedConfig) -> list[PretrainedConfig]:
@@ -219,7 +228,8 @@ def step_flops(
     and pair of query and key, of which causal attention computes half the square. Nothing is added
     for recomputation.
     """
-    flops, lengths = 6.0 * parameters * tokens, lengths.double()
+    flops = 6.0 * parameters * tokens
+    lengths = lengths.double()
     for window, width in widths.items():
         seen = lengths.clamp(0, window)
         flops += 12.0 * width * float((lengths * seen - seen * seen / 2).sum())
@@ -230,3 +240,10 @@ def is_soft_capped(model_config: PretrainedConfig) -> bool:
     """Whether attention scores are capped softly, which only eager attention and ours know of."""
     text_config = model_config.get_text_config()
     return getattr(text_config, "attn_logit_softcapping", None) is not None
+
+
+def asks_for_router_loss(model_config: PretrainedConfig) -> bool:
+    """Whether a configuration asks for the load-balancing loss of its routers."""
+    text_config = model_config.get_text_config()
+    asked = getattr(text_config, "output_router_logits", False)
+    return asked and any(getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS)

@@ -8,7 +8,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from lacuna.model.quantization import packed_weights, quantize
+from lacuna.model.layers.wrapping import Wrapper
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import keep_in_float32
 
@@ -30,9 +30,8 @@ def constructed(
     def without_memory(_: nn.Module, __: str, made: nn.Parameter) -> nn.Parameter:
         if len(registered) not in kept and not made.is_meta:
             made = nn.Parameter(made.to("meta"), made.requires_grad)
-            made._is_hf_initialized = (
-                True  # which spares transformers' drawing what nobody will see
-            )
+            # Which spares transformers' drawing what nobody will see.
+            made._is_hf_initialized = True
         registered.append(made)
         return made
 
@@ -78,12 +77,15 @@ def draw_weights(
     torch.manual_seed(seed)
     named = model.named_parameters(remove_duplicate=False)
     weights = {name: weight for name, weight in named if name in names}
-    packed = packed_weights(model)
 
     def place(name: str, drawn: Tensor) -> None:
-        if name in weights:  # what another pipeline stage holds is drawn all the same
-            whole = quantize(drawn, packed[name]).view(torch.float32) if name in packed else drawn
-            local(weights[name]).copy_(own_part(whole, weights[name]))
+        if name not in weights:  # what another pipeline stage holds is drawn all the same
+            return
+        path, _, own_name = name.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, Wrapper):
+            drawn = module.stored_weight(own_name, drawn)
+        local(weights[name]).copy_(own_part(drawn, weights[name]))
 
     left_alone = set()
     with guard_torch_init_functions():

@@ -34,7 +34,7 @@ _FAULTS = (
     ValueError,
 )
 
-
+# Rows of packed documents, of one document each, or of texts laid end to end.
 Rows = Literal["packed", "padded", "whole"]
 
 
@@ -57,23 +57,24 @@ class Result:
 def find_attention(
     names: Sequence[str],
     model_config: PretrainedConfig,
-    config: Config,
+    rows: Rows,
+    longest: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> str:
     """The first of the `names` of attention with which a model trains as by transformers' own code.
 
-    Compared are values and gradients, in float32, for rows as the run will have them: of packed
-    documents, of one document each, or of texts laid end to end. Raises `UserError` where there is
-    none, and for a model that sees later tokens or does not run.
+    Compared are values and gradients, in float32, for `rows` as the run will have them, and
+    rotations as for its `longest` position. Raises `UserError` where there is none, and for a model
+    that sees later tokens or does not run.
     """
     kind = AutoModelForCausalLM._model_mapping[type(model_config)].__name__
-    longest = longest_position(config)
     _require_causal(model_config, longest)
 
     def compared(rows: Rows, dtype: torch.dtype) -> dict[str, str | None]:
         """For the names up to the first that is exact, why it is not; None for that."""
-        trial, reasons = trial_of(rows), {}
+        trial = trial_of(rows)
+        reasons: dict[str, str | None] = {}
         own = own_result(model_config, longest, trial, device)
         for name in names:
             ours = partial(_our_result, name, model_config, longest, trial, device, dtype)
@@ -82,14 +83,14 @@ def find_attention(
                 break
         return reasons
 
-    rows = rows_of(config)
     reasons = compared(rows, dtype)
     if None in reasons.values():
         return list(reasons)[-1]
     said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     if dtype != torch.float32 and None in compared(rows, torch.float32).values():
         raise UserError(
-            f"training.mixed_precision_param: {kind} computes in float32 only ({said}): set it to that."
+            f"training.mixed_precision_param: {kind} computes in float32 only ({said}): set it to "
+            "that."
         )
     wrong = f"{kind} does not compute here what transformers' own code does ({said})"
     ways = {
@@ -108,11 +109,11 @@ def find_attention(
 
 def longest_position(config: Config) -> int:
     """How many positions the longest document of a run may have."""
-    return max(stage.training.context_len for stage in config.stages())
+    return max(each.training.context_len for each in config.stages())
 
 
 def rows_of(config: Config) -> Rows:
-    """What rows a run has: of documents apart, of one document each, or of texts laid end to end."""
+    """The rows of a run."""
     if not config.data.document_mask:
         return "whole"
     return "padded" if packing_mode(config) == "none" else "packed"
@@ -201,7 +202,10 @@ def _our_result(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Result:
-    """The documents in rows together, as a run computes them; in the dtype of the run it must run."""
+    """The documents in rows together, as a run computes them.
+
+    It is float32, but must also be finite in the run's `dtype`.
+    """
     model = specimen(model_config, attention, longest).to(device)
     inputs = prepare_inputs(trial.batch, attention, device)
     result = result_in_rows(model, hidden_states(model, inputs), trial)
@@ -222,7 +226,10 @@ def result_in_rows(model: PreTrainedModel, states: Tensor, trial: Trial) -> Resu
 
 
 def _result(model: PreTrainedModel, states: Tensor) -> Result:
-    """The states, and the gradients of every weight for noise as that of the states; uses these up."""
+    """The states, and the gradients of every weight where noise is that of the states.
+
+    Uses the graph of the states up.
+    """
     noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     total = (states.float() * noise.to(states.device)).sum()

@@ -12,25 +12,24 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.data import Batch
 from lacuna.model.attention import PACKED, packed_attention
 from lacuna.model.head import hidden_states
 from lacuna.model.inputs import packing_arguments, prepare_inputs
 from lacuna.model.probe import (
     Result,
-    longest_position,
+    Rows,
     own_result,
     reason_against,
     result_in_rows,
-    rows_of,
     trial_of,
 )
 from lacuna.model.specimen import LENGTH, specimen_and_layers
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.context import join_sequence, shard_sequence
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.pipeline import stage_of
+from lacuna.parallel.stages import stage_of
 
 SHARED = "lacuna_shared"
 RANKS = 2
@@ -54,7 +53,11 @@ AttentionInterface.register(SHARED, shared_attention)
 
 
 def require_shareable(
-    model_config: PretrainedConfig, config: Config, layout: Layout, device: torch.device
+    model_config: PretrainedConfig,
+    layout: Layout,
+    rows: Rows,
+    longest: int,
+    device: torch.device,
 ) -> None:
     """Raises `UserError` where context or pipeline parallelism would change what a model computes.
 
@@ -62,8 +65,7 @@ def require_shareable(
     state), or where more than the next layer goes by what a layer has made.
     """
     kind = AutoModelForCausalLM._model_mapping[type(model_config)].__name__
-    longest = longest_position(config)
-    trial = trial_of(rows_of(config))
+    trial = trial_of(rows)
     tried = {}
     if layout.cp > 1:
         tried["context_parallel_degree"] = (SHARED, _states_by_shares)

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config, UserError
+from lacuna.config.sections import ModelConfig
+from lacuna.model.architecture import ROUTER_COEFFICIENTS
 from lacuna.parallel.mesh import Layout
-
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(frozen=True)
@@ -22,21 +22,15 @@ class Router:
     chosen: int
 
 
-def asks_for_router_loss(model_config: PretrainedConfig) -> bool:
-    """Whether a configuration asks for the load-balancing loss of its routers."""
-    text_config = model_config.get_text_config()
-    asked = getattr(text_config, "output_router_logits", False)
-    return asked and any(getattr(text_config, name, None) for name in _COEFFICIENTS)
-
-
-def set_router_loss(config: Config, model_config: PretrainedConfig) -> None:
-    """Has the configuration of a model say what the run's settings do of its router loss, in place.
+def set_router_loss(settings: ModelConfig, model_config: PretrainedConfig) -> None:
+    """Has a model's configuration say, in place, what the run's settings do of its router loss.
 
     Raises `UserError` for a model that has none.
     """
     text_config = model_config.get_text_config()
-    asked, coefficient = config.model.output_router_logits, config.model.router_aux_loss_coef
-    known = [name for name in _COEFFICIENTS if hasattr(text_config, name)]
+    asked = settings.output_router_logits
+    coefficient = settings.router_aux_loss_coef
+    known = [name for name in ROUTER_COEFFICIENTS if hasattr(text_config, name)]
     if (asked or coefficient is not None) and not known:
         setting = "output_router_logits" if asked else "router_aux_loss_coef"
         kind = text_config.model_type
@@ -79,7 +73,7 @@ def find_router(model: PreTrainedModel) -> Router | None:
     Found out by asking it. Raises `UserError` when it is another than is known.
     """
     text_config = model.config.get_text_config()
-    coefficients = [getattr(text_config, name, None) for name in _COEFFICIENTS]
+    coefficients = [getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS]
     router = Router(next(filter(None, coefficients)), text_config.num_experts_per_tok)
     ids = torch.arange(16)[None].to(model.device) % text_config.vocab_size
     arguments = {"input_ids": ids, "use_cache": False, "output_router_logits": True}
@@ -91,9 +85,8 @@ def find_router(model: PreTrainedModel) -> Router | None:
         ours = 0.0
         logits = getattr(output, "router_logits", None)  # some classes say nothing of them
         if logits is not None:
-            ours = (
-                router.coefficient * _balance(logits, router.chosen, whole, over_ranks=False).item()
-            )
+            balance = _balance(logits, router.chosen, whole, over_ranks=False)
+            ours = router.coefficient * balance.item()
     if abs(theirs) < 1e-6:
         return None
     if abs(theirs - ours) > 1e-5:

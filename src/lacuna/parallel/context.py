@@ -1,4 +1,6 @@
-"""Context parallelism: rows of tokens cut over ranks, and causal attention across the cuts, inside documents.
+"""Context parallelism: rows of tokens cut over ranks, and causal attention across the cuts.
+
+Attention stays inside documents.
 
 A row of T tokens is cut in 2·C equal chunks over C ranks. Rank r holds the chunks r and 2·C − 1 − r
 (head and tail), one behind the other, so that causal attention costs every rank the same. Documents
@@ -27,12 +29,9 @@ def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) 
     size = length // (2 * cp)
     for chunk in _chunks(cp, rank):
         stop = (chunk + 1) * size
-        yield Part(
-            _among(bounds, length, size, (chunk,)),
-            _among(bounds, length, stop, (0,)),
-            longest,
-            stop,
-        )
+        cu_q = _among(bounds, length, size, (chunk,))
+        cu_k = _among(bounds, length, stop, (0,))
+        yield Part(cu_q, cu_k, longest, stop)
 
 
 def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
@@ -42,10 +41,12 @@ def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
 
 
 def gather_sequence(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The whole tensor from every rank's head and tail along `dim`; its gradients are summed over the ranks."""
-    gathered = _collectives.all_gather_into_tensor(
-        tensor.contiguous(), group.size(), group.group_name
-    )
+    """The whole tensor from every rank's head and tail along `dim`.
+
+    Its gradients are summed over the ranks.
+    """
+    own = tensor.contiguous()
+    gathered = _collectives.all_gather_into_tensor(own, group.size(), group.group_name)
     return join_sequence(_collectives.wait_tensor(gathered).chunk(group.size()), dim)
 
 
@@ -74,9 +75,9 @@ def ring_attention(
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     place = (group.group_name, group.size(), group.rank())
-    return _ring_forward(query, torch.stack((key, value)), bounds, longest, scaling, *place)[
-        0
-    ].transpose(1, 2)
+    pair = torch.stack((key, value))
+    output, _ = _ring_forward(query, pair, bounds, longest, scaling, *place)
+    return output.transpose(1, 2)
 
 
 def _chunks(cp: int, rank: int) -> tuple[int, int]:
@@ -84,9 +85,15 @@ def _chunks(cp: int, rank: int) -> tuple[int, int]:
 
 
 def _among(bounds: Tensor, length: int, size: int, chunks: Sequence[int]) -> Tensor:
-    """Bounds among the tokens of rows of `length` to bounds among those in these `chunks` of `size` of each row."""
-    before, places = bounds // length * (size * len(chunks)), bounds % length
-    return sum(((places - chunk * size).clamp(0, size) for chunk in chunks), before)
+    """Of bounds among the tokens of rows of `length`, those among the `chunks` of each row.
+
+    A chunk has `size` tokens.
+    """
+    places = bounds % length
+    found = bounds // length * (size * len(chunks))
+    for chunk in chunks:
+        found = found + (places - chunk * size).clamp(0, size)
+    return found
 
 
 def _ring_part(
@@ -97,24 +104,31 @@ def _ring_part(
     Unless the keys are the rank's own, all that are seen stand before all queries, so that at most
     one document of each row has both.
     """
-    queries, keys = (
-        _chunks(cp, rank)[1 if origin > rank else 0 :],
-        _chunks(cp, origin)[: 1 if origin < rank else 2],
-    )
-    length, stop = 2 * cp * size, len(keys) * size
-    whole, own = len(bounds) == rows + 1, origin == rank
+    # Of later ranks' keys only the tail sees any; of earlier ranks' only the head is seen.
+    queries = _chunks(cp, rank)[1 if origin > rank else 0 :]
+    keys = _chunks(cp, origin)[: 1 if origin < rank else 2]
+    length = 2 * cp * size
+    stop = len(keys) * size
+    whole = len(bounds) == rows + 1
+    own = origin == rank
     if not own:  # three pieces a row: that one document, all before it and all after it
         starts = torch.arange(0, rows * length, length, dtype=torch.int32, device=bounds.device)
         place = torch.searchsorted(bounds, starts + (keys[-1] + 1) * size - 1, right=True)
         pieces = torch.stack((bounds[place - 1], bounds[place], starts + length), 1)
-        bounds, longest = torch.cat((starts[:1], pieces.flatten())), length
-    cu_q, cu_k = _among(bounds, length, size, queries), _among(bounds, length, size, keys)
+        bounds = torch.cat((starts[:1], pieces.flatten()))
+        longest = length
+    cu_q = _among(bounds, length, size, queries)
+    cu_k = _among(bounds, length, size, keys)
     return (2 - len(queries)) * size, Part(cu_q, cu_k, longest, stop, own, whole)
 
 
 def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
-    """Starts to send a tensor to the next rank; returns what the rank before sends, once waited for."""
-    sent, received = [0] * cp, [0] * cp
+    """Starts to send a tensor to the next rank.
+
+    Returns what the rank before sends, which is to be waited for.
+    """
+    sent = [0] * cp
+    received = [0] * cp
     sent[(rank + 1) % cp] = received[rank - 1] = len(tensor)
     return _collectives.all_to_all_single(tensor.contiguous(), received, sent, group)
 
@@ -122,9 +136,9 @@ def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
 def _travel(
     pair: Tensor, bounds: Tensor, longest: int, group: str, cp: int, rank: int
 ) -> Iterator[tuple[int, Part, Tensor, Tensor]]:
-    """Of each rank, its own first: the first query that sees its keys, their part, its keys and values that are seen.
+    """For each rank, its own first: what this one's queries see of its keys.
 
-    The next are on their way while some are worked on.
+    That is the first query that sees any, the part, and the keys and values that are seen. The next are on their way while some are worked on.
     """
     _, rows, tokens, *_ = pair.shape
     for step in range(cp):
@@ -154,9 +168,8 @@ def _ring_forward(
     lse = output.new_full(query.shape[:-1], -torch.inf)
     for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
         partial, partial_lse = attend(query[:, start:], keys, values, part, scaling)
-        output[:, start:].lerp_(
-            partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1)
-        )
+        weight = torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1)
+        output[:, start:].lerp_(partial.float(), weight)
         lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
         del keys, values  # or they would still be there when the ones after the next set out
     return output.to(query.dtype), lse
@@ -177,9 +190,8 @@ def _ring_backward(
     rank: int,
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the query, and of the pair, which travel with what they belong to."""
-    grad_query, grads = (
-        tensor.new_zeros(tensor.shape, dtype=torch.float32) for tensor in (query, pair)
-    )
+    grad_query = query.new_zeros(query.shape, dtype=torch.float32)
+    grads = pair.new_zeros(pair.shape, dtype=torch.float32)
     for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
         seeing = (tensor[:, start:] for tensor in (grad, output, lse, query))
         of_query, of_key, of_value = attend_backward(*seeing, keys, values, part, scaling)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lacuna.config import Config, refuse
+from lacuna.config import UserError
+from lacuna.config.machine import ParallelismConfig
 
 # The axes of the mesh, outermost first, and the setting of each one's size.
 AXES = {
@@ -20,7 +21,7 @@ AXES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees: copies of the model, ranks that shard one, and that share a sequence, a matrix, the layers.
+    """The degrees: copies of the model, and the ranks that share a copy, sequence, matrix, layers.
 
     `ring` says that the ranks of a sequence pass keys and values round instead of gathering them.
     """
@@ -43,31 +44,26 @@ class Layout:
         return self.cp * self.tp * self.pp
 
 
-def resolve_layout(config: Config, world_size: int) -> Layout:
+def resolve_layout(settings: ParallelismConfig, world_size: int) -> Layout:
     """The degrees for `world_size` processes, with -1 filled in.
 
     Raises `UserError`, with the arithmetic, when the degrees do not multiply to the world.
     """
-    degrees = {name: getattr(config.parallelism, setting) for name, setting in AXES.items()}
+    degrees = {name: getattr(settings, setting) for name, setting in AXES.items()}
     if degrees["dp_shard"] == -1:
-        degrees["dp_shard"] = max(
-            world_size // -math.prod(degrees.values()), 1
-        )  # what the others leave
+        others = -math.prod(degrees.values())
+        degrees["dp_shard"] = max(world_size // others, 1)
     product = math.prod(degrees.values())
-    shown = {
-        name: setting
-        for name, setting in AXES.items()
-        if degrees[name] > 1 or name.startswith("dp")
-    }
-    arithmetic = f"{' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}"
-    mend = f"choose degrees whose product is {world_size}, or set data_parallel_shard_degree = -1 for the rest"
-    refuse(
-        {
-            f"parallelism: {arithmetic}, but there are {world_size} processes: {mend}": product
-            != world_size
-        }
-    )
-    return Layout(**degrees, ring=config.parallelism.context_parallel_rotate_method == "alltoall")
+    if product != world_size:
+        shown = [name for name in AXES if degrees[name] > 1 or name.startswith("dp")]
+        settings_shown = " × ".join(AXES[name] for name in shown)
+        degrees_shown = " × ".join(str(degrees[name]) for name in shown)
+        raise UserError(
+            f"parallelism: {settings_shown} = {degrees_shown} = {product}, but there are "
+            f"{world_size} processes: choose degrees whose product is {world_size}, or set "
+            "data_parallel_shard_degree = -1 for the rest."
+        )
+    return Layout(**degrees, ring=settings.context_parallel_rotate_method == "alltoall")
 
 
 @dataclass(frozen=True)
@@ -109,22 +105,21 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     named = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(AXES))
     # Meshes of their own and not flattened dimensions: FSDP wants `layers` and `tensor` cut from
     # one root, and torch is about to drop slices of flattened dimensions.
-    cuts = ("pp", "dp_replicate", "fsdp", "tp")
-    split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=cuts)
-    root = (
-        init_device_mesh(device_type, (pp, replicate, shard * cp * tp), mesh_dim_names=cuts[:3])
-        if tp > 1
-        else split
-    )
-    pairs = named.mesh.flatten(1)[
-        [0, -1]
-    ].T.tolist()  # the ranks of the first stage beside those of the last
-    ends = dist.new_subgroups_by_enumeration(pairs)[0] if pp > 1 else None
+    names = ("pp", "dp_replicate", "fsdp", "tp")
+    split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=names)
+    root = split
+    if tp > 1:
+        whole = (pp, replicate, shard * cp * tp)
+        root = init_device_mesh(device_type, whole, mesh_dim_names=names[:3])
+    ends = None
+    if pp > 1:
+        first_beside_last = named.mesh.flatten(1)[[0, -1]].T.tolist()
+        ends, _ = dist.new_subgroups_by_enumeration(first_beside_last)
     return Mesh(
         layout,
         named,
-        split["dp_replicate", "fsdp"],
-        split["tp"],
-        root["dp_replicate", "fsdp"],
-        ends,
+        layers=split["dp_replicate", "fsdp"],
+        tensor=split["tp"],
+        root=root["dp_replicate", "fsdp"],
+        ends=ends,
     )

@@ -5,18 +5,22 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lacuna.config import Config
+from lacuna.config.machine import CompileConfig, ParallelismConfig
 from lacuna.parallel.fsdp import is_alone, shard_model
 from lacuna.parallel.mesh import Mesh
-from lacuna.parallel.pipeline import Stage, keep_own_stages
 from lacuna.parallel.recompute import offload_inputs, recompute
 from lacuna.parallel.schedule import splits_backward
+from lacuna.parallel.stages import Stage, keep_own_stages
 from lacuna.parallel.tensor import overlap_communication, slice_positions, split_layers
 
 
-def compile_enabled(config: Config, device_type: str) -> bool:
-    """`compile.enable`, by default on for GPUs and off for CPUs and for schedules that cannot have it."""
-    able = device_type == "cuda" and not splits_backward(config.parallelism)
-    return able if config.compile.enable is None else config.compile.enable
+def compile_enabled(
+    settings: CompileConfig, parallelism: ParallelismConfig, device_type: str
+) -> bool:
+    """`compile.enable`; by default on for GPUs, but for pipelines whose schedule cannot have it."""
+    if settings.enable is not None:
+        return settings.enable
+    return device_type == "cuda" and not splits_backward(parallelism)
 
 
 def parallelize(
@@ -26,15 +30,15 @@ def parallelize(
 
     Raises `UserError` for a model that cannot be spread like that.
     """
-    stages = keep_own_stages(model, layers, mesh, config)
+    stages = keep_own_stages(model, layers, mesh, config.parallelism)
     own = [layer for stage in stages for layer in stage.layers]
     if mesh.layout.tp > 1:
         slice_positions(model, mesh.tensor)
         split_layers(own, model.config, mesh.tensor)
         if config.parallelism.enable_async_tensor_parallel:
             overlap_communication(mesh.tensor)
-    recompute(own, config)
-    if compile_enabled(config, mesh.named.device_type):
+    recompute(own, config.activation_checkpoint)
+    if compile_enabled(config.compile, config.parallelism, mesh.named.device_type):
         # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay
         # outside it. Kinds of batches (packed or not, learnt from or not, of several lengths) are
         # more than torch allows, 8.
@@ -44,6 +48,6 @@ def parallelize(
     for stage in stages:
         if config.activation_checkpoint.offload:
             offload_inputs(stage.module, mesh.named.device_type)
-        if not is_alone(config, mesh.layout):
+        if not is_alone(config.training, mesh.layout):
             shard_model(stage.module, stage.layers, mesh, config)
     return stages

@@ -51,13 +51,13 @@ def visible(part: Part, rows: int, queries: int, window: int | None = None) -> T
     def places(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
         """Of each token, its piece and how many tokens are left of that."""
         tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.device)
-        piece = torch.searchsorted(
-            bounds, tokens, right=True
-        )  # of the whole: torch 2.11 does not compile a slice here
+        # Of all bounds: torch 2.11 does not compile a slice here.
+        piece = torch.searchsorted(bounds, tokens, right=True)
         return piece.view(rows, -1), (bounds[piece] - tokens).view(rows, -1)
 
     (piece_q, left_q), (piece_k, left_k) = places(part.cu_q, queries), places(part.cu_k, part.stop)
-    seen, distance = piece_q[:, :, None] == piece_k[:, None], left_k[:, None] - left_q[:, :, None]
+    seen = piece_q[:, :, None] == piece_k[:, None]
+    distance = left_k[:, None] - left_q[:, :, None]
     if part.causal:
         seen = seen & (distance >= 0)
     return seen if window is None else seen & (distance < window)
@@ -137,10 +137,8 @@ def attend_backward(
 
 def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
     """Whether cuDNN's kernel, the fastest on the newest GPUs, can do a part: it knows no pieces."""
-    if not (
-        query.is_cuda and part.whole
-    ):  # torch made for GPUs fails where it is asked without one
-        return False
+    if not (query.is_cuda and part.whole):
+        return False  # torch made for GPUs fails where it is asked without one
     tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
     return can_use_cudnn_attention(SDPAParams(*tensors, None, 0.0, part.causal, True))
 

@@ -19,9 +19,9 @@ from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import plan_model
 from lacuna.parallel.fsdp import reshard_after_forward
 from lacuna.parallel.mesh import AXES, Layout, resolve_layout
-from lacuna.parallel.pipeline import homes_of, stage_ranges
 from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.schedule import Action, held_stages, pipeline_order
+from lacuna.parallel.stages import homes_of, stage_ranges
 from lacuna.train.metrics import open_console
 from lacuna.train.setup import plan_batch
 
@@ -47,7 +47,7 @@ def draw(config: Config, processes: int, device: str) -> None:
 
     Raises `UserError` for a layout, batch or schedule that the run would refuse.
     """
-    layout = resolve_layout(config, processes)
+    layout = resolve_layout(config.parallelism, processes)
     plan = plan_batch(config, layout)
     model = plan_model(config, run_tokenizer(config), layout, device)
     order = pipeline_order(config.parallelism, plan.accumulation) if layout.pp > 1 else {}
@@ -137,7 +137,7 @@ def explain(
 ) -> list[str]:
     """What a mesh is, how a matrix is split, and what resharding costs and saves here."""
     shards, held = layout.dp_shard * layout.cp, -(-len(layers) // layout.pp)
-    dtype = compute_dtype(config, device)
+    dtype = compute_dtype(config.training, device)
     name, matrix = max(layers[0].named_parameters(), key=lambda named: named[1].numel())
     gib = (
         sum(parameter.numel() for parameter in layers[0].parameters())
@@ -146,7 +146,8 @@ def explain(
         / 2**30
     )
     kept = "keeps them" if shards > 1 else "has but one shard"
-    choice = "gives them back" if reshard_after_forward(config, layout) else kept
+    gives_back = reshard_after_forward(config.parallelism, config.training, layout)
+    choice = "gives them back" if gives_back else kept
     return [
         f"Mesh: the ranks in a grid of {' × '.join(f'{axis} {getattr(layout, axis)}' for axis in AXES)}, the last axis "
         "fastest; dp is dp_replicate × dp_shard, fsdp is dp_shard × cp. A column names the axes that divide it: ranks "

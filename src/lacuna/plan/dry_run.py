@@ -8,9 +8,11 @@ from lacuna.config import Config
 from lacuna.config.errors import require_writable
 from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
-from lacuna.model.build import embeds_on_cpu, plan_model, required_router
+from lacuna.model.build import plan_model
+from lacuna.model.checks import required_router
 from lacuna.model.head import CHUNK_BYTES
-from lacuna.model.quantization import packed_sizes, quantized_modules
+from lacuna.model.layers.quantized import quantized_modules
+from lacuna.model.vocabulary import embeds_on_cpu
 from lacuna.model.weights import weight_files
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout, resolve_layout
@@ -31,7 +33,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     device = device or device_type()
     check_device(config, device)
     require_writable(str(config.job.dump_folder))
-    layout = resolve_layout(config, processes)
+    layout = resolve_layout(config.parallelism, processes)
     _, plan = plan_stages(config, layout)[0]
     tokenizer = run_tokenizer(config)
     here = torch.device(device) if device == device_type() else None
@@ -45,7 +47,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, plan, dp_rank=0)
     compute, estimate = (
-        compute_dtype(config, device),
+        compute_dtype(config.training, device),
         estimate_memory(config, layout, plan, model, device),
     )
     parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
@@ -115,14 +117,13 @@ def estimate_memory(
     A quantised weight counts as so many that are not as it takes the room of.
     """
     text, shards = model.config.get_text_config(), layout.dp_shard * layout.cp
-    compute, compiled = compute_dtype(config, device), compile_enabled(config, device)
+    compute = compute_dtype(config.training, device)
+    compiled = compile_enabled(config.compile, config.parallelism, device)
     master = getattr(torch, config.training.dtype).itemsize
     stored = compute.itemsize if config.lora.rank else master
     quantised = quantized_modules(model).values()
     room = {weight: weight.numel() for weight in model.parameters()}
-    room |= {
-        layer.weight: sum(packed_sizes(*type(layer).quantized)) / stored for layer in quantised
-    }
+    room |= {layer.weight: layer.packed_bytes / stored for layer in quantised}
     layers = [sum(map(room.get, layer.parameters())) for layer in decoder_layers(model)]
     total = sum(room.values())
     head = text.vocab_size * text.hidden_size
@@ -133,16 +134,17 @@ def estimate_memory(
     learns = sum(weight.numel() for weight in model.parameters() if weight.requires_grad) / total
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     gathered = compute.itemsize if config.quantization.base == "none" else master  # of what learns
-    alone = is_alone(config, layout)
+    alone = is_alone(config.training, layout)
     copies = not (alone and compiled) and (compute.itemsize != stored or shards > 1)
-    at_once = outside + (2 * layer if reshard_after_forward(config, layout) else inside)
+    gives_back = reshard_after_forward(config.parallelism, config.training, layout)
+    at_once = outside + (2 * layer if gives_back else inside)
     unreduced = (
         0 if alone else outside + (inside if layout.pp > 1 else layer)
     )  # a pipeline reduces at its end
     learning_head = model.get_output_embeddings().weight.requires_grad
     tokens = plan.micro_batch * config.training.seq_len / layout.cp
     in_flight = layers_in_flight(config, layout, plan.accumulation, len(layers))
-    elsewhere = head * stored * embeds_on_cpu(config, layout, model, device)
+    elsewhere = head * stored * embeds_on_cpu(model, config.quantization.base, alone, device)
     recompute = config.activation_checkpoint
     selective = (
         0.5 if recompute.selective_ac_option == "op" else 1 / int(recompute.selective_ac_option)

@@ -25,7 +25,7 @@ def show_data(config: Config, processes: int) -> None:
 
     Raises `UserError` for what the run would refuse of the data.
     """
-    size = plan_batch(config, resolve_layout(config, processes)).global_batch
+    size = plan_batch(config, resolve_layout(config.parallelism, processes)).global_batch
     tokenizer = run_tokenizer(config)
     plan = make_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))

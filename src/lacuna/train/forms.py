@@ -31,11 +31,13 @@ from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import plan_model
-from lacuna.model.lora import load_adapters, merge_adapters, trained_names
-from lacuna.model.quantization import pack_layers
+from lacuna.model.layers.adapter_files import load_adapters
+from lacuna.model.layers.casting import compute_in
+from lacuna.model.layers.lora import trained_names
+from lacuna.model.layers.wrapping import merge
 from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.precision import compute_dtype, compute_in, keep_in_float32, store_in
+from lacuna.parallel.precision import compute_dtype, keep_in_float32, store_in
 from lacuna.parallel.processes import Process
 from lacuna.train import checkpoint
 from lacuna.train.reader import only_data
@@ -190,7 +192,7 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
     quantised are, each time that they are used. Only where the files have them quantised they are
     packed.
     """
-    base = load_model_config(run, tokenizer)
+    base = load_model_config(run.model, tokenizer)
     if run.model.name_or_path:
         dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float32"
         run = run.model_copy(
@@ -198,15 +200,17 @@ def _beside_base(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedM
         )
     model = plan_model(run, tokenizer, Layout(), "cpu")
     if getattr(base, "quantization_config", None):
+        from lacuna.model.layers.quantized import pack_layers
+
         pack_layers(model)
     fill_model(model, trained_names(model), run, torch.device("cpu"), fill=True)
-    compute_in(model, compute_dtype(run, "cpu"))  # not what is trained whole has
+    compute_in(model, compute_dtype(run.training, "cpu"))  # not what is trained whole has
     return model.eval()
 
 
 def _merge(opened: Opened, dtype: torch.dtype | None) -> PreTrainedModel:
     """The model that was opened, its adapters merged into it in place, with weights of this dtype, if one is given."""
-    merge_adapters(opened.model)
+    merge(opened.model)
     if dtype is not None:
         store_in(opened.model, dtype)
     return opened.model

@@ -13,7 +13,7 @@ from transformers.pytorch_utils import Conv1D
 from lacuna.config import Config
 from lacuna.model.architecture import vocabulary_weights
 from lacuna.model.build import BuiltModel
-from lacuna.model.lora import whole_tensor
+from lacuna.model.layers.wrapping import whole_tensor
 from lacuna.parallel.pipeline import tied_weights
 
 # Words in the names of parameters that are added, multiplied with, or looked up.

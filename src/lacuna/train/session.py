@@ -94,7 +94,7 @@ def train_here(config: Config) -> int:
     console = set_up_logging(config, visible=first)
     with lock(str(config.job.dump_folder)) if first else nullcontext():
         process = start_process(config)
-        with answered(config), workers_told():
+        with answered(config.comm), workers_told():
             require_same_config(config, process)
             done = on_first(process, lambda: finished_step(config))
             if done is None:

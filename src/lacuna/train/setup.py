@@ -209,7 +209,7 @@ class Run:
                 "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
             )  # before the first matrix product
             torch.use_deterministic_algorithms(True)
-        layout = resolve_layout(config, process.world_size)
+        layout = resolve_layout(config.parallelism, process.world_size)
         mesh = build_mesh(layout, process.device.type)
         folder = os.path.join(str(config.job.dump_folder), config.checkpoint.folder)
         on_first(process, lambda: checkpoint.prepare_folder(folder))

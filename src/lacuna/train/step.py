@@ -63,7 +63,7 @@ def accumulate_gradients(
         add_tied_gradients(built.model, built.mesh)
         return total
     for index, batch in enumerate(batches):
-        exchange_gradients(built.model, built.config, index == len(batches) - 1)
+        exchange_gradients(built.model, built.config.parallelism, index == len(batches) - 1)
         sums = sums_of(built, batch, loss, divisor)
         (sums[0] / divisor).backward()
         total += sums.detach()

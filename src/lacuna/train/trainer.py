@@ -81,7 +81,7 @@ def _step(run: Run, stop: bool) -> None:
     if state.step % config.metrics.log_freq == 0 or state.step in (1, run.total_steps):
         _log(run, sums, totals, norm, rate)
     if state.step == run.first_step:
-        tighten_timeout(config, run.process)
+        tighten_timeout(config.comm.train_timeout_seconds, run.process)
     if state.step % config.training.gc_freq == 0:
         gc.collect(1)
     started = time.perf_counter()

@@ -8,9 +8,10 @@ from every_model import configuration_class, small_config
 from lacuna.config import UserError
 from lacuna.config.sections import LoraConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.lora import add_adapters
-from lacuna.model.quantization import quantize_layers, quantized_modules
-from lacuna.model.targets import find_targets, is_plain_linear
+from lacuna.model.layers.linear import is_plain_linear
+from lacuna.model.layers.lora import add_adapters
+from lacuna.model.layers.quantized import quantize_layers, quantized_modules
+from lacuna.model.layers.targets import find_targets
 from tiny import tiny_config
 
 ODD = {

@@ -12,13 +12,8 @@ from torch import Tensor
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.config.sections import LoraConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.quantization import (
-    dequantize,
-    packed_sizes,
-    quantize,
-    quantize_layers,
-    quantized_modules,
-)
+from lacuna.model.layers.bits import dequantize, packed_sizes, quantize
+from lacuna.model.layers.quantized import quantize_layers, quantized_modules
 from lacuna.parallel.mesh import Layout
 from layouts import Case, Outcome, check_same, outcomes, steps
 from tiny import differing, random_model, relative_error, run_ranks, tiny_config

@@ -19,7 +19,9 @@ from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.config.sections import LoraConfig
 from lacuna.export.huggingface import export_adapter
 from lacuna.model.architecture import meta_model
-from lacuna.model.lora import add_adapters, file_name, load_adapters, merge_adapters, trained_names
+from lacuna.model.layers.adapter_files import file_name, load_adapters
+from lacuna.model.layers.lora import add_adapters, trained_names
+from lacuna.model.layers.wrapping import merge
 from lacuna.parallel.mesh import Layout
 from lacuna.train.forms import convert
 from layouts import Case, check_same, outcomes, pipelined
@@ -87,7 +89,7 @@ def test_adapters_of_experts_are_pefts(
         random_model(tiny_config(architecture), "eager"), tmp_path / "ours"
     )
     assert torch.equal(logits(again), logits(theirs))
-    merge_adapters(ours)
+    merge(ours)
     plain = random_model(tiny_config(architecture), "eager")
     assert [*ours.state_dict()] == [*plain.state_dict()]
     torch.testing.assert_close(logits(ours), logits(theirs), **close)
