@@ -1,8 +1,9 @@
-"""A training loop of your own from lacuna's parts: python examples/own_loop.py [RUN.toml] [--section.key value ...]
+"""A training loop of your own, made from lacuna's parts.
+
+python examples/own_loop.py [RUN.toml] [--section.key value ...], or the same under torchrun.
 
 The parts are those of `lacuna train` (see lacuna/train/trainer.py): configuration, processes, data,
-model, one step, checkpoints, export. Everything between them is yours to change. Also runs under
-torchrun.
+model, one step, checkpoints, export. Everything between them is yours to change.
 """
 
 import os
@@ -34,9 +35,8 @@ loader = build_loader(config, tokenizer, plan, mesh.data_rank)
 objective = find_objective(config.job.task)
 built = build_model(config, tokenizer, mesh, process.device)
 optimizer = build_optimizer(built.model, config)
-tensors = model_tensors(built.model) | optimizer_tensors(
-    built.model, optimizer
-)  # not copies: filled in place below
+# These are no copies: a checkpoint is read into them in place.
+tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)
 
 first_step = 0
 if checkpoint := newest_complete(config.job.dump_folder, process):
@@ -54,9 +54,8 @@ for step in range(first_step, config.training.steps):
     loss, *_ = accumulate_gradients(built, micro_batches, objective.loss, trained)
     norm, skipped = update(built, optimizer, trained)
     if process.rank == 0 and step % config.metrics.log_freq == 0:
-        print(
-            f"step {step + 1}: loss {loss.item() * process.world_size / trained.item():.4f} on this rank"
-        )
+        mean = loss.item() * process.world_size / trained.item()
+        print(f"step {step + 1}: loss {mean:.4f} on this rank")
 
 target = os.path.join(config.job.dump_folder, f"step-{config.training.steps}")
 state = {"step": config.training.steps, "data": gather_objects(process, loader.state_dict())}

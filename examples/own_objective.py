@@ -1,4 +1,4 @@
-"""An objective of your own, cross-entropy with label smoothing and a z-loss, without a change to lacuna.
+"""An objective of your own, without a change to lacuna: label smoothing and a z-loss.
 
 In this folder: lacuna train RUN.toml --job.task own_objective:SmoothedModelling
 """
@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lacuna.data.packing import IGNORED
-from lacuna.model.head import Columns, Sums, TokenLoss
+from lacuna.model.loss import Columns, Sums, TokenLoss
 from lacuna.objective.language_modelling import LanguageModelling
 
 SMOOTHING = 0.1
@@ -15,7 +15,7 @@ Z_LOSS = 1e-4  # PaLM (arXiv 2204.02311), section 5
 
 
 def smoothed_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
-    """Sums over tokens, by their logits [tokens, vocabulary] and columns [tokens]; a chunk of tokens at a time."""
+    """Sums over a chunk of tokens, by their logits [tokens, vocabulary] and columns [tokens]."""
     labels = columns["labels"]
     nats = F.cross_entropy(
         logits, labels, ignore_index=IGNORED, reduction="sum", label_smoothing=SMOOTHING
@@ -25,11 +25,11 @@ def smoothed_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
 
 
 class SmoothedModelling(LanguageModelling):
-    """What is trained; held-out text is measured as ever, by the plain cross-entropy."""
+    """Trains with the loss above; held-out text is measured by the plain cross-entropy."""
 
     loss = TokenLoss(smoothed_cross_entropy, ("loss", "z_loss"))
 
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
-        """The row of the log: one column more."""
+        """The row of the log, with one column more."""
         trained = max(counts["trained_tokens"], 1)
         return super().report(sums, counts) | {"z_loss": sums["z_loss"] / trained}

@@ -1,10 +1,10 @@
-"""The table of architectures: python tests/architectures.py > docs/architectures.md (an hour on two cores).
+"""Makes the table of architectures: python tests/architectures.py > docs/architectures.md.
 
-Every causal language model of the installed transformers, in small and with random weights, trains
-three steps here and in a plain loop of transformers' and torch's own code (adapters: peft's).
-Losses, gradient norms and the first gradients are compared. A cell is the largest relative
-difference, or why lacuna refuses the combination when it reads the configuration. With names of
-kinds behind it, it prints these alone.
+It takes an hour on two cores. Every causal language model of the installed transformers, in small
+and with random weights, trains three steps here and in a plain loop of transformers' and torch's
+own code (adapters: peft's). Losses, gradient norms and the first gradients are compared. A cell is
+the largest relative difference, or why lacuna refuses the combination when it reads the
+configuration. If kinds of models are named behind the command, it prints the rows of these alone.
 """
 
 import multiprocessing
@@ -29,8 +29,9 @@ from transformers import AutoModelForCausalLM
 
 from every_model import INCOMPLETE, configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.documents import PackingConfig
-from lacuna.config.sections import LoraConfig, OptimizerConfig
+from lacuna.config.sections import OptimizerConfig
 from lacuna.export.huggingface import export_adapter, export_model, misread_by_peft
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.objective.language_modelling import LanguageModelling
@@ -65,7 +66,10 @@ def settings(folder: str, case: Case, packed: bool) -> Config:
 
 
 def own_steps(model: nn.Module, packed: bool) -> Outcome:
-    """Loss and gradient norm of each step of a plain loop, document by document, and the gradients of the first."""
+    """Trains a plain loop, document by document.
+
+    Returns loss and gradient norm of each step, and the gradients of the first.
+    """
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     betas = (OPTIMIZER.beta1, OPTIMIZER.beta2)
     optimizer = torch.optim.AdamW(
@@ -98,7 +102,7 @@ def own_steps(model: nn.Module, packed: bool) -> Outcome:
 
 
 def our_steps(built: BuiltModel, case: Case, packed: bool) -> Outcome:
-    """The same by lacuna's own parts."""
+    """Returns the same, trained by lacuna's own parts."""
     optimizer = build_optimizer(built.model, built.config)
     curve: Curve = []
     first: dict[str, Tensor] = {}
@@ -116,7 +120,10 @@ def our_steps(built: BuiltModel, case: Case, packed: bool) -> Outcome:
 
 
 def reference(folder: str) -> nn.Module:
-    """Transformers' own model in training mode, or without it if it draws at random there even without dropout."""
+    """Returns transformers' own model in training mode.
+
+    One that draws at random there, even without dropout, is in evaluation mode.
+    """
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
     ids = micro_batch(slice(0, 1)).columns["input_ids"]
     with torch.no_grad():
@@ -326,19 +333,25 @@ def print_table(table: dict[str, dict[str, str]]) -> None:
     measured = [cells for cells in table.values() if not cells[ROUNDING].startswith("transformers")]
     counts = [f"{name} {sum(is_exact(cells[name]) for cells in measured)}" for name in COLUMNS[1:]]
     print("# Every causal language model of transformers\n")
-    print(
-        f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}, float32 on CPUs. Each "
-        "model is tiny, made of its own configuration class, with random weights. It trains "
-        f"{STEPS} steps of {SEQUENCES} rows of {LENGTH} tokens, beyond every window, beside a plain loop of "
-        "transformers' own model and torch's AdamW over the same documents one by one (with LoRA: peft's). A cell is "
-        "the largest relative difference of losses, gradient norms and the first step's gradients, or for the "
-        "exported model of its logits; a number in brackets is why lacuna refuses it when it reads the configuration "
-        "(`transformers:` where its own loop fails on the small model). "
-        f"`{ROUNDING}` is by how much transformers' own loop moves when each weight is another by its last bit. "
-        "A model that draws at random in training even without dropout (PhiMoE's router) is compared with that off. "
-        "On two ranks rows are packed where they can be. Made by "
-        "`python tests/architectures.py > docs/architectures.md`.\n"
+    libraries = (
+        f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
     )
+    print(
+        f"{libraries}, float32 on CPUs. Each model is tiny, made of its own configuration class, with "
+        f"random weights. It trains {STEPS} steps of {SEQUENCES} rows of {LENGTH} tokens, beyond every "
+        "window. Beside it, a plain loop of transformers' own model and torch's AdamW (with LoRA: "
+        "peft's) trains on the same documents one by one.\n"
+    )
+    print(
+        "A cell is the largest relative difference of losses, gradient norms and the first step's "
+        "gradients; for the exported model, of its logits. A number in brackets is the reason, below, "
+        "for which lacuna refuses the combination when it reads the configuration (`transformers:` "
+        f"where transformers' own loop fails on the small model). `{ROUNDING}` is by how much "
+        "transformers' own loop moves when the last bit of each weight is changed. A model that draws "
+        "at random in training even without dropout (PhiMoE's router) is compared with that off. On "
+        "two ranks rows are packed where they can be.\n"
+    )
+    print("Made by `python tests/architectures.py > docs/architectures.md`.\n")
     print(f"Of {len(table)} models exact: {', '.join(counts)}.\n")
     print("| model | " + " | ".join(COLUMNS) + " |\n|" + "---|" * (len(COLUMNS) + 1))
     print(*lines, sep="\n")

@@ -1,4 +1,4 @@
-"""What the tests that run the command line share."""
+"""Fixtures that tests of several rooms share."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(SOUR
 
 @pytest.fixture(scope="session")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A tiny model, data and run.toml, to be read only; children cache what they tokenise beside them."""
+    """A tiny model, data and run.toml. Tests only read them; runs keep their caches beside them."""
     folder = make_world(tmp_path_factory.mktemp("world"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))

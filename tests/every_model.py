@@ -1,4 +1,4 @@
-"""Every causal language model of the installed transformers in small, made of its own configuration class."""
+"""Small configurations of every causal language model of the installed transformers."""
 
 import inspect
 from collections.abc import Sequence
@@ -276,7 +276,7 @@ INCOMPLETE = {
 
 
 def model_types() -> list[str]:
-    """The kinds of configuration that transformers makes a causal language model of, but for the `INCOMPLETE`."""
+    """The kinds of configuration that have a causal language model, without the `INCOMPLETE`."""
     return sorted(
         {kind.model_type for kind in AutoModelForCausalLM._model_mapping} - INCOMPLETE.keys()
     )
@@ -290,7 +290,7 @@ def configuration_class(model_type: str) -> type[PretrainedConfig]:
 
 
 def small_config(kind: type[PretrainedConfig], **changes: Any) -> PretrainedConfig:
-    """A configuration of this kind in small, of `LAYERS` layers, in which documents of 8 cross every window."""
+    """A small configuration of this kind: `LAYERS` layers, and windows that 8 tokens cross."""
     usual = _usual(kind)
     known = {*inspect.signature(kind.__init__).parameters, *usual}
     for base in kind.__mro__:

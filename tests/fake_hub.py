@@ -18,7 +18,10 @@ TOKEN = "hf_OnlyTheHubMayKnowThis"
 
 @dataclass
 class FakeHub:
-    """What was sent: repositories made, commits as (message, files), tags; `status` other than 200 refuses it all."""
+    """What was sent: repositories made, commits as (message, files), tags.
+
+    A `status` other than 200 refuses everything.
+    """
 
     address: str = ""
     status: int = 200
@@ -56,7 +59,7 @@ class FakeHub:
         return {}
 
     def environment(self, home: Path, token: bool = True) -> dict[str, str]:
-        """That of a process that takes this for the Hub."""
+        """The environment of a process that takes this server for the Hub."""
         more = {
             "HF_ENDPOINT": self.address,
             "HF_HUB_OFFLINE": "0",

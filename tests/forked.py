@@ -1,7 +1,7 @@
-"""`lacuna` in processes forked from one that has imported its libraries: seconds less a process than starting anew.
+"""Runs `lacuna` in processes forked from one that has already imported its libraries.
 
-So are the ranks that such a process launches. Each has the environment, folder and output that it
-would have had.
+That spares seconds for each process. The ranks that such a process launches are forked as well.
+Each has the environment, folder and output that it would have had otherwise.
 """
 
 import contextlib
@@ -90,7 +90,10 @@ def _begin(
 
 
 def _become_lacuna(words: Sequence[str], environment: dict[str, str], folder: Path | None) -> None:
-    """Goes on as a new process would, but that modules are imported: what those took from the environment is mended."""
+    """Makes the forked process like a new one.
+
+    What the imported modules took from the environment of their server is mended.
+    """
     os.environ.clear()
     os.environ.update(environment)
     if folder is not None:
@@ -104,7 +107,7 @@ def _become_lacuna(words: Sequence[str], environment: dict[str, str], folder: Pa
 
 
 class _ForkingPopen(subprocess.Popen):
-    """Starts ranks of lacuna by forking this process, anything else as ever."""
+    """Forks this process where ranks of lacuna are to be started; starts all else as ever."""
 
     def _execute_child(
         self, args: Any, executable: Any, preexec_fn: Any, close_fds: Any, *rest: Any

@@ -1,4 +1,4 @@
-"""Tiny models of the families that GGUF files hold, with tokenizers trained on Python's own source."""
+"""Tiny models of the families of GGUF, with tokenizers trained on Python's own source."""
 
 from functools import lru_cache
 from pathlib import Path
@@ -23,9 +23,11 @@ from tiny import random_model
 
 END, ASK, ANSWERED = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}{% else %}{{ message.content }}<|im_end|>"
-    "{% endif %}\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n"
+    "{% if message.role == 'assistant' %}"
+    "{% generation %}{{ message.content }}<|im_end|>{% endgeneration %}"
+    "{% else %}{{ message.content }}<|im_end|>{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ROWS = 640  # more than any of the tokenizers has tokens
 
@@ -66,10 +68,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 """Name -> transformers' model type, the tokenizer, and settings."""
 
 _SPLITS = {
-    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "llama-bpe": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    "qwen2": r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     "tekken": r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
@@ -96,7 +98,10 @@ def tiny_gguf_model(family: str, **changes: Any) -> tuple[PreTrainedModel, PreTr
 
 @lru_cache
 def tokenizer_like(kind: str) -> PreTrainedTokenizerFast:
-    """A tokenizer that parts texts as that kind does, with ChatML's template and tokens, and one added word."""
+    """A tokenizer that splits texts as that kind does.
+
+    It has ChatML's template and tokens, and one added word.
+    """
     texts = [Path(file).read_text(errors="replace") for file in stdlib_files()["train"][::60]]
     if kind in ("sentencepiece", "gemma"):
         backend = _sentencepiece(texts, prefix=kind == "sentencepiece")
@@ -142,7 +147,10 @@ def _byte_level(texts: list[str], kind: str) -> Tokenizer:
 
 
 def _sentencepiece(texts: list[str], prefix: bool) -> Tokenizer:
-    """Llama 2's way, or without the blank before a text Gemma's: any pair whose whole is a token may merge."""
+    """Returns a tokenizer like Llama 2's, or, without the blank before a text, like Gemma's.
+
+    Any pair may merge whose whole is a token.
+    """
     trained = Tokenizer(models.BPE())
     trained.pre_tokenizer = pre_tokenizers.Metaspace()
     trained.train_from_iterator(

@@ -1,4 +1,4 @@
-"""One training step on the same sequences in any layout, to be compared with that of one rank."""
+"""One training step on the same sequences in any layout, to be compared with one rank's."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lacuna.config import Config
+from lacuna.config.adapters import LoraConfig, QuantizationConfig
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from lacuna.config.sections import (
-    LoraConfig,
     ModelConfig,
     OptimizerConfig,
-    QuantizationConfig,
     TrainingConfig,
 )
 from lacuna.data import Batch
@@ -49,12 +48,12 @@ FOUR_LAYERS = {
         ]
     }
 }
-"""What else an architecture wants to have four layers."""
+"""Settings that an architecture needs beside the number if it is to have four layers."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A layout, the micro-batches of each data-parallel rank, the ZeRO stage, and what is recomputed."""
+    """A layout and the settings that are to make no difference in it."""
 
     layout: Layout = Layout()
     accumulation: int = 1
@@ -73,7 +72,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one step came to; the tensors are whole."""
+    """The results of one step; the tensors are whole."""
 
     loss: float
     norm: float
@@ -101,7 +100,10 @@ def pipelined(layout: Layout, microbatches: int, schedule: str = "1F1B") -> Case
 
 
 def sequences(seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids, positions and labels [8, 24] of two documents each; from all to none of the tokens are trained."""
+    """Ids, positions and labels [8, 24]; each sequence has two documents.
+
+    From all to none of a sequence's tokens are trained.
+    """
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(3, VOCABULARY, (SEQUENCES, LENGTH), generator=generator)
     labels = ids.roll(-1, dims=1)
@@ -196,7 +198,10 @@ def steps(model_config: Path, cases: list[Case]) -> list[Outcome]:
 
 
 def outcomes(model_config: Path, cases: list[Case]) -> list[Outcome]:
-    """What each case came to, all on the same number of ranks; where ranks share anything they must agree on it."""
+    """The results of each case; all cases take the same number of ranks.
+
+    What several ranks know must be equal on all of them.
+    """
     ranks = {case.layout.data_parallel * case.layout.sharing for case in cases}
     results = run_ranks(ranks.pop(), steps, model_config, cases)
     assert not ranks
@@ -204,7 +209,7 @@ def outcomes(model_config: Path, cases: list[Case]) -> list[Outcome]:
 
 
 def merge(of_ranks: Sequence[Outcome]) -> Outcome:
-    """One outcome of those of all ranks, each of which may have other layers."""
+    """Makes one outcome of those of all ranks, which may have different layers."""
     first, *others = of_ranks
     for other in others:
         assert (other.loss, other.norm, other.tokens) == (first.loss, first.norm, first.tokens)

@@ -1,8 +1,8 @@
-"""The parity table: python tests/parity.py > docs/parity.md (15 minutes on two cores).
+"""Makes the parity table: python tests/parity.py > docs/parity.md.
 
-Every layout trains five steps of every architecture as one process does; a cell is the largest
-relative difference of the loss and of the gradient norm over them, or why lacuna refuses the
-combination when it reads the configuration.
+It takes 15 minutes on two cores. Every layout trains five steps of every architecture, and so does
+one process. A cell is the largest relative difference of the loss and of the gradient norm over
+them, or why lacuna refuses the combination when it reads the configuration.
 """
 
 import os
@@ -136,10 +136,12 @@ def main() -> None:
     refusals: list[str] = []
     print("# Every layout is one device\n")
     print(
-        f"Largest relative difference of loss / gradient norm from one process over {STEPS} steps, float32 on CPUs "
-        f"with gloo, packed documents of uneven length, four layers, two key-value heads for four heads; torch "
-        f"{torch.__version__.split('+')[0]}. Made by `python tests/parity.py > docs/parity.md`.\n"
+        f"Each layout trains {STEPS} steps, and so does one process. A cell is the largest relative "
+        "difference of the loss / of the gradient norm over them. The models are small: four layers, "
+        "four heads, two key-value heads, float32. They train on packed documents of uneven length, "
+        f"on CPUs with gloo; torch {torch.__version__.split('+')[0]}.\n"
     )
+    print("Made by `python tests/parity.py > docs/parity.md`.\n")
     print("| layout | " + " | ".join(ARCHITECTURES) + " |\n|" + "---|" * (len(ARCHITECTURES) + 1))
     for name in CASES:
         cells = []

@@ -1,4 +1,7 @@
-"""What the server of forked processes imports, once: libraries, as quiet as lacuna's first lines make them."""
+"""Imports the libraries, once, for the server of forked processes.
+
+They are made as quiet as lacuna's first lines make them.
+"""
 
 import importlib
 

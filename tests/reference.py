@@ -1,4 +1,7 @@
-"""What a run must come to, computed with transformers and torch alone: no packing, no sharding, no lacuna."""
+"""What a run must come to, computed with transformers and torch alone.
+
+There is no packing here, no sharding, and nothing of lacuna.
+"""
 
 import json
 from collections.abc import Iterable, Iterator
@@ -21,7 +24,10 @@ def texts_of(path: Path) -> list[str]:
 def rows_of(
     texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Iterator[list[Piece]]:
-    """The documents in their order, each followed by the end token, in rows of `length` tokens; the last is shorter."""
+    """Lays the documents end to end, each followed by the end token, in rows of `length` tokens.
+
+    The last row is shorter.
+    """
     row: list[Piece] = []
     space = length
     for text in texts:
@@ -38,7 +44,7 @@ def rows_of(
 
 
 def loss_of(model: PreTrainedModel, rows: Iterable[list[Piece]]) -> Tensor:
-    """Mean over all predicted tokens, each document by itself."""
+    """The mean loss over all predicted tokens; each document is computed by itself."""
     total, count = torch.zeros(()), 0
     for tokens, targets in (piece for row in rows for piece in row if piece[1]):
         logits = model(torch.tensor([tokens])).logits[0, : len(targets)]
@@ -50,7 +56,10 @@ def loss_of(model: PreTrainedModel, rows: Iterable[list[Piece]]) -> Tensor:
 def train_plainly(
     model: LlamaForCausalLM, batches: Iterable[list[list[Piece]]], rates: Iterable[float]
 ) -> list[tuple[float, float]]:
-    """Trains `model` in place with lacuna's default optimizer; (loss, gradient norm) of each step."""
+    """Trains `model` in place with lacuna's default optimizer.
+
+    Returns (loss, gradient norm) of each step.
+    """
     matrices = [module.weight for module in model.modules() if isinstance(module, nn.Linear)]
     others = [
         weight for weight in model.parameters() if all(weight is not matrix for matrix in matrices)

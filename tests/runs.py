@@ -1,4 +1,4 @@
-"""Runs of the command line for tests: a tiny model with data, processes, and what a run folder holds."""
+"""Runs the command line for tests, on a tiny model with data, and reads run folders."""
 
 import contextlib
 import io
@@ -22,7 +22,10 @@ from forked import Forked
 from lacuna.cli import main
 
 SOURCE = Path(__file__).parent.parent / "src"
-SENTENCE = "the a cat dog bird fish sat ran flew swam on under over near mat house tree river and then but so"
+SENTENCE = (
+    "the a cat dog bird fish sat ran flew swam on "
+    "under over near mat house tree river and then but so"
+)
 WORDS = SENTENCE.split()
 LAUNCHER_VARIABLES = (
     "RANK",
@@ -49,7 +52,7 @@ METRICS = (
 
 Process = Forked | subprocess.Popen[str]
 READ_AT_IMPORT = ("PYTHONPATH", "HF_HUB_OFFLINE", "HF_ENDPOINT", "HF_HOME", "HF_TOKEN")
-"""Variables that libraries read once: where a run is told others, it must import them itself."""
+"""Variables that libraries read once. A run with other values must import the libraries itself."""
 
 AT_ONCE = 2
 
@@ -77,7 +80,7 @@ enable_tensorboard = false
 
 
 def make_world(folder: Path) -> Path:
-    """Fills `folder` with a tiny model's configuration and tokenizer, data, and `run.toml` that trains on them."""
+    """Fills `folder` with a tiny model's configuration and tokenizer, data, and a `run.toml`."""
     write_model(folder / "model")
     generator = random.Random(0)
     write_documents(folder / "train.jsonl", generator, 300)
@@ -137,7 +140,10 @@ def environment(**more: str) -> dict[str, str]:
 def start(
     *words: object, apart: bool = False, cwd: Path | None = None, env: dict[str, str] | None = None
 ) -> Process:
-    """Starts `lacuna <words>`, forked if it may be, with standard error `apart` or among the output."""
+    """Starts `lacuna <words>`, forked where that is possible.
+
+    Its standard error is kept `apart`, or is among the output.
+    """
     plain = environment()
     told = env or plain
     if any(told.get(name) != plain.get(name) for name in READ_AT_IMPORT):
@@ -148,7 +154,7 @@ def start(
 
 
 def start_anew(*words: object, **options: Any) -> subprocess.Popen[str]:
-    """The same in a process that begins with nothing, as a user's does, and is called what it is."""
+    """Starts the same in a new process with a name of its own, as a user does."""
     settings = {
         "env": environment(),
         "text": True,
@@ -162,7 +168,7 @@ def start_anew(*words: object, **options: Any) -> subprocess.Popen[str]:
 
 
 class Ended(NamedTuple):
-    """A process that came to its end: its exit status, what it printed, and what on standard error if that is apart."""
+    """A process that has ended: its exit status, its output, and its standard error if apart."""
 
     status: int
     output: str
@@ -182,7 +188,7 @@ def run_to_end(*words: object, timeout: float = 300, **options: Any) -> Ended:
 
 
 def lacuna(*words: object, status: int = 0, timeout: float = 120, **options: Any) -> str:
-    """Runs `lacuna <words>` to its end and returns what it printed, after checking its exit status."""
+    """Runs `lacuna <words>` to its end, checks its exit status, and returns what it printed."""
     outcome = run_to_end(*words, timeout=timeout, **options)
     assert outcome.status == status, (
         f"exit status {outcome.status}, not {status}:\n{outcome.output}"
@@ -198,7 +204,10 @@ def train(world: Path, folder: Path, *flags: object, status: int = 0, **options:
 
 
 def refused(*words: object) -> str:
-    """What `lacuna <words>` says of wrong input; in this process, where nothing need be imported again."""
+    """Returns what `lacuna <words>` says of wrong input.
+
+    It runs in this process, where nothing has to be imported again.
+    """
     said = io.StringIO()
     with contextlib.redirect_stderr(said), mock.patch.dict(os.environ, environment()):
         assert main([*map(str, words)]) == 2
@@ -219,7 +228,10 @@ def wait_until(
 def stop_after(
     step: int, world: Path, folder: Path, *flags: object, number: int = signal.SIGTERM
 ) -> str:
-    """Starts a run, signals it once it has logged `step`, and returns what it printed; its status must tell of it."""
+    """Starts a run, signals it once it has logged `step`, and returns what it printed.
+
+    Its exit status must tell of the signal.
+    """
     process = start("train", world / "run.toml", "--job.dump_folder", folder, *flags)
     wait_until(lambda: any(row["step"] >= step for row in rows(folder)), process)
     process.send_signal(number)
@@ -229,7 +241,10 @@ def stop_after(
 
 
 def together(*calls: Callable[[], Any]) -> list[Any]:
-    """The results of the calls, which run side by side, a few at a time: a run's start-up keeps one core busy."""
+    """Makes the calls side by side, a few at a time, and returns their results.
+
+    One run's start-up keeps one core busy.
+    """
     with ThreadPoolExecutor(min(len(calls), AT_ONCE)) as pool:
         return [result.result() for result in [pool.submit(call) for call in calls]]
 
@@ -283,7 +298,7 @@ def processes_naming(text: str) -> list[int]:
 
 @contextlib.contextmanager
 def ended(process: Process) -> Iterator[Process]:
-    """Within it the process may run; afterwards it does not."""
+    """Within it the process may run; afterwards it has ended."""
     try:
         yield process
     finally:

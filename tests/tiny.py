@@ -44,7 +44,7 @@ from transformers import (
 
 from lacuna.config import Config
 from lacuna.model.architecture import decoder_layers, meta_model
-from lacuna.model.head import attach_loss
+from lacuna.model.forward import attach_forward
 from lacuna.model.lora import trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
@@ -134,7 +134,7 @@ _ARCHITECTURES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
 
 
 def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
-    """The configuration of an architecture in small, without dropout, as lacuna trains it (no cache)."""
+    """A small configuration of an architecture, without dropout and without a cache."""
     kind, settings = _ARCHITECTURES[name]
     model_config = kind(**{**settings, **changes})
     model_config.use_cache = False
@@ -144,7 +144,10 @@ def tiny_config(name: str, **changes: Any) -> PretrainedConfig:
 def random_model(
     model_config: PretrainedConfig, attention: str = "sdpa", seed: int = 0
 ) -> PreTrainedModel:
-    """transformers' own unsharded model in evaluation mode; every parameter is random, norms and biases too."""
+    """Returns transformers' own unsharded model in evaluation mode.
+
+    Every parameter is random, norms and biases too.
+    """
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(
         model_config, dtype=torch.float32, attn_implementation=attention
@@ -182,7 +185,7 @@ def tokenizer_of_words() -> PreTrainedTokenizerFast:
 
 @cache
 def mesh_of(layout: Layout) -> Mesh:
-    """The mesh of a layout, one a process: each has threads of its own for its groups."""
+    """The mesh of a layout. A process makes it once, because each mesh has threads of its own."""
     return build_mesh(layout, "cpu")
 
 
@@ -192,22 +195,25 @@ def sharded_model(
     replicate: int = 1,
     attention: str | None = "sdpa",
 ) -> PreTrainedModel:
-    """The model that lacuna makes of a configuration, over all ranks: loaded or initialised as `settings` say."""
+    """The model that lacuna makes of a configuration, over all ranks.
+
+    It is loaded or initialised as `settings` say.
+    """
     model = meta_model(model_config, attention, torch.float32)
     mesh = mesh_of(Layout(replicate, dist.get_world_size() // replicate))
     parallelize(model, decoder_layers(model), mesh, settings)
     fill_model(model, trained_names(model), settings, CPU, fill=True)
-    attach_loss(model)
+    attach_forward(model)
     return model
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The tensor gathered from all ranks, by all ranks."""
+    """Gathers a tensor from all ranks; all ranks must call it."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> list[str]:
-    """The names that only one of two sets of tensors has, or whose tensors are not equal bit for bit."""
+    """The names that only one of two sets has, or whose tensors are not equal bit for bit."""
     both = left.keys() & right.keys()
     return sorted(left.keys() ^ right.keys()) + sorted(
         name for name in both if not torch.equal(left[name], right[name])

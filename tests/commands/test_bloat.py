@@ -15,7 +15,8 @@ import os  # why
 VALUE = (
     1,
 )
-"""No docstring: nothing shows it."""
+"""What VALUE is."""
+...
 
 
 def shown() -> None:
@@ -36,7 +37,7 @@ def test_the_core_is_the_sum_of_its_rooms_and_extensions_are_apart() -> None:
 
 
 def test_statements_are_counted_however_they_are_laid_out() -> None:
-    # import, assignment, the string below it, def, if and two calls
+    # import, assignment, the dots below its documentation, def, if and two calls
     assert statements(SOURCE) == 7
 
 

@@ -5,7 +5,9 @@ import json
 import pytest
 
 from lacuna.config import UserError, load_config
+from lacuna.config.contradictions import RULES
 from lacuna.config.documents import DataConfig, Source, ValidationConfig
+from lacuna.config.parse import FIELDS
 
 BASE = '[model]\nconfig = "org/model"\n'
 
@@ -181,6 +183,10 @@ def test_contradiction_names_both_settings(flags, first, second):
 )
 def test_settings_that_agree_are_accepted(flags):
     load(flags)
+
+
+def test_rules_name_settings_that_there_are():
+    assert {setting for rule in RULES for setting in rule.settings} <= set(FIELDS)
 
 
 def test_two_spellings_of_sources_exclude_each_other():

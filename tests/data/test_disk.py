@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 from lacuna.data.disk import replace_text
 from lacuna.export.huggingface import export_adapter, export_model
 from lacuna.model.lora import add_adapters

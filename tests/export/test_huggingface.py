@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from every_model import configuration_class, small_config
 from gguf_models import tiny_gguf_model
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 from lacuna.export.gguf import export_gguf
 from lacuna.export.huggingface import export_adapter, export_model
 from lacuna.model.lora import add_adapters

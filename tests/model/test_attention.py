@@ -14,7 +14,8 @@ from lacuna.config.documents import DataConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.model import attention as attention_module
 from lacuna.model.attention import PACKED, attention_choices, packed_attention
-from lacuna.model.head import Head, attach_loss, hidden_states, probe_head
+from lacuna.model.forward import attach_forward, hidden_states, loss_sums
+from lacuna.model.head import Head, probe_head
 from lacuna.model.inputs import Inputs, packing_arguments
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.context import causal_parts
@@ -76,8 +77,8 @@ def packed_results(model: PreTrainedModel, head: Head) -> tuple[Tensor, float, d
     inputs = Inputs({"input_ids": ids, "position_ids": positions, **told}, {"labels": labels})
     with torch.no_grad():
         states = hidden_states(model, inputs)
-    attach_loss(model)
-    loss = model.loss_sums(head, LanguageModelling.loss, inputs)[0]
+    attach_forward(model)
+    loss = model.run_forward(loss_sums, head, inputs, LanguageModelling.loss)[0]
     loss.backward()
     return states, loss.item(), gradients_of(model)
 

@@ -14,9 +14,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.checks import problems_of
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.config.sections import LoraConfig
 from lacuna.export.huggingface import export_adapter
 from lacuna.model.architecture import meta_model
 from lacuna.model.lora import add_adapters, file_name, load_adapters, merge_adapters, trained_names

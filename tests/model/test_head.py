@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lacuna.model.head import attach_loss, probe_head
+from lacuna.model.forward import attach_forward, loss_sums
+from lacuna.model.head import probe_head
 from lacuna.model.inputs import Inputs
 from lacuna.model.specimen import specimen
 from lacuna.objective.language_modelling import LanguageModelling
@@ -41,8 +42,8 @@ def check_loss(model: PreTrainedModel, chunked: bool) -> None:
     head = probe_head(model, compiled=False)
     assert head.chunked == chunked
     expected = own_loss(model, IDS, POSITIONS, LABELS)
-    attach_loss(model)
-    loss = model.loss_sums(head, LanguageModelling.loss, INPUTS)[0]
+    attach_forward(model)
+    loss = model.run_forward(loss_sums, head, INPUTS, LanguageModelling.loss)[0]
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     gradients = loss_and_gradients(model, loss)
     for name, gradient in loss_and_gradients(model, expected).items():
@@ -60,11 +61,12 @@ def test_the_chunked_loss_equals_the_loss_of_the_models_own_logits(architecture:
 def test_the_transform_matters_in_these_tests(architecture: str) -> None:
     model = prepared(architecture)
     head = probe_head(model, compiled=False)
-    attach_loss(model)
+    attach_forward(model)
     with torch.no_grad():
         bare = replace(head, scale=1.0, soft_cap=None)
         losses = [
-            model.loss_sums(each, LanguageModelling.loss, INPUTS)[0].item() for each in (head, bare)
+            model.run_forward(loss_sums, each, INPUTS, LanguageModelling.loss)[0].item()
+            for each in (head, bare)
         ]
     assert losses[1] != pytest.approx(losses[0], rel=0.05)
 

@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lacuna.data.packing import IGNORED
-from lacuna.model.head import Head, TokenLoss, chunked_sums
+from lacuna.model.head import Head
+from lacuna.model.loss import TokenLoss, chunked_sums
 from lacuna.objective.language_modelling import LanguageModelling
 from tiny import relative_error
 

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.config.sections import LoraConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.quantization import (
     dequantize,

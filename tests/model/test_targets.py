@@ -6,7 +6,7 @@ from torch import nn
 
 from every_model import configuration_class, small_config
 from lacuna.config import UserError
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.lora import add_adapters
 from lacuna.model.quantization import quantize_layers, quantized_modules

@@ -13,6 +13,7 @@ from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
 from lacuna.export import huggingface
 from lacuna.export.huggingface import export_model, save_model_description
+from lacuna.model.forward import loss_sums
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.objective.language_modelling import LanguageModelling
@@ -64,7 +65,10 @@ def check_loaded(folder: Path, model: PreTrainedModel) -> None:
     labels = torch.cat([IDS[:, 1:], torch.full((2, 1), -100)], dim=1)
     inputs = Inputs({"input_ids": IDS, "position_ids": POSITIONS}, {"labels": labels})
     with inference(model):
-        loss = model.loss_sums(Head(), LanguageModelling.loss, inputs)[0] / (labels != -100).sum()
+        loss = (
+            model.run_forward(loss_sums, Head(), inputs, LanguageModelling.loss)[0]
+            / (labels != -100).sum()
+        )
         expected = reference(input_ids=IDS, labels=IDS).loss
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6), folder
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 
-from lacuna.model.head import TokenLoss
+from lacuna.model.loss import TokenLoss
 from lacuna.objective.language_modelling import LanguageModelling, cross_entropy
 
 
@@ -29,7 +29,7 @@ class Weighted(LanguageModelling):
     loss = TokenLoss(weighted)
     steps = 0
 
-    def annotate(self, policy, batches):
+    def annotate(self, policy, batches, loss):
         self.steps += 1
         return [self.with_weights(batch) for batch in batches]
 

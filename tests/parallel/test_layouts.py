@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 from lacuna.parallel.mesh import Layout
 from layouts import FOUR_LAYERS, Case, Outcome, check_same, outcomes, pipelined, sequences
 from tiny import VOCABULARY, differing, tiny_config

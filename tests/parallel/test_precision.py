@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from every_model import configuration_class, small_config
 from lacuna.config import UserError
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 from lacuna.export.huggingface import export_model
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import BuiltModel, build_model, plan_model

@@ -9,8 +9,8 @@ import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor
 
 from lacuna.config import Config
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.config.sections import LoraConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.recompute import KEPT, PRODUCTS, recompute

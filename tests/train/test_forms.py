@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.config import Config, to_toml
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 from lacuna.export.huggingface import export_adapter, save_model_description
 from lacuna.model.lora import add_adapters, initialize_adapters
 from lacuna.parallel.processes import Process

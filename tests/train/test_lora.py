@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lacuna.config import UserError
-from lacuna.config.sections import LoraConfig as Settings
+from lacuna.config.adapters import LoraConfig as Settings
 from lacuna.export.huggingface import export_adapter
 from lacuna.model.lora import (
     adapted_modules,

@@ -92,9 +92,7 @@ def help_text(width: int = 100, sections: Iterable[str] = Config.model_fields) -
     lines = []
     for section in sections:
         schema = Config.model_fields[section].annotation.model_json_schema()
-        heading, *texts = re.split(r"\n+(\w+): ", schema["description"])
-        about = dict(zip(texts[::2], texts[1::2], strict=True))
-        lines += ["", f"[{section}]  {heading}"]
+        lines += ["", f"[{section}]  {schema['description']}"]
         for name, field in schema["properties"].items():
             default = (
                 ""
@@ -106,7 +104,8 @@ def help_text(width: int = 100, sections: Iterable[str] = Config.model_fields) -
             lines.append(f"  --{section}.{name} {'|'.join(map(str, words))}")
             lines.append(
                 textwrap.indent(
-                    textwrap.fill(re.sub(r"\s+", " ", about[name] + default), width - 6), " " * 6
+                    textwrap.fill(re.sub(r"\s+", " ", field["description"] + default), width - 6),
+                    " " * 6,
                 )
             )
     return "\n".join(lines)

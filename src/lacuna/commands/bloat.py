@@ -23,15 +23,20 @@ EXTENSIONS = {
     "rollouts": ("rollout/generate.py",),
 }
 
-_DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-
 
 def statements(source: str) -> int:
-    """How many statements there are, however they are laid out; a docstring is none."""
-    nodes = list(ast.walk(ast.parse(source)))
-    documented = [node for node in nodes if isinstance(node, _DOCUMENTED)]
-    docstrings = sum(ast.get_docstring(node) is not None for node in documented)
-    return sum(isinstance(node, ast.stmt) for node in nodes) - docstrings
+    """How many statements there are, however they are laid out.
+
+    A string that stands alone is documentation, of a setting as of a function, and is not counted.
+    """
+    found = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt))
+    return sum(not _is_documentation(statement) for statement in found)
+
+
+def _is_documentation(statement: ast.stmt) -> bool:
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Constant):
+        return False
+    return isinstance(statement.value.value, str)
 
 
 def counts(package: Path) -> tuple[dict[str, int], dict[str, int]]:

@@ -1,21 +1,16 @@
 """Rules between settings that need no knowledge of the machine; a message names all its settings."""
 
-import fnmatch
 import os
 import sys
 from collections.abc import Iterator
 from glob import has_magic
-from itertools import product
 from pathlib import Path
-from typing import Any
 
-from lacuna.config.documents import Source, Stage
+from lacuna.config.contradictions import contradictions_of
+from lacuna.config.documents import READERS, Source, Stage
 from lacuna.config.errors import UserError, nearby
 from lacuna.config.fields import shown
 from lacuna.config.sections import Config, JobConfig
-
-# Datasets that are readers of local files; the files are data_files.
-READERS = ("json", "text", "parquet", "csv", "arrow")
 
 _ENDINGS = (
     ".json",
@@ -32,58 +27,11 @@ _ENDINGS = (
     ".gguf",
 )
 
-# Conditions that do not go together, or cannot be had at all -> why, and what to do. A condition is
-# a setting (or pattern of settings) that is on (not false, 0, empty or left out), or whose value
-# fits a pattern; `no` negates it. Of several that are parted by `|` each counts.
-CONTRADICTIONS: dict[str, str] = {
-    "model.name_or_path & model.config": "both are given; keep one (--model.config none takes the file's away)",
-    "no model.name_or_path & no model.config": "give the first to start from its weights, or the second from scratch",
-    "training.steps & training.epochs": "both are given; keep one (--training.steps none takes the file's away)",
-    "training.epochs | curriculum.[dr]* & data.streaming | data.tokenization = online": "needs the cache; drop either",
-    "no training.batch_size = 1 & training.varlen": "the first must be 1; raise training.seq_len instead",
-    "training.varlen & no data.document_mask": "varlen masks documents; drop varlen, or keep the mask",
-    "data.dataset & data.sources": "two spellings of the same; keep one",
-    "data.data_files & no data.dataset & no data.sources": f"set the second to the files' reader: {', '.join(READERS)}",
-    "data.streaming & data.tokenization = cache": "a stream cannot be cached; keep one of them",
-    "checkpoint.keep_best | validation.patience & no validation.dataset": "needs the validation loss; set the second",
-    "checkpoint.keep_best | validation.patience & validation.enable = False": "needs the validation; drop the second",
-    "validation.enable | validation.*_name | validation.data_* & no validation.dataset": "set the second, or drop it",
-    "curriculum.stages & training.epochs | curriculum.rank_every": "stages draw their data anew; drop either",
-    "curriculum.difficulty_column & curriculum.rank_every": "two orders of the same; keep one",
-    "checkpoint.keep_best | checkpoint.create_seed_checkpoint & no checkpoint.enable_checkpoint": "needs the second",
-    "model.train_new_tokens_only & no model.new_tokens": "the second names the rows that the first trains; set it",
-    "model.train_new_tokens_only & optimizer.early_step_in_backward": "early steps train all rows; drop one",
-    "lora.[dmp]* | lora.rslora & no lora.rank": "without the second there is no adapter; set it",
-    "no lora.alpha = 16.0 | no lora.targets = ('all-linear',) & no lora.rank": "without it there is no adapter; set it",
-    "lora.parameters & lora.d*": "what dropout and DoRA do to layers cannot be done to stacks; drop one of them",
-    "no quantization.base = none & no lora.rank": "quantised weights only learn through adapters; set the second",
-    "no quantization.base = none & lora.dora": "DoRA measures weights, which are packed; drop one of them",
-    "no quantization.base = none & no parallelism.tensor_p*_degree = 1": "packed weights do not split; keep one",
-    "lora.init = loftq & quantization.base = none": "needs what quantising took from weights; set the second",
-    "lora.init = loftq & no model.name_or_path | lora.adapter": "only for new adapters on a loaded model; drop it",
-    "optimizer.early_step_in_backward & training.max_norm": "early steps leave nothing to clip; set max_norm = 0",
-    "optimizer.early_step_in_backward & training.skip_nan_inf": "an early step cannot be skipped; drop one",
-    "activation_checkpoint.mode = memory_budget & compile.enable = False": "needs torch.compile; drop the second",
-    "activation_checkpoint.offload & no activation_checkpoint.mode = full": "full leaves what is moved; set that mode",
-    "parallelism.zero_stage = [12] & parallelism.fsdp_reshard_after_forward = always": "they are opposites; keep one",
-    "parallelism.zero_stage = 3 & parallelism.fsdp_reshard_after_forward = never": "they are opposites; keep one",
-    "no parallelism.expert_parallel_degree = 1": "expert parallelism is not available yet; leave it out",
-    "parallelism.enable_compiled_autograd": "torch's compiled autograd gives wrong gradients under FSDP2; leave it out",
-    "no parallelism.data_parallel_shard_degree": "must be a number of ranks, or -1 for all that remain",
-    "checkpoint.keep_latest_k = 1": "the only complete checkpoint would be deleted during a save; use 2 or more",
-    "checkpoint.hf_upload_enabled & no checkpoint.hf_repo_base_name": "the second says where to, as organisation/name",
-    "checkpoint.hf_repo_base_name & no checkpoint.hf_upload_enabled": "nothing would be sent there; set the second",
-    "no validation.steps": "must be a number of batches, or -1 for all",
-    "memory_estimation.disable_fake_mode": "the estimate is computed from shapes, nothing is faked; leave it out",
-    "float8.scaling_type_* = delayed": "torchao removed delayed scaling; use dynamic",
-    "float8.[!s]*": "float8 is not available yet; leave it out",
-}
-
 
 def problems_of(config: Config) -> list[str]:
     """Everything about the configuration that is known to be wrong before the machine is looked at."""
     sources: tuple[Source, ...] = ()
-    problems = [*_name(config.job), *_contradictions(config), *_batch(config), *_stages(config)]
+    problems = [*_name(config.job), *contradictions_of(config), *_batch(config), *_stages(config)]
     problems += long_warmup(
         config, config.training.steps or sys.maxsize
     )  # of epochs it is known with the data
@@ -92,23 +40,6 @@ def problems_of(config: Config) -> list[str]:
     except UserError as error:
         problems.append(str(error))
     return [*problems, *_data(config, sources), *_missing(config, sources)]
-
-
-def _contradictions(config: Config) -> Iterator[str]:
-    values = {f"{section}.{name}": value for section, table in config for name, value in table}
-    for rule, reason in CONTRADICTIONS.items():
-        for settings in product(*(_where(place, values) for place in rule.split(" & "))):
-            yield f"{', '.join(settings)}: {reason}"
-
-
-def _where(place: str, values: dict[str, Any]) -> Iterator[str]:
-    """The settings of which one of the conditions holds that are parted by `|`."""
-    for condition in place.split(" | "):
-        pattern, _, fit = condition.removeprefix("no ").partition(" = ")
-        for name in fnmatch.filter(values, pattern):
-            holds = fnmatch.fnmatchcase(str(values[name]), fit) if fit else bool(values[name])
-            if holds != condition.startswith("no "):
-                yield name
 
 
 def _batch(config: Config) -> Iterator[str]:

@@ -14,24 +14,30 @@ from pydantic import (
 from lacuna.config.errors import UserError, refuse
 from lacuna.config.fields import Names, Path, Paths, Section, Shares, Texts
 
+# Datasets that are readers of local files; data_files names these.
+READERS = ("json", "text", "parquet", "csv", "arrow")
+
 
 class Source(Section):
-    """One source of documents; the fields are those of `datasets.load_dataset`.
-
-    dataset: Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow).
-    name: Configuration of the dataset.
-    split: Split of the dataset.
-    dir: Folder inside the dataset.
-    files: Files of the dataset.
-    weight: Share of the samples, relative to the other sources' weights.
-    """
+    """One source of documents; the fields are those of `datasets.load_dataset`."""
 
     dataset: Path
+    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
+
     name: str | None = None
+    """Configuration of the dataset."""
+
     split: str = "train"
+    """Split of the dataset."""
+
     dir: Path | None = None
+    """Folder inside the dataset."""
+
     files: Paths = ()
+    """Files of the dataset."""
+
     weight: NonNegativeFloat | None = None
+    """Share of the samples, relative to the other sources' weights."""
 
 
 # Field of a source -> setting; of the training data with one value per dataset, where one serves
@@ -45,49 +51,63 @@ _LISTS = {
 
 
 class DataConfig(Section):
-    """Which documents are trained on, and how they become batches.
-
-    dataset: Datasets: Hub ids, local folders, or readers of local files (json, parquet, csv, text,
-        arrow).
-    dataset_name: Configuration of each dataset; one value serves all.
-    dataset_split: Split of each dataset; one value serves all.
-    data_dir: Folder inside each dataset; one value serves all.
-    data_files: Files of the dataset; with several datasets one per dataset (or several with
-        commas), or one for all.
-    data_probs: Share of the samples from each dataset, relative to the others; needed with several
-        datasets.
-    sources: The same as [[data.sources]] tables with dataset, name, split, dir, files, weight; TOML
-        only.
-    streaming: Read the data while training instead of downloading it first.
-    num_workers: Processes that prepare batches; 0 means the training process. Unset: what fits the
-        machine.
-    prefetch_factor: Batches that each worker prepares ahead.
-    document_mask: Keep the documents of one sequence from attending to each other.
-    predict_across_documents: Train the last token of a document to predict the first of the next.
-    shuffle: Shuffle the documents, anew in each epoch.
-    text_column: Column that holds the text. Unset: the first of text and content that exists.
-    tokenization: Tokenise once into a cache on disk, or while training; auto decides by the data.
-    max_broken_records: Unreadable records that are skipped and counted before the run stops.
-    retries: Times that a failed download or read is tried again, with growing pauses.
-    """
+    """Which documents are trained on, and how they become batches."""
 
     dataset: Paths = ()
+    """Datasets: Hub ids, local folders, or readers of local files (json, parquet, csv, text,
+    arrow)."""
+
     dataset_name: Names = ()
+    """Configuration of each dataset; one value serves all."""
+
     dataset_split: Names = ("train",)
+    """Split of each dataset; one value serves all."""
+
     data_dir: Paths = ()
+    """Folder inside each dataset; one value serves all."""
+
     data_files: Paths = ()
+    """Files of the dataset; with several datasets one per dataset (or several with commas), or one
+    for all."""
+
     data_probs: Shares = ()
-    sources: tuple[Source, ...] = Field((), strict=False)
+    """Share of the samples from each dataset, relative to the others; needed with several
+    datasets."""
+
+    sources: tuple[Source, ...] = Field(default=(), strict=False)
+    """The same as [[data.sources]] tables with dataset, name, split, dir, files, weight; TOML
+    only."""
+
     streaming: bool = False
+    """Read the data while training instead of downloading it first."""
+
     num_workers: NonNegativeInt | None = None
+    """Processes that prepare batches; 0 means the training process. Unset: what fits the
+    machine."""
+
     prefetch_factor: PositiveInt = 2
+    """Batches that each worker prepares ahead."""
+
     document_mask: bool = True
+    """Keep the documents of one sequence from attending to each other."""
+
     predict_across_documents: bool = False
+    """Train the last token of a document to predict the first of the next."""
+
     shuffle: bool = True
+    """Shuffle the documents, anew in each epoch."""
+
     text_column: str | None = None
+    """Column that holds the text. Unset: the first of text and content that exists."""
+
     tokenization: Literal["auto", "cache", "online"] = "auto"
+    """Tokenise once into a cache on disk, or while training; auto decides by the data."""
+
     max_broken_records: NonNegativeInt = 100
+    """Unreadable records that are skipped and counted before the run stops."""
+
     retries: NonNegativeInt = 5
+    """Times that a failed download or read is tried again, with growing pauses."""
 
     def resolved_sources(self) -> tuple[Source, ...]:
         """Both spellings as one list of sources.
@@ -165,67 +185,77 @@ def _roles(pairs: tuple[str, ...]) -> tuple[str, ...]:
 
 
 class ChatConfig(Section):
-    """How conversations become tokens, and which of them are trained.
-
-    template: Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own.
-    train_on: Train all answers of the assistant, or only the last of each conversation.
-    columns: Columns that the data calls otherwise, such as messages=dialog,tools=functions; the
-        names are messages, prompt, completion, instruction, input, output, text, tools, chosen,
-        rejected and label. Unset: these, or ShareGPT's conversations.
-    roles: Roles that the data calls otherwise, such as user=human,assistant=bot.
-    """
+    """How conversations become tokens, and which of them are trained."""
 
     template: Path | None = None
+    """Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own."""
+
     train_on: Literal["all", "last"] = "all"
+    """Train all answers of the assistant, or only the last of each conversation."""
+
     columns: Annotated[Names, AfterValidator(_known_once)] = ()
+    """Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are
+    messages, prompt, completion, instruction, input, output, text, tools, chosen, rejected and
+    label. Unset: these, or ShareGPT's conversations."""
+
     roles: Annotated[Names, AfterValidator(_roles)] = ()
+    """Roles that the data calls otherwise, such as user=human,assistant=bot."""
 
 
 class PackingConfig(Section):
-    """How examples share the rows of a batch.
-
-    mode: Lay texts end to end and cut rows out, fit whole examples into rows, or give each a row of
-        its own; auto is concatenate for pretrain and best_fit for sft.
-    long_examples: What happens to examples longer than a row, unless texts are concatenated.
-    buffer: Rows whose examples are fitted together where data is tokenised while training; more
-        waste less, but the first step waits for as many of each of its rows.
-    """
+    """How examples share the rows of a batch."""
 
     mode: Literal["auto", "concatenate", "best_fit", "none"] = "auto"
+    """Lay texts end to end and cut rows out, fit whole examples into rows, or give each a row of
+    its own; auto is concatenate for pretrain and best_fit for sft."""
+
     long_examples: Literal["truncate", "drop", "split"] = "truncate"
+    """What happens to examples longer than a row, unless texts are concatenated."""
+
     buffer: PositiveInt = 16
+    """Rows whose examples are fitted together where data is tokenised while training; more waste
+    less, but the first step waits for as many of each of its rows."""
 
 
 class ValidationConfig(Section):
-    """What the model is tried on while it trains; one source, and prompts to continue.
-
-    enable: Measure the validation loss. Unset: yes when validation.dataset is given.
-    dataset: Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow).
-    dataset_name: Configuration of the dataset.
-    dataset_split: Split of the dataset.
-    data_dir: Folder inside the dataset.
-    data_files: Files of the dataset.
-    freq: Training steps between two validations.
-    steps: Batches of one validation; -1 means all there are.
-    patience: Stop after that many validations without a better loss. Unset: never.
-    prompts: Texts continued before training, at each validation and at the end; commas do not split
-        them.
-    max_new_tokens: Longest continuation of a prompt, in tokens.
-    temperature: Temperature of the continuations; 0 takes the likeliest token.
-    """
+    """What the model is tried on while it trains; one source, and prompts to continue."""
 
     enable: bool | None = None
+    """Measure the validation loss. Unset: yes when validation.dataset is given."""
+
     dataset: Path | None = None
+    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
+
     dataset_name: str | None = None
+    """Configuration of the dataset."""
+
     dataset_split: str = "validation"
+    """Split of the dataset."""
+
     data_dir: Path | None = None
+    """Folder inside the dataset."""
+
     data_files: Paths = ()
+    """Files of the dataset."""
+
     freq: PositiveInt = 500
-    steps: int = Field(-1, ge=-1)
+    """Training steps between two validations."""
+
+    steps: int = Field(default=-1, ge=-1)
+    """Batches of one validation; -1 means all there are."""
+
     patience: PositiveInt | None = None
+    """Stop after that many validations without a better loss. Unset: never."""
+
     prompts: Texts = ()
+    """Texts continued before training, at each validation and at the end; commas do not split
+    them."""
+
     max_new_tokens: PositiveInt = 64
+    """Longest continuation of a prompt, in tokens."""
+
     temperature: NonNegativeFloat = 0.8
+    """Temperature of the continuations; 0 takes the likeliest token."""
 
     def resolved_source(self) -> Source | None:
         """The source of the validation documents, None when no validation loss is measured."""
@@ -238,35 +268,38 @@ class ValidationConfig(Section):
 
 
 class Stage(Section):
-    """What changes in a run from a step or a loss on; all else stays as it was.
-
-    from_step: Steps done when it begins.
-    from_loss: Validation loss at which it begins, or below.
-    data_probs: As in [data]; 0 leaves a source out for now.
-    seq_len: As in [training].
-    batch_size: As in [training]; the sequences of a step stay the same.
-    global_batch_size: As in [training].
-    """
+    """What changes in a run from a step or a loss on; all else stays as it was."""
 
     from_step: PositiveInt | None = None
+    """Steps done when it begins."""
+
     from_loss: PositiveFloat | None = None
+    """Validation loss at which it begins, or below."""
+
     data_probs: Shares = ()
+    """As in [data]; 0 leaves a source out for now."""
+
     seq_len: PositiveInt | None = None
+    """As in [training]."""
+
     batch_size: PositiveInt | None = None
+    """As in [training]; the sequences of a step stay the same."""
+
     global_batch_size: PositiveInt | None = None
+    """As in [training]."""
 
 
 class CurriculumConfig(Section):
-    """In which order the data comes, and what changes on the way.
-
-    difficulty_column: Column of numbers by which each pass over the data goes from low to high.
-    rank_every: Steps between two rankings by the model's own loss, from step 0 on: what a pass has
-        left then comes from low to high. Unset: never.
-    stages: Tables [[curriculum.stages]], each with from_step or from_loss, and data_probs, seq_len,
-        batch_size or global_batch_size to have from then on; TOML only. Each stage draws its data
-        anew.
-    """
+    """In which order the data comes, and what changes on the way."""
 
     difficulty_column: str | None = None
+    """Column of numbers by which each pass over the data goes from low to high."""
+
     rank_every: PositiveInt | None = None
-    stages: tuple[Stage, ...] = Field((), strict=False)
+    """Steps between two rankings by the model's own loss, from step 0 on: what a pass has left then
+    comes from low to high. Unset: never."""
+
+    stages: tuple[Stage, ...] = Field(default=(), strict=False)
+    """Tables [[curriculum.stages]], each with from_step or from_loss, and data_probs, seq_len,
+    batch_size or global_batch_size to have from then on; TOML only. Each stage draws its data
+    anew."""

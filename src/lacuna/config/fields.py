@@ -10,6 +10,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ConfigDict,
     NonNegativeFloat,
     Strict,
     TypeAdapter,
@@ -22,8 +23,12 @@ RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
 FLAME_FILE = os.path.join("flame", "models", "fla.toml")  # as flame's commands name it
 
 
-class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan=False):
-    """One table of the TOML file; its docstring holds the help, of the table and of each `setting:`."""
+class Section(BaseModel):
+    """One table of the TOML file; its docstring and those of its settings are the help."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 class Words(tuple[str, ...]):

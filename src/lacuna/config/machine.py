@@ -21,214 +21,240 @@ _Schedule = Annotated[
 
 
 class ParallelismConfig(Section):
-    """How the work is spread over the devices.
-
-    data_parallel_replicate_degree: Copies of the model, each fed its own batches.
-    data_parallel_shard_degree: Ranks that each copy of the model is sharded over; -1 means all that
-        remain.
-    fsdp_reshard_after_forward: Free the gathered parameters between forward and backward pass: less
-        memory, more traffic.
-    zero_stage: ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them, 1 keeps
-        gradients whole as well.
-    tensor_parallel_degree: Ranks that each matrix is split over, and each sequence in between.
-    disable_loss_parallel: Take the loss of whole sequences on every tensor-parallel rank, instead
-        of its share on each.
-    enable_async_tensor_parallel: Overlap tensor parallelism's traffic with its matrix products; on
-        GPUs, with compile.enable.
-    context_parallel_degree: Ranks that each sequence is split over.
-    context_parallel_rotate_method: How a rank gets the keys and values of the others: round a ring,
-        which overlaps and takes less memory, or all at once, as layers with sliding windows, soft
-        caps or dropout always do.
-    pipeline_parallel_degree: Ranks that the layers are spread over.
-    pipeline_parallel_split_points: Layers that begin a new stage, such as layers.4. Unset: a
-        balanced split.
-    pipeline_parallel_schedule: Order in which the stages work: GPipe, 1F1B, Interleaved1F1B,
-        LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV.
-    pipeline_parallel_schedule_csv: File with a schedule of your own, in torch's format: a line per
-        rank, cells such as 0F0 and 1B0.
-    pipeline_parallel_microbatches: Pieces that the sequences of a rank's step are cut into. Unset:
-        one per stage, or the accumulated micro-batches if they are more.
-    enable_compiled_autograd: Not available: torch's compiled autograd gives wrong gradients under
-        FSDP2's hooks.
-    expert_parallel_degree: Ranks that the experts of a layer are spread over; not available yet.
-    """
+    """How the work is spread over the devices."""
 
     data_parallel_replicate_degree: PositiveInt = 1
-    data_parallel_shard_degree: int = Field(-1, ge=-1)
+    """Copies of the model, each fed its own batches."""
+
+    data_parallel_shard_degree: int = Field(default=-1, ge=-1)
+    """Ranks that each copy of the model is sharded over; -1 means all that remain."""
+
     fsdp_reshard_after_forward: Literal["default", "always", "never"] = "default"
-    zero_stage: int | None = Field(None, ge=1, le=3)
+    """Free the gathered parameters between forward and backward pass: less memory, more traffic."""
+
+    zero_stage: int | None = Field(default=None, ge=1, le=3)
+    """ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them, 1 keeps gradients
+    whole as well."""
+
     tensor_parallel_degree: PositiveInt = 1
+    """Ranks that each matrix is split over, and each sequence in between."""
+
     disable_loss_parallel: bool = False
+    """Take the loss of whole sequences on every tensor-parallel rank, instead of its share on
+    each."""
+
     enable_async_tensor_parallel: bool = False
+    """Overlap tensor parallelism's traffic with its matrix products; on GPUs, with
+    compile.enable."""
+
     context_parallel_degree: PositiveInt = 1
+    """Ranks that each sequence is split over."""
+
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "alltoall"
+    """How a rank gets the keys and values of the others: round a ring, which overlaps and takes
+    less memory, or all at once, as layers with sliding windows, soft caps or dropout always do."""
+
     pipeline_parallel_degree: PositiveInt = 1
+    """Ranks that the layers are spread over."""
+
     pipeline_parallel_split_points: Names = ()
+    """Layers that begin a new stage, such as layers.4. Unset: a balanced split."""
+
     pipeline_parallel_schedule: Annotated[_Schedule, WithJsonSchema({"type": "string"})] = (
         "1F1B"  # too many to list
     )
+    """Order in which the stages work: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
+    InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
+
     pipeline_parallel_schedule_csv: Path | None = None
+    """File with a schedule of your own, in torch's format: a line per rank, cells such as 0F0 and
+    1B0."""
+
     pipeline_parallel_microbatches: PositiveInt | None = None
+    """Pieces that the sequences of a rank's step are cut into. Unset: one per stage, or the
+    accumulated micro-batches if they are more."""
+
     enable_compiled_autograd: bool = False
+    """Not available: torch's compiled autograd gives wrong gradients under FSDP2's hooks."""
+
     expert_parallel_degree: PositiveInt = 1
+    """Ranks that the experts of a layer are spread over; not available yet."""
 
 
 class ActivationCheckpointConfig(Section):
-    """What is computed again in the backward pass to save memory.
-
-    mode: Which activations are recomputed: all, some by selective_ac_option, or as many as
-        memory_budget asks.
-    selective_ac_option: With mode selective: k recomputes every k-th layer; op keeps attention,
-        communication and every second matrix product.
-    memory_budget: With mode memory_budget: share of the activations that torch.compile may keep.
-    offload: With mode full: keep the layers' inputs, which are all that is left, in CPU memory.
-    """
+    """What is computed again in the backward pass to save memory."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
+    """Which activations are recomputed: all, some by selective_ac_option, or as many as
+    memory_budget asks."""
+
     selective_ac_option: Annotated[
         str, BeforeValidator(str), Field(pattern="^(op|[1-9][0-9]*)$")
     ] = "2"
-    memory_budget: float = Field(0.5, ge=0, le=1)
+    """With mode selective: k recomputes every k-th layer; op keeps attention, communication and
+    every second matrix product."""
+
+    memory_budget: float = Field(default=0.5, ge=0, le=1)
+    """With mode memory_budget: share of the activations that torch.compile may keep."""
+
     offload: bool = False
+    """With mode full: keep the layers' inputs, which are all that is left, in CPU memory."""
 
 
 class CompileConfig(Section):
-    """Whether torch.compile makes the model faster.
-
-    enable: Compile each layer. Unset: yes on a GPU, unless a zero-bubble pipeline cannot; no on a
-        CPU.
-    """
+    """Whether torch.compile makes the model faster."""
 
     enable: bool | None = None
+    """Compile each layer. Unset: yes on a GPU, unless a zero-bubble pipeline cannot; no on a
+    CPU."""
 
 
 class Float8Config(Section):
-    """Matrix products in 8 bits; needs torchao and a recent GPU.
-
-    enable_float8_linear: Compute linear layers in float8; not available yet.
-    enable_fsdp_float8_all_gather: Gather sharded parameters in float8; not available yet.
-    precompute_float8_dynamic_scale_for_fsdp: Compute the scales of all parameters at once after
-        each step; not available yet.
-    scaling_type_input: Scaling of the inputs; dynamic is the only one left.
-    scaling_type_weight: Scaling of the weights; dynamic is the only one left.
-    scaling_type_grad_output: Scaling of the gradients; dynamic is the only one left.
-    recipe_name: A ready-made choice of scalings; not available yet.
-    """
+    """Matrix products in 8 bits; needs torchao and a recent GPU."""
 
     enable_float8_linear: bool = False
+    """Compute linear layers in float8; not available yet."""
+
     enable_fsdp_float8_all_gather: bool = False
+    """Gather sharded parameters in float8; not available yet."""
+
     precompute_float8_dynamic_scale_for_fsdp: bool = False
+    """Compute the scales of all parameters at once after each step; not available yet."""
+
     scaling_type_input: Literal["dynamic", "delayed"] = "dynamic"
+    """Scaling of the inputs; dynamic is the only one left."""
+
     scaling_type_weight: Literal["dynamic", "delayed"] = "dynamic"
+    """Scaling of the weights; dynamic is the only one left."""
+
     scaling_type_grad_output: Literal["dynamic", "delayed"] = "dynamic"
+    """Scaling of the gradients; dynamic is the only one left."""
+
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """A ready-made choice of scalings; not available yet."""
 
 
 class CheckpointConfig(Section):
-    """What is saved for resuming, and when; the final model is exported to hf/ in any case.
-
-    enable_checkpoint: Save checkpoints, and resume from the newest.
-    folder: Folder of the checkpoints inside job.dump_folder.
-    interval_type: Unit of checkpoint.interval.
-    interval: Steps or seconds between two checkpoints.
-    model_weights_only: Save only the weights in the last checkpoint; it cannot be resumed from.
-    export_dtype: Precision of the exported model and of a last checkpoint of weights only.
-    create_seed_checkpoint: Save the initial weights as step-0 and stop.
-    async_mode: Write checkpoints while training goes on; pinned memory is faster and takes more CPU
-        memory.
-    keep_latest_k: Checkpoints to keep, at least 2; 0 keeps all.
-    keep_best: Also keep the checkpoint with the lowest validation loss.
-    load_step: Step of the checkpoint to resume from; -1 means the newest.
-    initial_load_path: Folder of a checkpoint whose weights a new run starts from.
-    hf_upload_enabled: Send models to the Hugging Face Hub, with the token that HF_TOKEN holds or hf
-        auth login keeps. What fails is said, and the run goes on.
-    hf_repo_base_name: Repository that they are sent to, as organisation/name. It is made unless it
-        is there, for all to see; make it yourself for a private one.
-    hf_upload_when: After each checkpoint and in the end, or in the end only.
-    hf_upload_format: After a checkpoint send the model, exported as the final one is, or the
-        checkpoint itself.
-    hf_upload_background: Train on while a checkpoint is sent; another one that is due meanwhile is
-        left out.
-    """
+    """What is saved for resuming, and when; the final model is exported to hf/ in any case."""
 
     enable_checkpoint: bool = True
+    """Save checkpoints, and resume from the newest."""
+
     folder: str = "checkpoint"
+    """Folder of the checkpoints inside job.dump_folder."""
+
     interval_type: Annotated[Literal["steps", "seconds"], also(step="steps")] = "steps"
+    """Unit of checkpoint.interval."""
+
     interval: PositiveInt = 500
+    """Steps or seconds between two checkpoints."""
+
     model_weights_only: bool = False
+    """Save only the weights in the last checkpoint; it cannot be resumed from."""
+
     export_dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """Precision of the exported model and of a last checkpoint of weights only."""
+
     create_seed_checkpoint: bool = False
+    """Save the initial weights as step-0 and stop."""
+
     async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+    """Write checkpoints while training goes on; pinned memory is faster and takes more CPU
+    memory."""
+
     keep_latest_k: NonNegativeInt = 0
+    """Checkpoints to keep, at least 2; 0 keeps all."""
+
     keep_best: bool = False
-    load_step: int = Field(-1, ge=-1)
+    """Also keep the checkpoint with the lowest validation loss."""
+
+    load_step: int = Field(default=-1, ge=-1)
+    """Step of the checkpoint to resume from; -1 means the newest."""
+
     initial_load_path: Path | None = None
+    """Folder of a checkpoint whose weights a new run starts from."""
+
     hf_upload_enabled: bool = False
+    """Send models to the Hugging Face Hub, with the token that HF_TOKEN holds or hf auth login
+    keeps. What fails is said, and the run goes on."""
+
     hf_repo_base_name: Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$")] | None = None
+    """Repository that they are sent to, as organisation/name. It is made unless it is there, for
+    all to see; make it yourself for a private one."""
+
     hf_upload_when: Literal["checkpoint", "end"] = "checkpoint"
+    """After each checkpoint and in the end, or in the end only."""
+
     hf_upload_format: Literal["hf", "dcp"] = "hf"
+    """After a checkpoint send the model, exported as the final one is, or the checkpoint itself."""
+
     hf_upload_background: bool = True
+    """Train on while a checkpoint is sent; another one that is due meanwhile is left out."""
 
 
 class MetricsConfig(Section):
-    """What is reported while training.
-
-    log_freq: Steps between two reports.
-    enable_tensorboard: Write the metrics for TensorBoard.
-    disable_color_printing: Print without colours.
-    save_tb_folder: Folder of the TensorBoard files inside job.dump_folder.
-    rank_0_only: Only rank 0 reports; false lets every rank write its own metrics.
-    enable_wandb: Send the metrics to Weights & Biases; needs the wandb package.
-    """
+    """What is reported while training."""
 
     log_freq: PositiveInt = 10
+    """Steps between two reports."""
+
     enable_tensorboard: bool = True
+    """Write the metrics for TensorBoard."""
+
     disable_color_printing: bool = False
+    """Print without colours."""
+
     save_tb_folder: str = "tb"
+    """Folder of the TensorBoard files inside job.dump_folder."""
+
     rank_0_only: bool = True
+    """Only rank 0 reports; false lets every rank write its own metrics."""
+
     enable_wandb: bool = False
+    """Send the metrics to Weights & Biases; needs the wandb package."""
 
 
 class ProfilingConfig(Section):
-    """Where time and memory go.
-
-    enable_profiling: Record traces with torch's profiler.
-    save_traces_folder: Folder of the traces inside job.dump_folder.
-    profile_freq: Steps between two traces.
-    enable_memory_snapshot: Record snapshots of the GPU's memory.
-    save_memory_snapshot_folder: Folder of the snapshots inside job.dump_folder.
-    """
+    """Where time and memory go."""
 
     enable_profiling: bool = False
+    """Record traces with torch's profiler."""
+
     save_traces_folder: str = "profile_trace"
+    """Folder of the traces inside job.dump_folder."""
+
     profile_freq: PositiveInt = 10
+    """Steps between two traces."""
+
     enable_memory_snapshot: bool = False
+    """Record snapshots of the GPU's memory."""
+
     save_memory_snapshot_folder: str = "memory_snapshot"
+    """Folder of the snapshots inside job.dump_folder."""
 
 
 class CommConfig(Section):
-    """How long ranks wait for each other.
-
-    init_timeout_seconds: Longest wait until the first step is done, in seconds.
-    train_timeout_seconds: Longest wait after the first step, in seconds.
-    save_timeout_seconds: Longest wait while checkpoints are written or read, and for news between
-        steps, in seconds.
-    trace_buf_size: Collective operations that torch's flight recorder remembers; 0 turns it off.
-    """
+    """How long ranks wait for each other."""
 
     init_timeout_seconds: PositiveInt = 300
+    """Longest wait until the first step is done, in seconds."""
+
     train_timeout_seconds: PositiveInt = 100
+    """Longest wait after the first step, in seconds."""
+
     save_timeout_seconds: PositiveInt = 7200
+    """Longest wait while checkpoints are written or read, and for news between steps, in
+    seconds."""
+
     trace_buf_size: NonNegativeInt = 20000
+    """Collective operations that torch's flight recorder remembers; 0 turns it off."""
 
 
 class MemoryEstimationConfig(Section):
-    """Whether the run fits, without running it.
-
-    enabled: Print the memory estimate and stop.
-    disable_fake_mode: Not available: the estimate is computed from shapes, nothing runs that could
-        be faked.
-    """
+    """Whether the run fits, without running it."""
 
     enabled: bool = False
+    """Print the memory estimate and stop."""
+
     disable_fake_mode: bool = False
+    """Not available: the estimate is computed from shapes, nothing runs that could be faked."""

@@ -8,28 +8,26 @@ from lacuna.config.fields import Path, Section
 
 
 class PreferenceConfig(Section):
-    """How a model learns which of two answers is better (job.task = preference).
-
-    loss: sigmoid is DPO, ipo and hinge are its variants; orpo and simpo need no reference model;
-        kto takes single answers with a label, or the two answers of a pair apart.
-    beta: How far the model may move from the reference; the larger, the less. For ipo it is tau,
-        for orpo the weight of the odds ratio beside the cross-entropy of the chosen answer.
-    label_smoothing: Share of the pairs whose order is taken to be wrong; sigmoid only.
-    margin: By how much the chosen answer should win, in simpo's rewards (its gamma).
-    desirable_weight: Weight of desirable answers in kto.
-    undesirable_weight: Weight of undesirable answers in kto.
-    reference: The model that rewards are measured from, which is what training begins with. base is
-        the model with its adapters switched off, copy is a frozen copy, cached is computed once for
-        every answer before training begins. auto is base with adapters, else copy.
-    """
+    """How a model learns which of two answers is better (job.task = preference)."""
 
     loss: Literal["sigmoid", "ipo", "hinge", "orpo", "simpo", "kto"] = "sigmoid"
+    """sigmoid is DPO, ipo and hinge are its variants; orpo and simpo need no reference model; kto
+    takes single answers with a label, or the two answers of a pair apart."""
     beta: PositiveFloat = 0.1
+    """How far the model may move from the reference; the larger, the less. For ipo it is tau, for
+    orpo the weight of the odds ratio beside the cross-entropy of the chosen answer."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of the pairs whose order is taken to be wrong; sigmoid only."""
     margin: NonNegativeFloat = 0.5
+    """By how much the chosen answer should win, in simpo's rewards (its gamma)."""
     desirable_weight: NonNegativeFloat = 1.0
+    """Weight of desirable answers in kto."""
     undesirable_weight: NonNegativeFloat = 1.0
+    """Weight of undesirable answers in kto."""
     reference: Literal["auto", "base", "copy", "cached"] = "auto"
+    """The model that rewards are measured from, which is what training begins with. base is the
+    model with its adapters switched off, copy is a frozen copy, cached is computed once for every
+    answer before training begins. auto is base with adapters alone, else copy."""
 
     @property
     def needs_reference(self) -> bool:
@@ -38,25 +36,20 @@ class PreferenceConfig(Section):
 
 
 class DistillationConfig(Section):
-    """How a model learns from the distribution of a larger one (job.task = distill).
-
-    teacher: Hub id or folder of a Hugging Face model with the same vocabulary.
-    teacher_base: How the teacher's linear layers are kept; see quantization.base.
-    logprobs: Folder of the teacher's likeliest tokens that lacuna teach has written; instead of a
-        teacher.
-    data: What the data are: texts, or conversations whose answers are trained.
-    divergence: forward_kl spreads the student over all that the teacher finds likely, reverse_kl
-        keeps it to what is likeliest, jsd lies between the two.
-    beta: Where jsd lies between them: the share of the teacher in the mixture.
-    temperature: Divides the logits of both.
-    alpha: Share of the divergence in the loss; the rest is the cross-entropy of the data.
-    """
+    """How a model learns from the distribution of a larger one (job.task = distill)."""
 
     teacher: Path | None = None
+    """Hub id or folder of a Hugging Face model with the same vocabulary."""
     teacher_base: Literal["none", "int8", "nf4"] = "none"
-    logprobs: Path | None = None
+    """How the teacher's linear layers are kept; see quantization.base."""
     data: Literal["texts", "conversations"] = "texts"
+    """What the data are: texts, or conversations whose answers are trained."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
+    """forward_kl spreads the student over all that the teacher finds likely, reverse_kl keeps it to
+    what is likeliest, jsd lies between the two."""
     beta: float = Field(0.5, gt=0, lt=1)
+    """Where jsd lies between them: the share of the teacher in the mixture."""
     temperature: PositiveFloat = 1.0
+    """Divides the logits of both."""
     alpha: float = Field(1.0, gt=0, le=1)
+    """Share of the divergence in the loss; the rest is the cross-entropy of the data."""

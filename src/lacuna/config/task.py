@@ -21,6 +21,9 @@ PARTS = (
     "report_held_out",
     "state_dict",
     "load_state_dict",
+    "check",
+    "prepare",
+    "next_step",
 )
 
 

@@ -8,7 +8,7 @@ import signal
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import fsspec.asyn
@@ -138,6 +138,24 @@ class Loader:
     def filled(self) -> int:
         """Of the micro-batches of the next step, as many have rows on any rank; what follows is padding on all."""
         return self._source.filled(self._source.done // self._source.batch.accumulation)
+
+    def next_step(self, whole: bool = False) -> list[Batch]:
+        """The micro-batches of the next step; those of padding alone only where it must be `whole`."""
+        filled = None if whole else self.filled
+        batches = [next(self) for _ in range(self._source.batch.accumulation)]
+        return batches[:filled]
+
+    def every_batch(self) -> Iterator[Batch]:
+        """This rank's micro-batches of one pass over all documents; the position stays where it is."""
+        source = self._source
+        plan = replace(self.plan, endless=False)
+        own = slice(
+            source.dp_rank * source.batch.micro_batch,
+            (source.dp_rank + 1) * source.batch.micro_batch,
+        )
+        at_once = source.batch.global_batch // source.batch.accumulation
+        for rows in rows_from_the_start(plan, at_once):
+            yield plan.batch(rows[own])
 
     def documents_begun(self) -> np.ndarray:
         """How often each document of the table was begun by now, on all ranks, int64 [documents]."""

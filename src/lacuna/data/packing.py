@@ -93,9 +93,12 @@ class Batch:
         cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end
             is one.
         max_seqlen: tokens in the longest piece.
-        sequence_columns: by name float32 [sequences], one value for each sequence of the batch.
+        sequence_columns: by name float32 [sequences], one value for each of the sequences whose
+            number is in the column `sequence`.
             Of preferences chosen: 1 for a sequence that is wanted, 0 for one that is not; for kto
             also mismatched: 1 where the answer is one to another prompt.
+        own_columns: by name [B, T', ...], what was found out by this rank of its share of the
+            tokens, on its device.
     """
 
     columns: dict[str, Tensor]
@@ -103,6 +106,7 @@ class Batch:
     cu_seqlens: Tensor
     max_seqlen: int
     sequence_columns: dict[str, Tensor] = field(default_factory=dict)
+    own_columns: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> torch.Size:

@@ -23,8 +23,7 @@ from pyarrow import ArrowInvalid
 from yaml import YAMLError
 
 from lacuna.config import Config, UserError, logger, refuse
-from lacuna.config.checks import READERS
-from lacuna.config.documents import ChatConfig, Source
+from lacuna.config.documents import READERS, ChatConfig, Source
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import corpus, files
 from lacuna.data.messages import conversation_columns

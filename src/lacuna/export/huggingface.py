@@ -33,7 +33,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from lacuna.config import RunError, logger
-from lacuna.config.sections import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
+from lacuna.config.adapters import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.data.disk import whole_folder
 from lacuna.data.gguf import hf_folder

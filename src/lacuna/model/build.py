@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, of_stage, refuse
-from lacuna.config.sections import described_adapter
+from lacuna.config.adapters import described_adapter
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention import attention_choices, install_fastest_kernels
-from lacuna.model.head import Head, TokenLoss, attach_loss, hidden_states, loss_sums, probe_head
+from lacuna.model.forward import Reading, attach_forward, hidden_states
+from lacuna.model.head import Head, probe_head
 from lacuna.model.inputs import Inputs, prepare_inputs
 from lacuna.model.lora import (
     add_adapters,
@@ -81,6 +82,18 @@ class BuiltModel:
         )
         routed = self.head.router is not None
         return prepare_inputs(batch, attention, self.device, self.mesh, gather, routed)
+
+    def read(self, batch: Batch, reading: Reading) -> Tensor | None:
+        """What `reading` makes of a forward pass of `batch`; None where other ranks have the last stage."""
+        inputs = self.inputs(batch)
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(inputs, reading)
+        return self.model.run_forward(reading, self.head, inputs)
+
+    @property
+    def has_head(self) -> bool:
+        """Whether this rank runs the head, and so learns what is wanted of a forward pass."""
+        return self.pipeline is None or self.stages[-1].is_last
 
 
 def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout) -> None:
@@ -254,7 +267,7 @@ def build_model(
             lambda _, __, found: found.requires_grad_(torch.is_grad_enabled())
         )
     for stage in stages:
-        attach_loss(stage.module)
+        attach_forward(stage.module)
     if config.model.train_new_tokens_only:
         freeze_rows(model, tokenizer.convert_tokens_to_ids([*config.model.new_tokens]))
     pipeline = (
@@ -263,6 +276,20 @@ def build_model(
         else None
     )
     return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, flops)
+
+
+def build_frozen(
+    config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
+) -> BuiltModel:
+    """A model of these settings that is only asked: spread like one that is trained.
+
+    Its weights have the dtype that they are computed with. Raises `UserError` as `build_model` does.
+    """
+    dtype = str(compute_dtype(config, device.type)).removeprefix("torch.")
+    training = config.training.model_copy(update={"dtype": dtype})
+    built = build_model(config.model_copy(update={"training": training}), tokenizer, mesh, device)
+    built.model.requires_grad_(False)
+    return built
 
 
 def embeds_on_cpu(config: Config, layout: Layout, model: PreTrainedModel, device_type: str) -> bool:
@@ -301,10 +328,10 @@ def _clear(rows: Tensor, weight: Tensor) -> None:
     )  # so that AdamW, without decay, leaves them as they are
 
 
-def _run_stage(head: Head, stage: Stage, inputs: Inputs, loss: TokenLoss) -> Tensor:
-    """What a pipeline hands on: hidden states, and from the last stage the sums of `loss`."""
+def _run_stage(head: Head, stage: Stage, inputs: Inputs, reading: Reading) -> Tensor:
+    """What a pipeline hands on: hidden states, and from the last stage what is wanted of the pass."""
     if stage.is_last:
-        return loss_sums(stage.module, head, loss, inputs)
+        return reading(stage.module, head, inputs)
     hidden = hidden_states(stage.module, inputs)
     return (
         hidden.clone() if hidden._is_view() else hidden

@@ -1,6 +1,6 @@
 """A micro-batch as one rank's model takes it: on the device, its share of every sequence, told of the documents."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -27,23 +27,25 @@ class Inputs:
             of the sequences, and `position_ids`, int64 [B, T·tp]: layers see the share of all
             tensor-parallel ranks. There is no mask and no cache: either would let documents see
             each other.
-        columns: all others of the batch, [B, T], the same share as `input_ids`.
+        columns: all others of the batch, [B, T, ...], the same share as `input_ids`.
+        sequence_columns: those of its sequences, [sequences], whole on every rank.
+        split: the mesh over which a sequence's labels are spread, if they are.
         gather: the mesh over which hidden states are gathered before the head; columns are then as
             `position_ids`.
     """
 
     arguments: dict[str, Any]
     columns: dict[str, Tensor]
+    sequence_columns: dict[str, Tensor] = field(default_factory=dict)
+    split: DeviceMesh | None = None
     gather: DeviceMesh | None = None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies without waiting, through page-locked memory on a GPU."""
-    return (
-        tensor.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else tensor.to(device)
-    )
+    """Copies without waiting, through page-locked memory on a GPU, unless it is there already."""
+    if device.type == "cuda" and tensor.device.type == "cpu":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def packing_arguments(
@@ -93,8 +95,11 @@ def prepare_inputs(
     """
     layout = Layout() if mesh is None else mesh.layout
     columns = dict(batch.columns)
+    dimensions = [name for name in ("cp", "tp") if getattr(layout, name) > 1]
     if attention.startswith("flash_attention"):  # transformers' own wants one row
-        columns = {name: column.reshape(1, -1) for name, column in columns.items()}
+        columns = {
+            name: column.reshape(1, -1, *column.shape[2:]) for name, column in columns.items()
+        }
     if layout.cp > 1:
         rank = mesh.rank("cp")
         columns = {
@@ -104,6 +109,8 @@ def prepare_inputs(
     position_ids = columns.pop("position_ids")
     input_ids = columns.pop("input_ids")
     gather = gather and layout.tp > 1
+    if gather:
+        dimensions.remove("tp")
     if layout.tp > 1:
         rank = mesh.rank("tp")
         input_ids = input_ids.chunk(layout.tp, dim=1)[rank]
@@ -117,4 +124,10 @@ def prepare_inputs(
     arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
     if routed:
         arguments["output_router_logits"] = True
-    return Inputs(arguments, columns, mesh.tensor if gather else None)
+    return Inputs(
+        arguments,
+        columns | batch.own_columns,
+        {name: to_device(column, device) for name, column in batch.sequence_columns.items()},
+        split=mesh.named[tuple(dimensions)] if dimensions else None,
+        gather=mesh.tensor if gather else None,
+    )

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import explained, refuse
-from lacuna.config.sections import ADAPTER_WEIGHTS, LoraConfig
+from lacuna.config.adapters import ADAPTER_WEIGHTS, LoraConfig
 from lacuna.model.quantization import dense_weight, leave_whole, quantized_modules
 from lacuna.model.targets import find_targets
 from lacuna.parallel.fsdp import local, own_part

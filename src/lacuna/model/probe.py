@@ -14,7 +14,8 @@ from lacuna.config import Config, UserError
 from lacuna.data import Batch
 from lacuna.data.packing import IGNORED, packing_mode
 from lacuna.model.architecture import is_soft_capped
-from lacuna.model.head import hidden_states, relative_difference
+from lacuna.model.forward import hidden_states
+from lacuna.model.head import relative_difference
 from lacuna.model.inputs import prepare_inputs
 from lacuna.model.specimen import LENGTH, VOCABULARY, specimen, specimen_and_layers
 from lacuna.parallel.backbone import backbone

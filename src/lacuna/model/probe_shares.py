@@ -15,7 +15,7 @@ from transformers import (
 from lacuna.config import Config, UserError
 from lacuna.data import Batch
 from lacuna.model.attention import PACKED, packed_attention
-from lacuna.model.head import hidden_states
+from lacuna.model.forward import hidden_states
 from lacuna.model.inputs import packing_arguments, prepare_inputs
 from lacuna.model.probe import (
     Result,

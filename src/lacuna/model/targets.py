@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from lacuna.config import refuse
-from lacuna.config.sections import LoraConfig
+from lacuna.config.adapters import LoraConfig
 
 _plain: dict[type[nn.Module], bool] = {nn.Linear: True, Conv1D: True}
 

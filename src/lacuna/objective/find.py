@@ -1,16 +1,21 @@
 """Which objective a run has, by its task."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, Protocol
 
+from transformers import PreTrainedTokenizerBase
+
+from lacuna.config import Config
 from lacuna.config.imported import imported
-from lacuna.data import Batch
+from lacuna.data import Batch, Loader
 from lacuna.model.build import BuiltModel
-from lacuna.model.head import TokenLoss
+from lacuna.model.loss import Loss
 
 _TASKS = {
     "pretrain": "lacuna.objective.language_modelling:LanguageModelling",
     "sft": "lacuna.objective.language_modelling:ChatModelling",
+    "distill": "lacuna.objective.distillation:Distillation",
+    "preference": "lacuna.objective.preference:Preference",
 }
 
 
@@ -24,16 +29,31 @@ class Objective(Protocol):
         held_out_loss: what is summed over held-out data.
     """
 
-    trains_on: Literal["texts", "conversations"]
+    trains_on: Literal["texts", "conversations", "preferences"]
     denominator: str
-    loss: TokenLoss
-    held_out_loss: TokenLoss
+    loss: Loss
+    held_out_loss: Loss
 
-    def annotate(self, policy: BuiltModel, batches: Sequence[Batch]) -> Sequence[Batch]:
-        """The micro-batches of a step with all columns and counts that the loss takes; may run models."""
+    def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Before anything is built: raises `UserError` for settings that cannot be had."""
+
+    def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
+        """Once the model has the weights that training begins or goes on with; may build others.
+
+        `all_batches` goes over all training and held-out data once, in this rank's micro-batches.
+        """
+
+    def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
+        """The micro-batches of the next step: of the data, or of what the model makes of them."""
+
+    def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
+        """The micro-batches of a step with all columns and counts that `loss` takes; may run models."""
 
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
-        """What the log has of a step, by the sums of its loss and its counts, over all ranks."""
+        """What the log has of a step, by the sums of its loss and its counts, over all ranks.
+
+        The first is the loss.
+        """
 
     def report_held_out(
         self, sums: dict[str, float], counts: dict[str, float]

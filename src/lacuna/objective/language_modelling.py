@@ -1,15 +1,17 @@
 """Next-token prediction: the cross-entropy of trained tokens, and what is told of held-out text."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
-from lacuna.data import Batch
+from lacuna.config import Config
+from lacuna.data import Batch, Loader
 from lacuna.data.packing import IGNORED
 from lacuna.model.build import BuiltModel
-from lacuna.model.head import Columns, Sums, TokenLoss
+from lacuna.model.loss import Columns, Loss, Sums, TokenLoss
 
 
 def cross_entropy(logits: Tensor, columns: Columns) -> Sums:
@@ -32,7 +34,17 @@ class LanguageModelling:
     loss = TokenLoss(cross_entropy)
     held_out_loss = TokenLoss(judged_cross_entropy, ("loss", "right_tokens"))
 
-    def annotate(self, policy: BuiltModel, batches: Sequence[Batch]) -> Sequence[Batch]:
+    def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Refuses nothing: whatever the settings ask for can be had."""
+
+    def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
+        """Needs nothing but the model itself."""
+
+    def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
+        """The next micro-batches of the data, whatever the model is by now."""
+        return source.next_step(whole=policy.pipeline is not None)
+
+    def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
         """The batches as they are: nothing is to be known of them before the loss."""
         return batches
 

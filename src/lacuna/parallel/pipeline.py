@@ -191,8 +191,8 @@ def stage_ranges(
 class Pipeline:
     """The stages of this rank in torch's schedules. Every rank of a pipeline must make the same calls.
 
-    `run(stage, inputs, loss)` computes a stage: hidden states [..., width], or of the last one the
-    sums of `loss`, of which the first is minimised.
+    `run(stage, inputs, reading)` computes a stage: hidden states [..., width], or of the last one
+    what `reading` makes of them.
     """
 
     def __init__(
@@ -247,7 +247,7 @@ class Pipeline:
     ) -> Tensor:
         """torch hands tensors only from stage to stage; what else a micro-batch has is looked up by its number."""
         stage.entrance.received = received
-        result = self.run(stage, self.inputs[int(index)], self.loss)
+        result = self.run(stage, self.inputs[int(index)], self.reading)
         if not stage.is_last or judged:
             return result
         self.sums[int(index)] = (
@@ -262,13 +262,13 @@ class Pipeline:
         self.graphs.append(loss.grad_fn)
         return loss
 
-    def step(self, inputs: Sequence[Any], loss: Any, divisor: Tensor) -> Tensor:
-        """Forward and backward of all micro-batches of a step; returns the sums of `loss` (0 but for the last stage).
+    def step(self, inputs: Sequence[Any], reading: Any, divisor: Tensor) -> Tensor | None:
+        """Forward and backward of all micro-batches of a step; the sums of what `reading` makes.
 
-        Gradients are those of the first of them over `divisor`.
+        Gradients are those of the first of them over `divisor`. None but for the last stage.
         """
         self.inputs = inputs
-        self.loss = loss
+        self.reading = reading
         self.divisor = divisor
         self.sums.clear()
         form = len(inputs), inputs[0].arguments["input_ids"].shape
@@ -283,16 +283,12 @@ class Pipeline:
         first = (numbers,) if 0 in self.stages else ()
         self.schedule.step(*first, index=numbers, target=numbers, return_outputs=False)
         self.graphs.clear()
-        return torch.stack([*self.sums.values()]).sum(0) if self.sums else self._nothing()
+        return torch.stack([*self.sums.values()]).sum(0) if self.sums else None
 
-    def _nothing(self) -> Tensor:
-        """The sums of a rank that does not have the last stage."""
-        return torch.zeros(len(self.loss.names), device=self.device)
-
-    def evaluate(self, inputs: Any, loss: Any) -> Tensor:
-        """The sums of `loss` over one micro-batch, forward only (0 but for the last stage)."""
+    def evaluate(self, inputs: Any, reading: Any) -> Tensor | None:
+        """What `reading` makes of one micro-batch, forward only; None but for the last stage."""
         self.inputs = [inputs]
-        self.loss = loss
+        self.reading = reading
         group = self.mesh.named.get_group("pp")
         shape = (*inputs.arguments["input_ids"].shape, self.width)
         hidden = torch.zeros((), device=self.device)
@@ -303,7 +299,7 @@ class Pipeline:
             hidden = stage.module(hidden, torch.zeros(1, dtype=torch.int64), judged=True)
             if not stage.is_last and index + 1 not in self.stages:
                 dist.send(hidden, group=group, group_dst=self.owners[index + 1])
-        return hidden if self.total - 1 in self.stages else self._nothing()
+        return hidden if self.total - 1 in self.stages else None
 
 
 def tied_weights(model: PreTrainedModel, mesh: Mesh) -> list[nn.Parameter]:

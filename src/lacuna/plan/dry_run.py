@@ -9,7 +9,7 @@ from lacuna.config.errors import require_writable
 from lacuna.data import BatchPlan, build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
 from lacuna.model.build import embeds_on_cpu, plan_model, required_router
-from lacuna.model.head import CHUNK_BYTES
+from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.quantization import packed_sizes, quantized_modules
 from lacuna.model.weights import weight_files
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward

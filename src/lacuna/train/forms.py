@@ -23,8 +23,8 @@ from transformers.initialization import no_init_weights
 from transformers.utils import CHAT_TEMPLATE_FILE, CONFIG_NAME
 
 from lacuna.config import Config, explained, refuse
+from lacuna.config.adapters import ADAPTER_FILE, QuantizationConfig, described_adapter
 from lacuna.config.errors import nearby
-from lacuna.config.sections import ADAPTER_FILE, QuantizationConfig, described_adapter
 from lacuna.data.gguf import hf_folder
 from lacuna.data.remote_code import open_with
 from lacuna.export.gguf import export_gguf

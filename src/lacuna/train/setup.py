@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from rich.console import Console
 
 from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
 from lacuna.config.checks import long_warmup
-from lacuna.data import BatchPlan, Loader, build_loader, build_validation, run_tokenizer
+from lacuna.data import Batch, BatchPlan, Loader, build_loader, build_validation, run_tokenizer
 from lacuna.data.disk import replace_text
 from lacuna.export.huggingface import export_adapter, export_model, save_model_description
 from lacuna.model.build import build_model
@@ -218,6 +218,7 @@ class Run:
         self.stages = plan_stages(config, layout, saved and saved["global_batch"])
         config, plan = self.config, self.plan = self.stages[0]
         tokenizer = self.tokenizer = run_tokenizer(config)
+        self.objective.check(config, tokenizer)
         self.data_rank = mesh.data_rank
         self.loader = build_loader(config, tokenizer, plan, mesh.data_rank)
         sources = self.loader.plan.sources  # of all stages
@@ -254,6 +255,7 @@ class Run:
             )
         wanted = config.validation.resolved_source()
         self.validation = wanted and build_validation(config, tokenizer, plan, mesh.data_rank)
+        self.objective.prepare(self.built, self.all_batches)
         self.saver = checkpoint.CheckpointSaver(config, folder, self.describe, process)
         self.metrics = MetricWriter(
             config, process.rank, console, self.state.step, self.total_steps
@@ -269,6 +271,12 @@ class Run:
         self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
         self.objective.load_state_dict(saved.get("objective", {}))
         self.loader.load_state_dict(saved["data"])
+
+    def all_batches(self) -> Iterator[Batch]:
+        """This rank's micro-batches of one pass over the training data, then of the held-out data."""
+        yield from self.loader.every_batch()
+        if self.validation is not None:
+            yield from self.validation()
 
     def load_model(self, mesh: Mesh, start: str | None, saved: dict[str, Any] | None) -> None:
         """Builds the model and its optimizer, with the weights of the checkpoint `start`, and moments where `saved`."""

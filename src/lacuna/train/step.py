@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -13,42 +14,40 @@ from lacuna.data import Batch
 from lacuna.data.packing import Span
 from lacuna.data.plan import Plan
 from lacuna.model.build import BuiltModel
-from lacuna.model.head import TokenLoss
+from lacuna.model.forward import loss_sums
 from lacuna.model.inputs import to_device
+from lacuna.model.loss import Loss
+from lacuna.objective.find import Objective
 from lacuna.parallel.fsdp import exchange_gradients, inference
 from lacuna.parallel.pipeline import add_tied_gradients
 
 
 def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> dict[str, Tensor]:
-    """The counts of a step's batches by name, summed over micro-batches and ranks; float64 scalars on the device.
+    """The counts of a step's batches by name, summed over micro-batches and ranks.
 
-    So are the `votes` of the ranks: how many of them wanted something.
+    So are the `votes` of the ranks: how many of them wanted something. Float64 scalars on the
+    device.
     """
-    totals = {
-        name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts
-    } | votes
+    counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
+    totals = counts | votes
     summed = to_device(torch.tensor([*totals.values()], dtype=torch.float64), built.device)
     dist.all_reduce(summed)
     # Ranks that share sequences or layers all count the same.
     return dict(zip(totals, summed / built.mesh.layout.sharing, strict=True))
 
 
-def sums_of(
-    built: BuiltModel, batch: Batch, loss: TokenLoss, divisor: Tensor | None = None
-) -> Tensor:
-    """The sums of `loss` over this rank's share of the tokens of `batch`, float32 [names].
+def sums_of(built: BuiltModel, batch: Batch, loss: Loss, divisor: Tensor | None = None) -> Tensor:
+    """The sums of `loss` over this rank's share of `batch`, float32 [names].
 
     Losses that are no sum over tokens are in the first of them as often as `divisor` says, by which
     it is divided.
     """
-    inputs = built.inputs(batch)
-    if built.pipeline is not None:
-        return built.pipeline.evaluate(inputs, loss)
-    return built.model.loss_sums(built.head, loss, inputs, divisor)
+    sums = built.read(batch, partial(loss_sums, loss=loss, divisor=divisor))
+    return torch.zeros(len(loss.names), device=built.device) if sums is None else sums
 
 
 def accumulate_gradients(
-    built: BuiltModel, batches: Sequence[Batch], loss: TokenLoss, divisor: Tensor
+    built: BuiltModel, batches: Sequence[Batch], loss: Loss, divisor: Tensor
 ) -> Tensor:
     """Backward over the micro-batches; returns this rank's sums of `loss`, float64 [names].
 
@@ -59,9 +58,10 @@ def accumulate_gradients(
     total = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
     divisor = divisor.clamp(min=1).float()
     if built.pipeline is not None:
-        total += built.pipeline.step([built.inputs(batch) for batch in batches], loss, divisor)
+        inputs = [built.inputs(batch) for batch in batches]
+        sums = built.pipeline.step(inputs, partial(loss_sums, loss=loss), divisor)
         add_tied_gradients(built.model, built.mesh)
-        return total
+        return total if sums is None else total + sums
     for index, batch in enumerate(batches):
         exchange_gradients(built.model, built.config, index == len(batches) - 1)
         sums = sums_of(built, batch, loss, divisor)
@@ -71,15 +71,19 @@ def accumulate_gradients(
 
 
 def evaluate(
-    built: BuiltModel, batches: Iterable[Batch], loss: TokenLoss
+    built: BuiltModel, batches: Iterable[Batch], objective: Objective
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The sums of `loss` over held-out batches, and their counts, of all ranks by name."""
+    """The sums of the objective's held-out loss over batches, and their counts, of all ranks by name."""
+    loss = objective.held_out_loss
     measured = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
     counts: dict[str, float] = {}
     with inference(*(stage.module for stage in built.stages)):
         for batch in batches:
-            measured += sums_of(built, batch, loss)
-            counts = {name: counts.get(name, 0.0) + count for name, count in batch.counts.items()}
+            [annotated] = objective.annotate(built, [batch], loss)
+            measured += sums_of(built, annotated, loss)
+            counts = {
+                name: counts.get(name, 0.0) + count for name, count in annotated.counts.items()
+            }
     counted = torch.tensor([*counts.values()], dtype=torch.float64, device=built.device)
     totals = torch.cat([measured, counted / built.mesh.layout.sharing])
     dist.all_reduce(totals)
@@ -91,22 +95,24 @@ def evaluate(
 
 
 def document_losses(
-    built: BuiltModel, plan: Plan, documents: np.ndarray, loss: TokenLoss, denominator: str
+    built: BuiltModel, plan: Plan, documents: np.ndarray, objective: Objective
 ) -> np.ndarray:
     """The loss of these documents of the plan's table over their own count, nan where that is none.
 
     Each has a row of its own. Float64 [documents], the same on all ranks.
     """
-    alone = replace(
-        plan, config=plan.config.model_copy(update={"packing": PackingConfig(mode="none")})
-    )
+    no_packing = {"packing": PackingConfig(mode="none")}
+    alone = replace(plan, config=plan.config.model_copy(update=no_packing))
     losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
     with inference(*(stage.module for stage in built.stages)):
         for first in range(0, len(documents), built.mesh.layout.data_parallel):
             place = first + built.mesh.data_rank
             document, source = plan.table.document(int(documents[min(place, len(documents) - 1)]))
             batch = alone.batch([[Span(document, source, 0, plan.config.training.seq_len)]])
+            [batch] = objective.annotate(built, [batch], objective.loss)
             # Nothing beyond the last, which others have: all must make the same calls.
-            losses[place : place + 1] = sums_of(built, batch, loss)[0] / batch.counts[denominator]
+            losses[place : place + 1] = (
+                sums_of(built, batch, objective.loss)[0] / batch.counts[objective.denominator]
+            )
     dist.all_reduce(losses)
     return losses.cpu().numpy()

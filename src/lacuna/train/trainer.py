@@ -60,7 +60,7 @@ def _step(run: Run, stop: bool) -> None:
     """Trains one step, then does what falls due after it; `stop` makes it the last one, on all ranks."""
     config, state, saving = run.config, run.state, run.config.checkpoint
     objective = run.objective
-    batches = objective.annotate(run.built, _next_batches(run))
+    batches = objective.annotate(run.built, _next_batches(run), objective.loss)
     overdue = (
         time.monotonic() - run.saver.last_time >= saving.interval
         and saving.interval_type == "seconds"
@@ -113,10 +113,7 @@ def _seed_draws(seed: int) -> None:
 def _next_batches(run: Run) -> list[Batch]:
     """The step's batches; what they take, and this rank's share of the work in them, count for the interval."""
     started, built = time.perf_counter(), run.built
-    filled = (
-        run.loader.filled if built.pipeline is None else None
-    )  # whose schedule has a number of micro-batches
-    batches = [next(run.loader) for _ in range(run.plan.accumulation)][:filled]
+    batches = run.objective.next_step(built, run.loader)
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
         run.interval.flops += (
@@ -204,7 +201,7 @@ def _validate(run: Run) -> None:
     """Measures the held-out loss, samples text, and ends the run early if asked."""
     state, settings = run.state, run.config.validation
     if run.validation is not None:
-        sums, counts = evaluate(run.built, run.validation(), run.objective.held_out_loss)
+        sums, counts = evaluate(run.built, run.validation(), run.objective)
         measured = run.objective.report_held_out(sums, counts)
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
@@ -276,9 +273,7 @@ def _rank(run: Run) -> None:
     uses = uses + run.loader.documents_begun()
     begun = usable & (uses == uses.max(where=usable, initial=0))
     left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
-    losses[left] = document_losses(
-        run.built, plan, left, run.objective.loss, run.objective.denominator
-    )
+    losses[left] = document_losses(run.built, plan, left, run.objective)
     state.ranked = state.step
     path = ranking_file(run.config, state.step)
 

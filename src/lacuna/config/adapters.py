@@ -1,0 +1,165 @@
+"""The settings of adapters and of the quantised weights beside them, and peft's description of an adapter."""
+
+import json
+import re
+from itertools import product
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, NonNegativeInt, TypeAdapter, model_validator
+from safetensors import SafetensorError, safe_open
+
+from lacuna.config.errors import UserError, explained
+from lacuna.config.fields import Names, Paths, Section, read_value
+
+# The files that peft writes an adapter to.
+ADAPTER_FILE = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+# Our settings of an adapter -> peft's names of them.
+ADAPTER_FIELDS = {
+    "rank": "r",
+    "alpha": "lora_alpha",
+    "dropout": "lora_dropout",
+    "targets": "target_modules",
+    "parameters": "target_parameters",
+    "modules": "modules_to_save",
+    "rslora": "use_rslora",
+    "dora": "use_dora",
+}
+
+# With one of these (not empty) an adapter of peft's computes something that lacuna does not.
+_UNKNOWN = ("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens")
+# Ways of peft's to begin an adapter that change the weights of the base as well.
+_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
+# With one of these target_modules is not the whole choice of layers: the file of weights tells it.
+_CHOICES = {"exclude_modules", "layers_to_transform"}
+
+
+def described_adapter(folder: str) -> dict[str, Any]:
+    """What peft's description says of the LoRA adapter in a folder, its layers as a list of names.
+
+    Raises `UserError` where it cannot be read, or describes something that lacuna does not know.
+    """
+    file = Path(folder, ADAPTER_FILE)
+    wrong = f"lora.adapter: cannot read {file}"
+    mend = "give the folder of an adapter"
+    with explained(wrong, OSError, ValueError, SafetensorError, mend=mend):
+        described = dict(json.loads(file.read_text()))
+        stated = {name: value for name, value in described.items() if value is not None}
+        _move_layers_to_modules(stated)
+        chosen = stated.get("target_modules", ())
+        if stated.keys() & _CHOICES or isinstance(chosen, str):
+            stated["target_modules"] = _adapted_layers(file.with_name(ADAPTER_WEIGHTS))
+    for name in _UNKNOWN:
+        if stated.get(name):
+            raise UserError(f"lora.adapter: {file} has {name}, which lacuna does not know.")
+    if stated.get("peft_type") != "LORA":
+        raise UserError(f"lora.adapter: {file} is of no LoRA adapter.")
+    start = str(stated.get("init_lora_weights")).partition("_")[0]
+    if start in _CHANGES_BASE:
+        raise UserError(
+            f"lora.adapter: {file} began by {start}, which changes the base: save it with peft's "
+            "path_initial_model_for_weight_conversion."
+        )
+    return stated
+
+
+def _move_layers_to_modules(stated: dict[str, Any]) -> None:
+    """Lists layers that are named by their weight as modules, which is what they are to us.
+
+    Users of peft write them so where peft would mistake the layers' own names.
+    """
+    named = stated.get("target_parameters", ())
+    chosen = stated.get("target_modules", ())
+    layers = [name.removesuffix(".weight") for name in named if name.endswith(".weight")]
+    if layers and not isinstance(chosen, str):
+        stated["target_modules"] = [*chosen, *layers]
+        stated["target_parameters"] = [name for name in named if not name.endswith(".weight")]
+
+
+def _adapted_layers(weights: Path) -> list[str]:
+    """The names of the layers that an adapter's file of weights has matrices for."""
+    with safe_open(weights, framework="pt") as file:
+        keys = " ".join(file.keys())
+    return re.findall(r"base_model\.model\.(\S+)\.lora_A\.weight", keys)
+
+
+class LoraConfig(Section):
+    """Adapters (LoRA): the model stays as it is, and small matrices beside its layers learn."""
+
+    adapter: Paths = ()
+    """Folder of an adapter, peft's or a run's hf/adapter, that training starts from; the settings
+    below are by default its own. Of several, which must be for the same layers, the sum: one of
+    their ranks together."""
+
+    rank: NonNegativeInt = 0
+    """Width of the adapters; 0 trains the model itself."""
+
+    alpha: float = Field(default=16.0, gt=0)
+    """The adapters' part of a layer's output is multiplied by alpha / rank."""
+
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the inputs that adapters are not shown."""
+
+    targets: Names = ("all-linear",)
+    """Linear layers that get one: names or patterns; all-linear is all but the head and gates of
+    one output."""
+
+    parameters: Names = ()
+    """Stacks of weights, as of experts, that get one: names or patterns of parameters (peft's
+    target_parameters)."""
+
+    modules: Names = ()
+    """Modules that are trained whole beside the adapters, by name or pattern (peft's
+    modules_to_save)."""
+
+    rslora: bool = False
+    """Multiply by alpha / sqrt(rank) instead."""
+
+    dora: bool = False
+    """Learn the lengths of the rows of weights apart from their directions (DoRA)."""
+
+    init: Literal["zero", "loftq"] = "zero"
+    """What new adapters begin as: zero changes nothing; loftq is the low-rank part of what
+    quantization.base took from the weights beside them (LoftQ), which learns best at a somewhat
+    lower rate."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _as_described(cls, given: Any) -> Any:
+        """Settings that are not given are those of the adapters that training starts from."""
+        if not isinstance(given, dict) or not given.get("adapter"):
+            return given
+        if given.keys() >= ADAPTER_FIELDS.keys():
+            return given
+        folders = TypeAdapter(Paths).validate_python(given["adapter"])
+        stated = [{"target_modules": ()} | described_adapter(folder) for folder in folders]
+        for description, (setting, name) in product(stated, ADAPTER_FIELDS.items()):
+            cls._check_described(setting, name, description)
+        adapters = [
+            {ours: one[name] for ours, name in ADAPTER_FIELDS.items() if name in one}
+            for one in stated
+        ]
+        settings = adapters[0]
+        if len(adapters) > 1:
+            settings["rank"] = sum(adapter["rank"] for adapter in adapters)
+        return settings | given
+
+    @classmethod
+    def _check_described(cls, setting: str, name: str, description: dict[str, Any]) -> None:
+        """Raises `UserError` where the setting cannot have the value that the description says."""
+        field = cls.model_fields[setting]
+        wrong = f"lora.adapter: its description has {name} = {description.get(name)}"
+        reason = f"which is not what lora.{setting} takes"
+        with explained(f"{wrong}, {reason}", ValueError, mend="mend it there"):
+            read_value(field, description.get(name, field.get_default()))
+
+
+class QuantizationConfig(Section):
+    """Fewer bits for weights that stay as they are (QLoRA)."""
+
+    base: Literal["none", "int8", "nf4"] = "none"
+    """How the linear layers beside adapters are kept, all but the head: nf4 takes 4.13 bits a
+    weight, int8 a little more than 8. On a GPU nf4 needs bitsandbytes. On a lone one, an embedding
+    that is frozen and not also the head stays in CPU memory."""

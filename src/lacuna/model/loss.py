@@ -1,0 +1,237 @@
+"""Losses of tokens and of sequences from hidden states, chunk by chunk: no (tokens × vocabulary) matrix ever exists."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lacuna.data.packing import IGNORED
+from lacuna.model.head import Head
+
+# Logits of a chunk take about this much memory in float32; larger chunks gain no speed.
+CHUNK_BYTES = 1024 * 2**20
+
+Columns = Mapping[str, Tensor]
+Sums = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class TokenLoss:
+    """A loss that is a sum over tokens, each of which has one by its own logits.
+
+    Attributes:
+        of: makes of logits [tokens, vocabulary], float32, and columns [tokens, ...] sums over the
+            tokens, float32 scalars.
+        names: theirs. The first, `loss`, is minimised; the others have no gradient and are
+            reported.
+    """
+
+    of: Callable[[Tensor, Columns], Sums]
+    names: tuple[str, ...] = ("loss",)
+
+
+@dataclass(frozen=True)
+class SequenceLoss:
+    """A loss that is a sum over sequences, each of which has one by its summed log-probabilities.
+
+    Attributes:
+        of: makes of log-probabilities [sequences], float32, each summed over the labels of a
+            sequence, and columns [sequences] sums over the sequences, float32 scalars. Among the
+            columns is `tokens`, the number of labels of each sequence; where batches have a column
+            of `prompt_labels`, also `prompt_logprobs` and `prompt_tokens`.
+        names: theirs, as in `TokenLoss`.
+    """
+
+    of: Callable[[Tensor, Columns], Sums]
+    names: tuple[str, ...] = ("loss",)
+
+
+Loss = TokenLoss | SequenceLoss
+
+
+def stacked(sums: Sums, names: tuple[str, ...]) -> Tensor:
+    """The sums in the order of their names, float32 [names]."""
+    return torch.stack([sums[name].float() for name in names])
+
+
+def chunk_size(linear: nn.Linear) -> int:
+    """Tokens whose logits exist at once. A frozen head has no gradient to add to: it takes fewer."""
+    size = CHUNK_BYTES if linear.weight.requires_grad else CHUNK_BYTES // 4
+    return max(256, size // (4 * len(linear.weight)) // 256 * 256)
+
+
+def chunked_sums(
+    linear: nn.Linear, head: Head, loss: TokenLoss, hidden: Tensor, columns: Columns, chunk: int = 0
+) -> Tensor:
+    """The sums of `loss` over tokens whose logits are `head.logits(linear(hidden))`, float32 [names].
+
+    `hidden` [tokens, width], the weight [vocabulary, width], `columns` [tokens, ...]. Only the
+    first, which is minimised, has a gradient. Logits exist for `chunk` tokens at a time (0: as many
+    as fit `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32.
+    `head.compiled` fuses the elementwise work (GPU). Gradients are computed in the forward pass, as
+    in Liger (arXiv 2410.10989).
+    """
+    weight, bias = linear.weight, linear.bias
+    hidden = hidden.to(weight.dtype)  # some models keep their head in float32
+    chunk = chunk or chunk_size(linear)
+    if torch.is_grad_enabled():
+        return _ChunkedTokenLoss.apply(hidden, weight, bias, columns, head, loss, chunk)
+    total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
+    for start in range(0, hidden.shape[0], chunk):
+        part = slice(start, start + chunk)
+        logits = head.logits(F.linear(hidden[part], weight, bias))
+        total += stacked(loss.of(logits, _of_chunk(columns, part)), loss.names)
+    return total
+
+
+def chunked_logprobs(
+    linear: nn.Linear, head: Head, hidden: Tensor, labels: Tensor, chunk: int = 0
+) -> Tensor:
+    """The log-probability of each label [tokens] by the logits `head.logits(linear(hidden))`.
+
+    Float32 [tokens], 0 where the label is `IGNORED`. Logits exist for `chunk` tokens at a time, in
+    the forward pass and once more in the backward pass.
+    """
+    hidden = hidden.to(linear.weight.dtype)
+    chunk = chunk or chunk_size(linear)
+    return _ChunkedLogprobs.apply(hidden, linear.weight, linear.bias, labels, head, chunk)
+
+
+def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
+    """The log-probability of each label [tokens] by its logits, 0 where it is `IGNORED`."""
+    return -F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="none")
+
+
+def _weighted_logprobs(logits: Tensor, columns: Columns) -> Sums:
+    return {"loss": (logprobs_of(logits, columns["labels"]) * columns["weight"]).sum()}
+
+
+def _of_chunk(columns: Columns, part: slice) -> Columns:
+    return {name: column[part] for name, column in columns.items()}
+
+
+def _gradient_and_sums(
+    product: Tensor, columns: Columns, head: Head, loss: TokenLoss
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a chunk's loss with respect to the head's product, and the sums."""
+
+    def with_sums(product: Tensor) -> tuple[Tensor, Tensor]:
+        sums = stacked(loss.of(head.logits(product), columns), loss.names)
+        return sums[0], sums
+
+    gradient, (_, sums) = torch.func.grad_and_value(with_sums, has_aux=True)(product)
+    return gradient, sums
+
+
+_compiled_gradient_and_sums = torch.compile(_gradient_and_sums, fullgraph=True, dynamic=False)
+
+
+def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Adds `left @ right` to the float32 `total`, in place, without rounding the product first."""
+    if left.is_cuda and left.dtype != torch.float32:
+        torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.float(), right.float())
+
+
+def _gradients_by_chunk(
+    tensors: tuple[Tensor, Tensor, Tensor | None],
+    needed: tuple[bool, ...],
+    columns: Columns,
+    head: Head,
+    loss: TokenLoss,
+    chunk: int,
+) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
+    """The sums of `loss`, and the gradients of the first of them with respect to `tensors`.
+
+    These are hidden states, the head's weight and its bias. Gradients of the last two are float32,
+    and None where they are not `needed`.
+    """
+    hidden, weight, bias = tensors
+    step = _compiled_gradient_and_sums if head.compiled and hidden.is_cuda else _gradient_and_sums
+    total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
+    hidden_gradient = torch.empty_like(hidden)
+    weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
+    bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+    for start in range(0, hidden.shape[0], chunk):
+        part = slice(start, start + chunk)
+        product = F.linear(hidden[part], weight, bias)
+        gradient, sums = step(product, _of_chunk(columns, part), head, loss)
+        total += sums
+        torch.mm(gradient, weight, out=hidden_gradient[part])
+        if weight_gradient is not None:
+            _accumulate_product(weight_gradient, gradient.t(), hidden[part])
+        if bias_gradient is not None:
+            bias_gradient += gradient.sum(0, dtype=torch.float32)
+    return total, (hidden_gradient, weight_gradient, bias_gradient)
+
+
+class _ChunkedTokenLoss(torch.autograd.Function):
+    """Computes gradients along with the loss: one product fewer than recomputing, no logits kept."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        columns: Columns,
+        head: Head,
+        loss: TokenLoss,
+        chunk: int,
+    ) -> Tensor:
+        total, gradients = _gradients_by_chunk(
+            (hidden, weight, bias), ctx.needs_input_grad, columns, head, loss, chunk
+        )
+        ctx.save_for_backward(*gradients)
+        ctx.dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        # Scaled in float32 and rounded once; not in place: zero-bubble pipelines come here twice.
+        scaled = (
+            None
+            if gradient is None
+            else torch.mul(gradient, upstream[0], out=torch.empty_like(gradient, dtype=ctx.dtype))
+            for gradient in ctx.saved_tensors
+        )
+        return (*scaled, None, None, None, None)
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    """Log-probabilities of labels, whose gradients are known only when the sequences' loss is."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        head: Head,
+        chunk: int,
+    ) -> Tensor:
+        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
+        for start in range(0, len(hidden), chunk):
+            part = slice(start, start + chunk)
+            logits = head.logits(F.linear(hidden[part], weight, bias))
+            found[part] = logprobs_of(logits, labels[part])
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.head = head
+        ctx.chunk = chunk
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        *tensors, labels = ctx.saved_tensors
+        columns = {"labels": labels, "weight": upstream}
+        loss = TokenLoss(_weighted_logprobs)
+        _, gradients = _gradients_by_chunk(
+            tensors, ctx.needs_input_grad, columns, ctx.head, loss, ctx.chunk
+        )
+        rounded = (None if one is None else one.to(tensors[1].dtype) for one in gradients)
+        return (*rounded, None, None, None)

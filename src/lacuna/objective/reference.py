@@ -1,0 +1,120 @@
+"""The reference of a preference: what the model was before training, and what it says of every sequence."""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lacuna.config import Config, UserError
+from lacuna.data import Batch
+from lacuna.data.tokenizer import grown_tokenizer
+from lacuna.model.build import BuiltModel, build_frozen
+from lacuna.model.forward import sequence_logprobs
+from lacuna.model.lora import without_adapters
+from lacuna.parallel.fsdp import inference
+
+
+def reference_kind(config: Config) -> str | None:
+    """Where the reference comes from: base, copy or cached; None where the loss needs none.
+
+    Raises `UserError` where it would not be what training begins with.
+    """
+    lora, asked = config.lora, config.preference.reference
+    if not config.preference.needs_reference:
+        return None
+    is_base = lora.rank > 0 and not (lora.modules or lora.adapter or lora.init != "zero")
+    if asked == "base" and not is_base:
+        raise UserError(
+            "preference.reference = base: without its adapters the model is not what training "
+            "begins with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use "
+            "copy or cached."
+        )
+    kind = asked
+    if asked == "auto":
+        kind = "base" if is_base else "copy"
+    if kind == "copy" and config.checkpoint.initial_load_path:
+        raise UserError(
+            "preference.reference = copy, checkpoint.initial_load_path: a copy begins with the "
+            "model's own files: convert the checkpoint with lacuna convert --to hf and give it as "
+            "model.name_or_path, or set the first to cached."
+        )
+    return kind
+
+
+class Reference:
+    """Log-probabilities of sequences by the model that training began with.
+
+    `kind` says where they come from: the model without its adapters (base), a frozen copy, or a
+    pass over all data before training (cached).
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.known: dict[str, float] = {}
+        self.copy: BuiltModel | None = None
+
+    def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
+        """Makes the copy, or asks the model, as it is before training, for every sequence."""
+        if self.kind == "copy":
+            tokenizer = grown_tokenizer(policy.config.model)
+            self.copy = build_frozen(policy.config, tokenizer, policy.mesh, policy.device)
+        elif self.kind == "cached" and not self.known:
+            own: dict[str, float] = {}
+            for batch in all_batches():
+                logprobs = read_without_gradient(policy, batch)
+                if logprobs is not None:
+                    own |= zip(sequence_keys(batch), logprobs.tolist(), strict=True)
+            of_ranks: list[dict[str, float]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, own)
+            self.known = {key: value for part in of_ranks for key, value in part.items()}
+
+    def annotate(self, policy: BuiltModel, batch: Batch) -> Batch:
+        """The batch with the sequence column `reference`.
+
+        Raises `UserError` for a sequence that was not in the data when training began.
+        """
+        if self.kind == "cached":
+            values = [self.known.get(key) for key in sequence_keys(batch)]
+            if None in values:
+                raise UserError(
+                    "preference.reference = cached: the data has answers that it had not when "
+                    "training began: start a new run, or set it to copy."
+                )
+            logprobs: Tensor | None = torch.tensor(values, dtype=torch.float32)
+        else:
+            asked = self.copy or policy
+            logprobs = read_without_gradient(asked, batch, is_base=self.kind == "base")
+        return with_sequence_column(batch, "reference", logprobs)
+
+
+def read_without_gradient(asked: BuiltModel, batch: Batch, is_base: bool = False) -> Tensor | None:
+    """The log-probabilities of the sequences of a batch, None on ranks without the head."""
+    context: AbstractContextManager[None] = nullcontext()
+    if is_base:
+        context = without_adapters(asked.model)
+    with inference(*(stage.module for stage in asked.stages)), context:
+        return asked.read(batch, sequence_logprobs)
+
+
+def with_sequence_column(batch: Batch, name: str, column: Tensor | None) -> Batch:
+    """The batch with one more column of its sequences; zeros where another rank knows it."""
+    if column is None:
+        column = torch.zeros_like(batch.sequence_columns["chosen"])
+    return replace(batch, sequence_columns=batch.sequence_columns | {name: column})
+
+
+def sequence_keys(batch: Batch) -> list[str]:
+    """What tells each sequence of a batch from all others: a digest of its tokens and labels."""
+    ids, labels, real = (
+        batch.columns[name].flatten().numpy() for name in ("input_ids", "labels", "real")
+    )
+    bounds = batch.cu_seqlens.tolist()
+    return [
+        hashlib.blake2b(ids[a:b].tobytes() + labels[a:b].tobytes(), digest_size=16).hexdigest()
+        for a, b in zip(bounds[:-1], bounds[1:], strict=True)
+        if a < b and real[a]
+    ]

@@ -1,0 +1,120 @@
+"""Steps of any task on the same sequences in any layout, to be compared with those of one rank."""
+
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from lacuna.config import Config, UserError
+from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.config.sections import JobConfig
+from lacuna.data import Batch
+from lacuna.model.build import build_model
+from lacuna.objective.find import find_objective
+from lacuna.parallel.mesh import Layout
+from lacuna.train.optimizer import build_optimizer, update
+from lacuna.train.step import accumulate_gradients, total_counts
+from layouts import LENGTH, Case, configuration, own_batches
+from tiny import CPU, mesh_of, run_ranks, tokenizer_of_words
+
+STEPS = 3
+Losses = list[tuple[float, float]]
+"""Loss and gradient norm of each step."""
+
+
+@dataclass(frozen=True)
+class Task:
+    """A task, and what else a case is for it."""
+
+    name: str = "pretrain"
+    preference: PreferenceConfig = PreferenceConfig()
+    distillation: DistillationConfig = DistillationConfig()
+    changes: dict[str, Any] = field(default_factory=dict)
+
+
+def as_answers(batch: Batch, is_kto: bool) -> Batch:
+    """The two documents of each row as the answers of a pair, or as one and a mismatched one."""
+    rows = len(batch.columns["input_ids"])
+    starts = (batch.columns["position_ids"] == 0).flatten()
+    sequence = (starts.cumsum(0) - 1).view(rows, LENGTH)
+    labels = batch.columns["labels"].clone()
+    # Neither answer is empty, and each has a prompt.
+    positions = batch.columns["position_ids"]
+    following = batch.columns["input_ids"].roll(-1, dims=1)
+    ends = starts.roll(-1).view(rows, LENGTH)
+    labels = torch.where((positions < 2) | ends, -100, following)
+    sequence_columns = {"chosen": torch.tensor([1.0, 0.0] * rows)}
+    if is_kto:
+        kinds = torch.arange(rows) % 2
+        sequence_columns["chosen"] = kinds.repeat_interleave(2).float()
+        sequence_columns["mismatched"] = torch.tensor([0.0, 1.0] * rows)
+    counts = batch.counts | {"pairs": float(rows), "sequences": float(rows)}
+    counts["trained_tokens"] = float((labels != -100).sum())
+    columns = batch.columns | {"labels": labels, "sequence": sequence}
+    return replace(batch, columns=columns, counts=counts, sequence_columns=sequence_columns)
+
+
+def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
+    """Trains this rank's share of the steps, or says why that is refused."""
+    config = configuration(model, replace(case, **task.changes))
+    config = settings_of(config, task)
+    mesh = mesh_of(case.layout)
+    objective = find_objective(task.name)
+    is_kto = task.preference.loss == "kto"
+
+    def batches_of(step: int) -> list[Batch]:
+        found = own_batches(case, mesh, seed=step)
+        if task.name != "preference":
+            return found
+        return [as_answers(batch, is_kto) for batch in found]
+
+    try:
+        objective.check(config, tokenizer_of_words())
+        built = build_model(config, tokenizer_of_words(), mesh, CPU)
+        objective.prepare(built, lambda: chain.from_iterable(map(batches_of, range(STEPS))))
+    except UserError as error:
+        return str(error)
+    optimizer = build_optimizer(built.model, config)
+    results = []
+    for step in range(STEPS):
+        batches = objective.annotate(built, batches_of(step), objective.loss)
+        counts = total_counts(built, batches)
+        divisor = counts[objective.denominator]
+        sums = accumulate_gradients(built, batches, objective.loss, divisor)
+        dist.all_reduce(sums)
+        named = dict(zip(objective.loss.names, sums.tolist(), strict=True))
+        norm, _ = update(built, optimizer, divisor)
+        row = objective.report(named, {name: one.item() for name, one in counts.items()})
+        results.append((row["loss"], norm.item()))
+    return results
+
+
+def settings_of(config: Config, task: Task) -> Config:
+    """The settings of a case for a task."""
+    optimizer = config.optimizer.model_copy(update={"lr": 0.01})
+    changes = {"job": JobConfig(task=task.name), "optimizer": optimizer}
+    changes |= {"preference": task.preference, "distillation": task.distillation}
+    return config.model_copy(update=changes)
+
+
+def train_all(model: Path, cases: list[tuple[Case, Task]]) -> list[Losses | str]:
+    return [train_steps(model, case, task) for case, task in cases]
+
+
+def steps_of(model: Path, cases: list[tuple[Case, Task]]) -> list[Losses | str]:
+    """What each case came to; cases of equally many ranks share their processes."""
+    found: dict[int, Losses | str] = {}
+    ranks_of = [case.layout.data_parallel * case.layout.sharing for case, _ in cases]
+    for ranks in sorted(set(ranks_of)):
+        places = [place for place, count in enumerate(ranks_of) if count == ranks]
+        results = run_ranks(ranks, train_all, model, [cases[place] for place in places])[0]
+        found |= dict(zip(places, results, strict=True))
+    return [found[place] for place in range(len(cases))]
+
+
+def alone(model: Path, tasks: list[Task]) -> list[Losses | str]:
+    """What each task comes to on one rank."""
+    return steps_of(model, [(Case(Layout()), task) for task in tasks])
