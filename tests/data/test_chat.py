@@ -14,7 +14,7 @@ from lacuna.config import UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.config.fields import Words, read_value
 from lacuna.data.chat import conversation_columns, encode, end_of_turn, use_template
-from lacuna.data.packing import Document
+from lacuna.data.document import Document
 from texts import END, tokenizer_of_bytes
 
 HI, YES, BYE = (

@@ -15,7 +15,8 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.data import Batch, BatchPlan, Loader, build_loader, build_validation, merge_states
 from lacuna.data.chat import encode
-from lacuna.data.packing import IGNORED, Document
+from lacuna.data.document import Document
+from lacuna.data.packing import IGNORED
 from lacuna.data.plan import make_plan
 from lacuna.data.preferences import encode_pair, read_judged
 from texts import tokenizer_of_bytes

@@ -23,7 +23,7 @@ from test_chat import (
 from lacuna.config import UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.data.chat import encode, end_of_turn, use_template
-from lacuna.data.packing import Document
+from lacuna.data.document import Document
 
 THOUGHTFUL = YES | {"reasoning_content": "Easy."}
 LATER = TALK[3] | {"reasoning_content": "Hm."}

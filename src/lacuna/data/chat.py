@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config.documents import ChatConfig
 from lacuna.config.errors import UserError, explained, nearby, refuse
 from lacuna.config.fields import RECIPES
+from lacuna.data.document import Document
 from lacuna.data.messages import (
     conversation_columns,
     instructed,
@@ -19,7 +20,6 @@ from lacuna.data.messages import (
     read_tools,
     unknown_roles,
 )
-from lacuna.data.packing import Document
 from lacuna.data.template import (
     Chat,
     end_of_answer,

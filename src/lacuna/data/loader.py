@@ -19,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, RunError, UserError, refuse
 from lacuna.config.cores import usable_cores
-from lacuna.data.packing import Batch, Span
+from lacuna.data.document import Span
+from lacuna.data.packing import Batch
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import LaneState, documents_begun, open_rows, rows_from_the_start
 from lacuna.data.tokenize import add_broken

@@ -13,8 +13,10 @@ from lacuna.config import Config, UserError, explained, logger
 from lacuna.config.documents import Source
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
+from lacuna.data.document import Span
+from lacuna.data.filling import fill_rows, packing_mode, refuse_long_pairs
 from lacuna.data.mixture import Mixture, Pool, random_key
-from lacuna.data.packing import Batch, Span, fill_rows, pack, packing_mode, refuse_long_pairs
+from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
 from lacuna.data.stream import number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
@@ -80,7 +82,12 @@ class Plan:
     @property
     def fits(self) -> bool:
         """Whether rows are made of whole examples."""
-        return packing_mode(self.config) != "concatenate"
+        return self.packing_mode != "concatenate"
+
+    @property
+    def packing_mode(self) -> str:
+        """How rows are filled."""
+        return packing_mode(self.config.packing, self.config.trains_on)
 
     @cached_property
     def bins(self) -> list[np.ndarray]:
@@ -112,7 +119,7 @@ class Plan:
                 ends=np.cumsum([row.shape[1] for row in rows]),
             )
 
-        made_of = [_PACKING_VERSION, self.table.key, packing_mode(self.config), way, most]
+        made_of = [_PACKING_VERSION, self.table.key, self.packing_mode, way, most]
         with np.load(made_once(f"{Hasher.hash(made_of)}.npz", write)) as stored:
             return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
 
@@ -122,7 +129,8 @@ class Plan:
         bins = fill_rows(
             table.lengths[documents],
             lambda n: table.document(documents[n])[0],
-            self.config,
+            self.config.training.seq_len,
+            self.config.packing,
             ordered,
         )
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
@@ -149,7 +157,7 @@ class Plan:
         own = {
             "data.tokenization": "cache" if self.table else "online",
             "documents in data.dataset": [pool.size for pool in self.mixture.pools],
-            "packing.mode": packing_mode(self.config),
+            "packing.mode": self.packing_mode,
             "training.global_batch_size": global_batch,
         }
         return given | passes | own
@@ -214,7 +222,7 @@ def make_plan(
 def _require_whole_pairs(config: Config) -> None:
     """Raises UserError for settings of the data with which answers could not be compared."""
     data, kto = config.data, config.preference.loss == "kto"
-    if packing_mode(config) == "concatenate":
+    if packing_mode(config.packing, config.trains_on) == "concatenate":
         raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
     if not data.document_mask:
         raise UserError(

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config.documents import ChatConfig
 from lacuna.config.errors import UserError
 from lacuna.data.chat import encode_chat, encode_texts, require_trained
+from lacuna.data.document import Document
 from lacuna.data.files import BROKEN, RECORD
 from lacuna.data.messages import (
     LABELLED,
@@ -22,7 +23,6 @@ from lacuna.data.messages import (
     read_messages,
     read_tools,
 )
-from lacuna.data.packing import Document
 from lacuna.data.sources import Documents
 from lacuna.data.template import Chat, end_of_answer, parting, render, template_for
 from lacuna.data.tokenize import place_of, row_of

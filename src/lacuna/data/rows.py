@@ -9,8 +9,9 @@ from contextlib import suppress
 import numpy as np
 
 from lacuna.config import UserError
+from lacuna.data.document import Document, Span
+from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import shuffled
-from lacuna.data.packing import Document, Span, fill_rows
 from lacuna.data.plan import Plan
 from lacuna.data.sources import readable
 from lacuna.data.stream import BEGINNING, Snapshot, Stream
@@ -197,10 +198,11 @@ class _LaneRows:
             if not examples:
                 return
             sources, documents, places = zip(*examples, strict=True)
+            lengths = np.array([len(document.tokens) for document in documents])
+            if config.trains_on == "preferences":
+                refuse_long_pairs(lengths, config.training.seq_len, config.packing.long_examples)
             bins = fill_rows(
-                np.array([len(document.tokens) for document in documents]),
-                documents.__getitem__,
-                config,
+                lengths, documents.__getitem__, config.training.seq_len, config.packing
             )
             order = shuffled(
                 len(bins), self._plan.mixture.pools[0].key, lane, sum(passed for passed, _ in place)

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.data import run_tokenizer
-from lacuna.data.packing import Span
+from lacuna.data.document import Span
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import rows_from_the_start
 from lacuna.parallel.mesh import resolve_layout
