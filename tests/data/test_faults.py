@@ -17,7 +17,8 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import ChatConfig, DataConfig, Source
 from lacuna.data import BatchPlan, build_loader
 from lacuna.data.document import Document
-from lacuna.data.sources import Documents, is_damage, may_pass, open_source
+from lacuna.data.faults import is_damage, may_pass
+from lacuna.data.sources import Documents, open_source
 from lacuna.data.tokenize import document_of, token_table
 from texts import write_lines
 

@@ -18,7 +18,10 @@ EXTENSIONS = {
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
     "experts": ("model/router.py",),
-    "preference": ("data/preferences.py",),
+    "preference": (
+        "data/judged.py",
+        "data/preferences.py",
+    ),
     "plans": ("plan/dry_run.py", "plan/examples.py"),
     "rollouts": ("rollout/generate.py",),
 }

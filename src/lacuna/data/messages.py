@@ -15,15 +15,8 @@ from lacuna.data.files import of_json
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Our names of the columns that each needs.
-Formats = Sequence[tuple[str, ...]]
+# Of each way to write conversations our names of the columns that it needs.
 _CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
-PAIRS = (
-    ("prompt", "chosen", "rejected"),
-    ("messages", "chosen", "rejected"),
-    ("chosen", "rejected"),
-)
-LABELLED = (("prompt", "completion", "label"),)
 
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
 _SHAREGPT = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -36,40 +29,49 @@ _SHAREGPT |= {
 
 
 def conversation_columns(
-    columns: Collection[str],
-    settings: ChatConfig,
-    where: str = "",
-    formats: Formats = _CONVERSATIONS,
+    columns: Collection[str], settings: ChatConfig, where: str = ""
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Our names of the columns that rows are read from, and our name -> the data's of all there are.
+    """Our names of the columns that conversations are read from; and of all the data's name by ours.
 
-    Of the `formats` that fit, the first counts, but those that `chat.columns` names go before.
-    Raises UserError, which begins with `where`, when there are no such columns.
+    A format that `chat.columns` names goes first. Raises UserError, which begins with `where`, when
+    there are no such columns.
     """
-    renamed = dict(pair.split("=", 1) for pair in settings.columns)
-    names = {ours: ours for ours in COLUMNS} | {
-        "messages": "messages" if "messages" in columns else "conversations"
-    }
-    found = {ours: theirs for ours, theirs in (names | renamed).items() if theirs in columns}
+    found = columns_by_our_names(columns, settings)
+    needed = fitting_format(_CONVERSATIONS, found, settings)
+    if needed is None:
+        usual = (
+            "messages (or conversations), prompt and completion, instruction and output, or text"
+        )
+        raise UserError(
+            f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; "
+            "say by chat.columns which hold conversations, such as messages=dialog or "
+            "prompt=question,completion=answer"
+        )
+    return needed, found
+
+
+def columns_by_our_names(columns: Collection[str], settings: ChatConfig) -> dict[str, str]:
+    """Our name -> the data's, of all the columns that are there and have a meaning."""
+    names = {ours: ours for ours in COLUMNS}
+    if "messages" not in columns:
+        names["messages"] = "conversations"
+    names |= _renamed(settings)
+    return {ours: theirs for ours, theirs in names.items() if theirs in columns}
+
+
+def fitting_format(
+    formats: Sequence[tuple[str, ...]], found: Collection[str], settings: ChatConfig
+) -> tuple[str, ...] | None:
+    """The first of the formats whose columns are all found; those that `chat.columns` names first."""
+    renamed = _renamed(settings)
     for needed in sorted(formats, key=renamed.keys().isdisjoint):
-        if found.keys() >= {*needed, *renamed}:
-            return needed, found
-    usual = "messages (or conversations), prompt and completion, instruction and output, or text"
-    mend = "say by chat.columns which hold conversations, such as messages=dialog or prompt=question,completion=answer"
-    if formats is not _CONVERSATIONS:
-        labelled = {"prompt", "completion", "label"}
-        if labelled <= found.keys() and not set(LABELLED) & set(formats):
-            raise UserError(
-                f"{where}has answers with a label, which only one loss learns from; set "
-                'preference.loss = "kto", or give chosen and rejected'
-            )
-        usual = "chosen and rejected (with prompt or messages, or without)"
-        if set(LABELLED) & set(formats):
-            usual += ", or prompt, completion and label"
-        mend = "say by chat.columns which hold the answers, such as chosen=better,rejected=worse"
-    raise UserError(
-        f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; {mend}"
-    )
+        if {*needed, *renamed} <= {*found}:
+            return needed
+    return None
+
+
+def _renamed(settings: ChatConfig) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in settings.columns)
 
 
 def unfilled(value: Any, features: Any, name: str) -> Any:

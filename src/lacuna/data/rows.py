@@ -10,10 +10,10 @@ import numpy as np
 
 from lacuna.config import UserError
 from lacuna.data.document import Document, Span
+from lacuna.data.faults import readable
 from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import shuffled
 from lacuna.data.plan import Plan
-from lacuna.data.sources import readable
 from lacuna.data.stream import BEGINNING, Snapshot, Stream
 from lacuna.data.tokenize import add_broken, document_of
 

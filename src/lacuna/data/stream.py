@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 
 from lacuna.config import logger, refuse
+from lacuna.data.faults import with_retries
 from lacuna.data.mixture import shuffled
-from lacuna.data.sources import Documents, with_retries
+from lacuna.data.sources import Documents
 
 # Documents shuffled among each other; they are in memory together.
 BLOCK = 1024

@@ -21,10 +21,11 @@ from lacuna.config.cores import usable_cores
 from lacuna.data.cache import made_once
 from lacuna.data.chat import encode
 from lacuna.data.document import Document
+from lacuna.data.faults import readable
 from lacuna.data.files import BROKEN, RECORD, is_tokens
 from lacuna.data.messages import unfilled
 from lacuna.data.packing import sequence_names
-from lacuna.data.sources import Documents, readable
+from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
 _CACHE_VERSION = 5

@@ -11,15 +11,20 @@ from typing import Any
 from datasets import Dataset
 
 from lacuna.config import Config, UserError
-from lacuna.data.chat import conversation_columns
 from lacuna.data.files import RECORD
-from lacuna.data.sources import Documents, open_source
+from lacuna.data.sources import Documents, columns_of_rows, open_source
 from lacuna.parallel.processes import Process
 
 _WORDS = 8
 _LOOKED_AT = 100
 # What training on other data needs to know of this run, where it is not the default.
-_KEPT = ("training.seq_len", "training.batch_size", "optimizer.lr", "quantization.base")
+_KEPT = (
+    "training.seq_len",
+    "training.batch_size",
+    "optimizer.lr",
+    "quantization.base",
+    "preference.loss",
+)
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
@@ -115,7 +120,7 @@ def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
             row = json.loads(record[RECORD] or "{}") if documents.column == RECORD else record
             columns, names = (documents.column,), {documents.column: documents.column}
             if documents.chat is not None:
-                columns, names = conversation_columns(row, documents.chat)
+                columns, names = columns_of_rows(row, documents.chat, documents.preference)
             value = row[names[columns[0]]]
             if value:
                 yield (
