@@ -1,4 +1,4 @@
-"""Records out of local or remote files of JSON or whole texts, compressed or not; a bad line never ends a run."""
+"""Records of files of JSON or texts, compressed or not; a bad line never ends a run."""
 
 import codecs
 import io
@@ -12,7 +12,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.utils import infer_compression
 
-from lacuna.config import UserError, refuse
+from lacuna.config import UserError
 
 # Column in which the reader gives whole records, as JSON.
 RECORD = "record"
@@ -22,10 +22,10 @@ BROKEN = "broken"
 
 def read_records(
     files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int
-) -> Iterator[dict]:
-    """Yield `column` (None where unreadable), BROKEN (None where readable) and the `numbers` of every record.
+) -> Iterator[dict[str, Any]]:
+    """Yield what is used of every record: `column`, the columns of `numbers`, and BROKEN.
 
-    RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or
+    `column` is None where it is unreadable, else BROKEN is. RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or
     text (each file is a record); `version` that of this reader: a part of what caches are keyed by.
     """
     for record, place in records_of(files, kind):
@@ -74,9 +74,8 @@ def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
 
 def _refuse_encoding(path: str, beginning: bytes) -> None:
     encoding = json.detect_encoding(beginning[:4])
-    refuse(
-        {f"{path}: is in {encoding.upper()}; write it in UTF-8": not encoding.startswith("utf-8")}
-    )
+    if not encoding.startswith("utf-8"):
+        raise UserError(f"{path}: is in {encoding.upper()}; write it in UTF-8.")
 
 
 def _elements(content: bytes, path: str) -> Iterator[tuple[Any, str]]:

@@ -158,7 +158,7 @@ def _lay(span: Span, start: int, is_predicted: bool, columns: dict[str, np.ndarr
 
 def _starts_of_pieces(placed: _Placed, context_len: int) -> list[int]:
     """Where something begins that does not attend to what is before it: a piece, or padding."""
-    starts = []
+    starts: list[int] = []
     for span, start in placed:
         end = start + len(span.tokens)
         shift = start - span.start
