@@ -1,4 +1,4 @@
-"""The cache of tokens: made once whoever asks, and made anew when the data or the tokenizer is another."""
+"""The cache of tokens: made once whoever asks, and anew for other data or another tokenizer."""
 
 import multiprocessing
 import pickle

@@ -1,4 +1,4 @@
-"""Data that is damaged, foreign or odd is read, skipped and counted, or refused in one message; never a traceback."""
+"""Data that is damaged, foreign or odd is read, skipped or refused; never with a traceback."""
 
 import json
 import shutil
@@ -206,7 +206,8 @@ def test_other_encodings_are_named_and_marks_of_byte_order_are_none_of_the_text(
         (
             {
                 "a.jsonl": GOOD,
-                "README.md": "---\ndataset_info:\n  features:\n  - name: text\n    dtype: odd\n---\n",
+                "README.md": "---\ndataset_info:\n  features:\n"
+                "  - name: text\n    dtype: odd\n---\n",
             },
             "Odd",
         ),

@@ -1,4 +1,4 @@
-"""What a template leaves out is said; what it writes to close an answer is trained, whole and no more."""
+"""What a template leaves out is said; all that it writes to close an answer is trained."""
 
 from typing import Any
 

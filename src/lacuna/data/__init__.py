@@ -1,12 +1,12 @@
-"""Documents to batches: which samples step t trains on is a function of the configuration and t alone.
+"""Documents to batches: the samples of step t are a function of the configuration and t alone.
 
 The way of a document: `sources` opens what the configuration names (`files` reads local JSON and
 texts, `corpus` is the one that needs no download); `mixture` decides the order of documents from
 the seed and their positions; `tokenize` makes tokens of them, of conversations with `messages`,
 `chat` and `template`, of preferences with `judged` and `preferences`; `filling` decides which share
 a row, and `packing` makes batches of rows; `micro_batches` deals rows to ranks and workers, and
-`loader` hands batches out and saves its position. `rows` makes the rows of documents in one of three
-ways, as `plan` decides:
+`loader` hands batches out and saves its position. `rows` makes the rows of documents in one of
+three ways, as `plan` decides:
 
 - Laid end to end: the sources are tokenised once into a cache; rows are cut every seq_len tokens
   out of all documents in their order, so that any process can make any row and the position is the

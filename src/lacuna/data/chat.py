@@ -36,8 +36,8 @@ from lacuna.data.tokenizer import tokenize_text
 def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> None:
     """Give a tokenizer the chat template that the settings name, if they name one.
 
-    It has all its tokens by now. Raises UserError when it has none in the end, or one from which a model could not learn to end
-    its turn.
+    The tokenizer has all its tokens by now. Raises UserError when it has no template in the end, or
+    one from which a model could not learn to end its turn.
     """
     if settings.template is not None:
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
@@ -83,7 +83,7 @@ def _try_template(trial: Chat, settings: ChatConfig) -> None:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens at which an answer ends: the end of text, and what chat templates put behind it."""
+    """The tokens that end an answer: the end of text, and what templates put behind answers."""
     ends = [tokenizer.eos_token_id]
     for template in templates_of(tokenizer):
         with suppress(UserError):  # a template that nobody trains on may refuse every trial
@@ -138,9 +138,10 @@ def _parts(
 def encode_texts(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a prompt as a model is given it and of its answer, which ends the text; no token is of both.
+    """The tokens of a prompt as a model is given it, then of the answer, which ends the text.
 
-    Returns int32 tokens, and bool of the same shape: those of the answer are trained.
+    No token is of both. Returns int32 tokens, and bool of the same shape: those of the answer are
+    trained.
     """
     asked, answer = (
         tokenize_text(tokenizer, prompt),
@@ -201,7 +202,7 @@ def _without_answer(chat: Chat) -> str:
 
 
 def _with_end(chat: Chat, text: str, beyond: int, ends: tuple[str, ...]) -> int:
-    """Where an answer whose characters before `beyond` are trained ends, with all that closes it."""
+    """Where an answer ends with all that closes it, if it is trained up to character `beyond`."""
     if text[:beyond].rstrip().endswith(ends):
         return beyond
     closing = end_of_answer(chat.tokenizer, chat.template).text

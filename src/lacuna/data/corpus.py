@@ -42,7 +42,7 @@ def stdlib_files() -> dict[str, list[str]]:
 
 
 def stdlib_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 4,096 tokens, trained on the train split; kept with `datasets`' caches."""
+    """A byte-level BPE of 4,096 tokens, trained once on the train split and kept in the caches."""
     texts = [Path(file).read_bytes() for file in stdlib_files()["train"]]
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 

@@ -55,7 +55,7 @@ class Span:
 
     @property
     def trained(self) -> np.ndarray:
-        """Whether each token is predicted by the one before it, bool; the first of a sequence is not."""
+        """Whether each token is to be predicted, bool; the first of a sequence never is."""
         trained = np.ones(len(self.tokens), dtype=bool)
         if self.document.trained is not None:
             trained &= self.document.trained[self.start : self.stop]

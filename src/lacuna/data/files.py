@@ -25,8 +25,9 @@ def read_records(
 ) -> Iterator[dict[str, Any]]:
     """Yield what is used of every record: `column`, the columns of `numbers`, and BROKEN.
 
-    `column` is None where it is unreadable, else BROKEN is. RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or
-    text (each file is a record); `version` that of this reader: a part of what caches are keyed by.
+    `column` is None where it is unreadable, else BROKEN is. RECORD is the column of everything.
+    `kind` is json (an object per line, or one list of them) or text (each file is a record);
+    `version` is that of this reader: a part of what caches are keyed by.
     """
     for record, place in records_of(files, kind):
         values = record if isinstance(record, dict) else {}
@@ -108,16 +109,13 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
     codec = infer_compression(path)
     with fsspec.open(path, "rb", compression=codec if codec == "xz" else None) as stream:
         try:
-            if (
-                codec and codec != "xz"
-            ):  # Arrow's readers go on over several frames and notice a missing end
-                stream = io.BufferedReader(
-                    pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), codec)
-                )
+            if codec and codec != "xz":
+                # Arrow's readers go on over several frames and notice a missing end.
+                packed = pa.PythonFile(stream, mode="r")
+                stream = io.BufferedReader(pa.CompressedInputStream(packed, codec))
             yield stream
         except (EOFError, OSError, lzma.LZMAError) as error:
-            if isinstance(error, OSError) and (
-                type(error) is not OSError or error.errno is not None
-            ):
+            is_plain = type(error) is OSError and error.errno is None
+            if isinstance(error, OSError) and not is_plain:
                 raise  # bytes that did not come, not bytes that came wrong
             raise UserError(f"{path}: is damaged ({error}); write or download it again") from error

@@ -1,4 +1,4 @@
-"""Rows of answers that are compared, or judged alone: what they ask, and how good each answer is."""
+"""Rows of answers that are compared or judged alone: what they ask, and how good an answer is."""
 
 import json
 from collections.abc import Collection, Iterable
@@ -70,13 +70,13 @@ def judged_columns(
     if loss == "kto":
         usual += ", or prompt, completion and label"
     raise UserError(
-        f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; say by "
-        "chat.columns which hold the answers, such as chosen=better,rejected=worse"
+        f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; say "
+        "by chat.columns which hold the answers, such as chosen=better,rejected=worse"
     )
 
 
 def answers_per_row(records: Iterable[dict[str, Any]], settings: ChatConfig, loss: str) -> int:
-    """How many documents each row becomes, by the first that is readable: of a pair kto makes two."""
+    """How many documents each row becomes, by the first readable one: two where kto reads pairs."""
     if loss != "kto":
         return 1
     for record in records:

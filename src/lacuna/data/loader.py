@@ -1,9 +1,10 @@
-"""Batches for training, with a state from which any number of ranks can go on; and for validation."""
+"""Batches for training, in a state that any number of ranks can go on from; and for validation."""
 
 import itertools
 import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import Config, UserError
 from lacuna.data.micro_batches import STEPS_BEFORE_A_LANE_RETURNS, BatchPlan, Made, MicroBatches
 from lacuna.data.packing import Batch
-from lacuna.data.plan import make_plan
+from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import documents_begun, rows_from_the_start
 from lacuna.data.tokenize import add_broken
 from lacuna.data.workers import start_worker, stop_workers, workers_for_lanes, workers_for_table
@@ -52,11 +53,11 @@ class Loader:
 
     @property
     def filled(self) -> int:
-        """How many micro-batches of the next step have rows on any rank; what follows is padding."""
+        """How many micro-batches of the next step have rows on any rank; the others are padding."""
         return self._source.filled(self._step)
 
     def documents_begun(self) -> np.ndarray:
-        """How often each document of the table was begun by now, on all ranks, int64 [documents]."""
+        """How often all ranks have begun each document by now, int64 [documents of the table]."""
         return documents_begun(self.plan, self.rows_done)
 
     def take_place_of(self, earlier: "Loader") -> None:
@@ -85,6 +86,17 @@ class Loader:
         self._source.done += 1
         add_broken(self._broken, broken, self.plan.config.data.max_broken_records)
         return batch
+
+    def next_step(self, whole: bool = False) -> list[Batch]:
+        """The micro-batches of the next step; those of padding alone only if it must be `whole`."""
+        filled = None if whole else self.filled
+        batches = [next(self) for _ in range(self._source.batch.accumulation)]
+        return batches[:filled]
+
+    def every_batch(self) -> Iterator[Batch]:
+        """This rank's micro-batches of one pass over all documents; the position stays as it is."""
+        plan = replace(self.plan, endless=False)
+        return _batches_of_a_pass(plan, self._source.batch, self._source.dp_rank)
 
     def _start(self) -> Iterator[Made]:
         """Start making batches where the source stands, in as many processes as are set."""
@@ -192,7 +204,7 @@ def build_loader(
 def build_validation(
     config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchPlan, dp_rank: int
 ) -> Callable[[], Iterator[Batch]]:
-    """A function that goes over the validation batches of one rank, the same each time it is called.
+    """A function that goes over the validation batches of one rank, the same in each call.
 
     They hold every token of the set once, or the first validation.steps batches of it. There are
     equally many on every rank, in micro-batches like those of training. Documents come in the
@@ -204,11 +216,11 @@ def build_validation(
     assert source is not None, "validation.dataset is set where this is called"
     plan = make_plan(config, tokenizer, [source], lanes=1, endless=False)
     most = None if config.validation.steps < 0 else config.validation.steps
-    size, first = batch.micro_batch, dp_rank * batch.micro_batch
-    rows_at_once = batch.global_batch // batch.accumulation
+    return lambda: itertools.islice(_batches_of_a_pass(plan, batch, dp_rank), most)
 
-    def batches() -> Iterator[Batch]:
-        for rows in itertools.islice(rows_from_the_start(plan, rows_at_once), most):
-            yield plan.batch(rows[first : first + size])
 
-    return batches
+def _batches_of_a_pass(plan: Plan, batch: BatchPlan, dp_rank: int) -> Iterator[Batch]:
+    """The micro-batches of a rank, in a pass over the documents that has an end."""
+    first = dp_rank * batch.micro_batch
+    for rows in rows_from_the_start(plan, batch.global_batch // batch.accumulation):
+        yield plan.batch(rows[first : first + batch.micro_batch])

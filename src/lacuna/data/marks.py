@@ -66,7 +66,7 @@ def _called(chat: Chat) -> list[dict[str, Any]]:
 def _marked(chat: Chat, trained: Collection[int]) -> tuple[Chat, dict[str, str]]:
     """A copy of a conversation whose every part ends in a mark, and which part each mark is of.
 
-    Names, which a template may look up, have a mark only where nothing else of a call or a tool has.
+    Names, which a template may look up, have a mark only where nothing else of a call or tool has.
     """
     parts: dict[str, str] = {}
     marked = replace(chat, messages=deepcopy(chat.messages), tools=deepcopy(chat.tools))

@@ -31,7 +31,7 @@ _SHAREGPT |= {
 def conversation_columns(
     columns: Collection[str], settings: ChatConfig, where: str = ""
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Our names of the columns that conversations are read from; and of all the data's name by ours.
+    """Our names of the columns that conversations are in; and the data's name of each, by ours.
 
     A format that `chat.columns` names goes first. Raises UserError, which begins with `where`, when
     there are no such columns.
@@ -62,7 +62,7 @@ def columns_by_our_names(columns: Collection[str], settings: ChatConfig) -> dict
 def fitting_format(
     formats: Sequence[tuple[str, ...]], found: Collection[str], settings: ChatConfig
 ) -> tuple[str, ...] | None:
-    """The first of the formats whose columns are all found; those that `chat.columns` names first."""
+    """The first format whose columns are all found; those that `chat.columns` names come first."""
     renamed = _renamed(settings)
     for needed in sorted(formats, key=renamed.keys().isdisjoint):
         if {*needed, *renamed} <= {*found}:
@@ -77,7 +77,8 @@ def _renamed(settings: ChatConfig) -> dict[str, str]:
 def unfilled(value: Any, features: Any, name: str) -> Any:
     """A value of a table without the nulls that it has only because other rows have a key.
 
-    `features` are those of the value in the table. Warns once of arguments of calls, whose own nulls cannot be told from these.
+    `features` are those of the value in the table. Warns once of arguments of calls, whose own
+    nulls cannot be told from these.
     """
     if isinstance(features, Json):  # kept as it was written
         return value

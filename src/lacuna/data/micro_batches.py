@@ -56,7 +56,7 @@ class MicroBatches(IterableDataset[Made]):
     lanes: dict[int, LaneState | None] = field(default_factory=dict)
 
     def rows_of_step(self, step: int) -> range:
-        """The rows of all ranks in a step, counted as `done` is: fewer in the last one, then none."""
+        """The rows of all ranks in a step since this loader began; fewer in the last, then none."""
         size = self.batch.global_batch
         first = self.first + step * size
         if self.last is None:

@@ -85,13 +85,7 @@ def pack(
     length = _row_length(rows, config)
     size = len(rows) * length
     placed = _placed(rows, length)
-    columns = {
-        "input_ids": np.full(size, padding, dtype=np.int64),
-        "labels": np.full(size, IGNORED, dtype=np.int64),
-        "real": np.zeros(size, dtype=bool),
-    }
-    for name, kind in (kinds or {}).items():
-        columns[name] = np.zeros((size, *kind.shape[1:]), dtype=kind.dtype)
+    columns = _empty_columns(size, padding, kinds or {})
     for span, start in placed:
         is_predicted = config.data.predict_across_documents and start % length > 0
         _lay(span, start, is_predicted, columns)
@@ -119,6 +113,20 @@ def pack(
         max_seqlen=int(np.diff(bounds).max()),
         sequence_columns=sequence_columns,
     )
+
+
+def _empty_columns(
+    size: int, padding: int, kinds: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The columns of a batch of padding alone, [size] or [size, k]."""
+    columns = {
+        "input_ids": np.full(size, padding, dtype=np.int64),
+        "labels": np.full(size, IGNORED, dtype=np.int64),
+        "real": np.zeros(size, dtype=bool),
+    }
+    for name, kind in kinds.items():
+        columns[name] = np.zeros((size, *kind.shape[1:]), dtype=kind.dtype)
+    return columns
 
 
 def _placed(rows: Sequence[Sequence[Span]], length: int) -> _Placed:

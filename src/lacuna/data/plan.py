@@ -178,7 +178,7 @@ def make_plan(
     endless: bool = True,
     order: np.ndarray | None = None,
 ) -> Plan:
-    """Open the sources and decide the order of everything; tokenise them when they are to be cached.
+    """Open the sources, tokenise them if they are to be cached, and decide the order of everything.
 
     What is not endless comes in the sources' own order; with an `order`, int64 [documents],
     documents come in that.

@@ -41,7 +41,7 @@ def settings_of(source: Documents) -> tuple[ChatConfig, str]:
 
 
 def _next_judged(number: int, source: Documents, tokenizer: PreTrainedTokenizerBase) -> Judged:
-    """What is judged in the next readable row after that of a document; after the last the first."""
+    """What is judged in the next readable row after a document's; after the last in the first."""
     count, step = len(source.dataset), source.answers_per_row
     others = (other % count for other in range(number + step, number + count + 1, step))
     other = next(other for other in others if not source.dataset[other].get(BROKEN))

@@ -1,4 +1,4 @@
-"""The spans of each row: of a table of all tokens, end to end or fitted, or of lanes of documents."""
+"""The spans of each row: of a table of tokens, end to end or fitted, or of lanes of documents."""
 
 import itertools
 import math
@@ -24,7 +24,8 @@ _DRAWN_AHEAD = 64
 # and broken before, since then nothing else is in the source.
 _MOST_EMPTY = 100_000
 _MOST_AGAIN = 1000
-# How much of the buffer is filled: examples that filled it whole would take a row more, nearly empty.
+# How much of the buffer is filled: examples that filled it whole would take a row more, nearly
+# empty.
 _FILL = 0.98
 
 # Of each source how many documents have been passed, and where to read it from if it is a stream.

@@ -1,10 +1,9 @@
 """A source of the configuration, opened: a dataset with one column of documents."""
 
 from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from glob import escape
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +22,12 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import READERS, ChatConfig, Source
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import corpus, files
+from lacuna.data.columns import columns_of_rows, first_columns, used_columns
 from lacuna.data.faults import is_damage, told_damage, with_retries
-from lacuna.data.messages import conversation_columns
 
 _READER_VERSION = 2
-_COLUMNS = ("text", "content", "input_ids")
 # What `save_to_disk` writes beside its data.
 _NO_DATA = {"state.json"}
-# Records among which one must have the columns.
-_FIRST = 1000
 
 
 @dataclass(frozen=True)
@@ -58,6 +54,12 @@ class Documents:
     files: tuple[str, ...] = ()
     preference: PreferenceConfig | None = None
     answers_per_row: int = 1
+
+    def columns_of(self, row: Collection[str]) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Our names of the columns of a row that are read; and the data's name of each, by ours."""
+        if self.chat is None:
+            return (self.column,), {self.column: self.column}
+        return columns_of_rows(row, self.chat, self.preference)
 
 
 def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> Documents:
@@ -121,7 +123,7 @@ def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> 
     preference = config.preference if config.trains_on == "preferences" else None
 
     def columns_of(found: list[str]) -> list[str]:
-        return _used_columns(found, text_column, chat, preference, numbers)
+        return used_columns(found, text_column, chat, preference, numbers)
 
     if reads_lines:
         builder = _line_reader(builder, split, columns_of, chat is not None, numbers)
@@ -212,7 +214,7 @@ def _card(folder: str) -> str:
 
 
 def _refuse_kinds(folder: Path) -> None:
-    """Raises UserError when a folder holds files of several kinds, of which `datasets` would read one."""
+    """Raises UserError when a folder has files of several kinds: `datasets` would read only one."""
     kinds: dict[str, str] = {}
     base = folder.resolve().as_posix()
     for file in chain(
@@ -235,7 +237,7 @@ def _line_reader(
     is_record: bool,
     numbers: Sequence[str],
 ) -> Generator:
-    """A reader of local JSON or text that goes on after a bad line, which that of `datasets` does not.
+    """A reader of local JSON or text that goes on after a bad line; that of `datasets` does not.
 
     It gives the first of the columns, or, if a document `is_record`, the whole record.
     """
@@ -243,7 +245,7 @@ def _line_reader(
     if split not in found:
         raise UserError(f"no files of this split; there are {', '.join(map(str, found))}.")
     paths = found[split]
-    columns = _first_columns(paths, builder.name, columns_of)
+    columns = first_columns(paths, builder.name, columns_of)
     column = files.RECORD if is_record else columns[0]
     value = List(Value("int64")) if column == "input_ids" else Value("large_string")
     features = {column: value, files.BROKEN: Value("string")}
@@ -262,56 +264,3 @@ def _line_reader(
         gen_kwargs=arguments,
         split=NamedSplit(split),
     )
-
-
-def _first_columns(
-    paths: list[str], kind: str, columns_of: Callable[[list[str]], list[str]]
-) -> list[str]:
-    """The columns that are used of the first record that has them; a broken one may come before it."""
-    known: dict[str, None] = {}
-    for record, _ in islice(files.records_of(paths, kind), _FIRST):
-        if isinstance(record, dict):
-            known |= dict.fromkeys(record)
-            with suppress(UserError):
-                return columns_of(list(record))
-    if not known:
-        raise UserError(f"{paths[0]}: holds no JSON objects; give one object with a text per line.")
-    return columns_of(list(known))
-
-
-def _used_columns(
-    columns: list[str],
-    text_column: str | None,
-    chat: ChatConfig | None,
-    preference: PreferenceConfig | None,
-    numbers: Sequence[str],
-) -> list[str]:
-    """Of all columns those that are used, the first of them the one of texts or tokens."""
-    known = ", ".join(columns)
-    for name in numbers:
-        if name not in columns:
-            raise UserError(f"curriculum.difficulty_column: no column {name}; it has {known}.")
-    if chat is not None:
-        _, used = columns_of_rows(columns, chat, preference)
-        return [*used.values(), *numbers]
-    candidates = (text_column,) if text_column else _COLUMNS
-    for name in candidates:
-        if name in columns:
-            return [name, *numbers]
-    raise UserError(
-        f"no column {' or '.join(candidates)}; it has {known}; name one by data.text_column."
-    )
-
-
-def columns_of_rows(
-    columns: Collection[str], chat: ChatConfig, preference: PreferenceConfig | None
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Our names of the columns that conversations or preferences are read from, and the data's.
-
-    As `conversation_columns` gives them.
-    """
-    if preference is None:
-        return conversation_columns(columns, chat)
-    from lacuna.data.judged import judged_columns  # an extension, which few runs need
-
-    return judged_columns(columns, chat, preference.loss)

@@ -46,7 +46,7 @@ class Stream:
     def reader(
         self, lanes: int, positions: dict[int, tuple[int, Snapshot]]
     ) -> Callable[[int], PlacedRecord]:
-        """A function that reads parts as far as lanes ask, and keeps what is of other lanes for them.
+        """A function that reads parts as far as lanes ask, and keeps what other lanes will ask for.
 
         Args:
             lanes: how many there are in all.
@@ -79,8 +79,8 @@ class Stream:
     def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[tuple[int, PlacedRecord]]:
         """Yield the records of a part, shuffled in blocks, and their numbers.
 
-        A fault that passes repeats nothing. Raises UserError when there are no documents, and the last fault when reading failed too
-        often. Warns when there are less than `fewest` documents.
+        A fault that passes repeats nothing. Raises UserError when there are no documents, and the
+        last fault when reading failed too often. Warns when there are less than `fewest` documents.
         """
         name, where = self.documents.name, f"part {part} of {self.size}"
         shard = self.documents.dataset.shard(self.size, part)
@@ -120,7 +120,7 @@ class Stream:
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
-    """Into how many parts to split a source: as many as go with the lanes and leave the parts about equal.
+    """Into how many parts to split a source: as many as go with the lanes and are about equal.
 
     Every lane reads one part, so the parts must divide the lanes evenly; and as each part feeds
     equally many lanes, documents of a small part would be seen more often. At most 64.

@@ -54,10 +54,12 @@ class Chat:
 
 @dataclass(frozen=True)
 class End:
-    """How a template closes an answer: the text up to the last special token of the turn, which is `token`.
+    """How a template closes an answer.
 
-    `beyond` is what it writes after that behind the last message. Without a token `text` is all
-    that it writes.
+    Attributes:
+        token: the last special token of the turn, if there is one.
+        text: what is written up to that token; without one, all that is written.
+        beyond: what follows the token behind the last message.
     """
 
     token: int | None
@@ -95,7 +97,7 @@ def ask(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> s
 
 
 def require_questions(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises UserError where a tokenizer's template fails on a short question, or takes all memory."""
+    """Raises UserError where a tokenizer's template fails on a short question, or never ends."""
     with bounded_memory(*_ENDLESS):
         ask(tokenizer, [_QUESTION])
 
@@ -151,9 +153,9 @@ def _end_in(tokenizer: PreTrainedTokenizerBase, text: str, after: str, common: s
 def render(
     chat: Chat, stop: int | None = None, asks: bool = False
 ) -> tuple[str, list[tuple[int, int]] | None]:
-    """The text of the messages before `stop`, and the characters that the template marks, if it does.
+    """The text of the messages before `stop`, and the characters in it that the template marks.
 
-    If it `asks`, an answer is to come after the text.
+    They are None where it marks none. If it `asks`, an answer is to come after the text.
     """
     problem = f"{chat.where}: the chat template refuses it"
     mend = f"mend it or chat.template{advice_on_roles(chat)}"
@@ -181,7 +183,7 @@ def advice_on_roles(chat: Chat) -> str:
 
 
 def parting(chat: Chat, stop: int, asks: bool) -> str:
-    """Where a conversation and its messages before `stop` part, and what the template writes there."""
+    """Where a conversation and its messages before `stop` part, and what both write there."""
     environment = _compile_jinja_template(chat.template).environment
     tree = environment.parse(chat.template)
     for output in tree.find_all(nodes.Output):

@@ -67,7 +67,7 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
-    """How many ids a tokenizer has without `model.new_tokens`, and the ids of those that it lacked."""
+    """How many ids a tokenizer has without `model.new_tokens`, and those of what it lacked."""
     given = load_tokenizer(tokenizer_source(model), model.trust_remote_code)
     before = set(given.get_vocab().values())
     after = set(grown_tokenizer(model).get_vocab().values())
@@ -100,7 +100,7 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = 
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """What a fast tokenizer wraps, as it is before a call of transformers sets it to cut or to pad."""
+    """What a fast tokenizer wraps, set neither to cut nor to pad, as calls of transformers may."""
     backend: Tokenizer = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

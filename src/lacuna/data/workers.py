@@ -1,4 +1,4 @@
-"""The processes that prepare batches: how many, how they start and end, and what is told of their death."""
+"""The processes that prepare batches: how many, how they start and end, what is told of an end."""
 
 import atexit
 import os
@@ -53,7 +53,7 @@ def start_worker(_number: int) -> None:
 
 
 def stop_workers(batches: Any) -> None:
-    """End the workers of torch's iterator: in good order if they listen, by force if they are busy."""
+    """End the workers of torch's iterator: in good order, or by force if they are too busy."""
     workers = getattr(batches, "_workers", ())
     if workers:
         batches._shutdown_workers()

@@ -12,19 +12,13 @@ from datasets import Dataset
 
 from lacuna.config import Config, UserError
 from lacuna.data.files import RECORD
-from lacuna.data.sources import Documents, columns_of_rows, open_source
+from lacuna.data.sources import Documents, open_source
 from lacuna.parallel.processes import Process
 
 _WORDS = 8
 _LOOKED_AT = 100
 # What training on other data needs to know of this run, where it is not the default.
-_KEPT = (
-    "training.seq_len",
-    "training.batch_size",
-    "optimizer.lr",
-    "quantization.base",
-    "preference.loss",
-)
+_KEPT = ("training.seq_len", "training.batch_size", "optimizer.lr", "quantization.base")
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
@@ -79,7 +73,10 @@ def _on_other_data(config: Config, model: str, adapter: str | None) -> Iterator[
         yield from ("--lora.rank", config.lora.rank) if adapter else ()
     yield from ("--job.task", config.job.task) if config.job.task != Config().job.task else ()
     yield from ("--data.dataset", "my.jsonl", "--training.epochs", 1)
-    for setting in _KEPT:
+    kept, task = list(_KEPT), config.job.task
+    if task in Config.model_fields:  # it has settings of its own
+        kept += [f"{task}.{name}" for name in type(getattr(config, task)).model_fields]
+    for setting in kept:
         section, name = setting.split(".")
         value = getattr(getattr(config, section), name)
         if value != getattr(getattr(Config(), section), name):
@@ -118,9 +115,7 @@ def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
     for record in islice(documents.dataset, _LOOKED_AT):
         with suppress(UserError, ValueError):  # broken rows are in the dataset, too
             row = json.loads(record[RECORD] or "{}") if documents.column == RECORD else record
-            columns, names = (documents.column,), {documents.column: documents.column}
-            if documents.chat is not None:
-                columns, names = columns_of_rows(row, documents.chat, documents.preference)
+            columns, names = documents.columns_of(row)
             value = row[names[columns[0]]]
             if value:
                 yield (
