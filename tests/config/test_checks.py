@@ -149,7 +149,7 @@ def error_of(flags="", **kwargs):
             "lr_scheduler.warmup_steps",
             "more than the 10 steps",
         ),
-        ("--job.task grpo", "job.task", "only pretrain and sft"),
+        ("--job.task grpo", "job.task", "only pretrain, sft, distill, preference"),
         (
             "--activation_checkpoint.mode memory_budget --compile.enable false",
             "activation_checkpoint.mode",

@@ -6,7 +6,10 @@ import pytest
 
 from lacuna.config import UserError, load_config
 
-PARTS = "denominator = loss = held_out_loss = annotate = report = report_held_out = state_dict = load_state_dict = None"
+PARTS = (
+    "denominator = loss = held_out_loss = annotate = report = report_held_out = None\n"
+    "    state_dict = load_state_dict = check = prepare = next_step = None"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -68,8 +71,9 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
     assert "job.task: partial:Own has no denominator, held_out_loss, annotate, report," in loaded(
         "partial:Own"
     )
-    assert "job.task: pictures:Own.trains_on is 'pictures'; set texts or conversations" in loaded(
-        "pictures:Own"
+    assert (
+        "job.task: pictures:Own.trains_on is 'pictures'; set texts, conversations or preferences"
+        in loaded("pictures:Own")
     )
     assert (
         "job.task: only pretrain, sft, distill, preference are available yet; did you mean pretrain?"

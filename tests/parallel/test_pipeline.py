@@ -17,7 +17,7 @@ from lacuna.model.build import build_model
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.pipeline import balanced_stages, check_pipeline, keep_own_stages, stage_ranges
-from lacuna.train.step import accumulate_gradients, total_counts
+from lacuna.train.step import accumulate_gradients, sums_of, total_counts
 from layouts import Case, check_same, configuration, outcomes, own_batches, pipeline, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
 
@@ -78,7 +78,7 @@ def shapes_of_the_loss(model_config: Path) -> tuple[list[int], list[int]]:
     built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU)
     batch, _ = own_batches(case, mesh)
     with torch.no_grad():
-        judged = built.pipeline.evaluate(built.inputs(batch), LanguageModelling.held_out_loss)
+        judged = sums_of(built, batch, LanguageModelling.held_out_loss)
         hidden = torch.zeros(*batch.columns["input_ids"].shape, built.pipeline.width)
         given = built.stages[0].module(hidden, torch.zeros(1, dtype=torch.int64))
     return [*given.shape], [*judged.shape]

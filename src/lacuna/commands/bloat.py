@@ -8,7 +8,7 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 6500  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7100  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
 # All else is in modules of their own: what they add -> these modules, in the package.
@@ -18,11 +18,14 @@ EXTENSIONS = {
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
     "experts": ("model/router.py",),
+    "plans": ("plan/dry_run.py", "plan/examples.py"),
     "preference": (
         "data/judged.py",
         "data/preferences.py",
+        "objective/preference.py",
+        "objective/reference.py",
     ),
-    "plans": ("plan/dry_run.py", "plan/examples.py"),
+    "distillation": ("objective/distillation.py",),
     "rollouts": ("rollout/generate.py",),
 }
 

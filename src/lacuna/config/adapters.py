@@ -1,4 +1,4 @@
-"""The settings of adapters and of the quantised weights beside them, and peft's description of an adapter."""
+"""The settings of adapters and of the weights beside them, and peft's description of adapters."""
 
 import json
 import re
@@ -42,9 +42,9 @@ def described_adapter(folder: str) -> dict[str, Any]:
     Raises `UserError` where it cannot be read, or describes something that lacuna does not know.
     """
     file = Path(folder, ADAPTER_FILE)
+    unreadable = (OSError, ValueError, SafetensorError)
     wrong = f"lora.adapter: cannot read {file}"
-    mend = "give the folder of an adapter"
-    with explained(wrong, OSError, ValueError, SafetensorError, mend=mend):
+    with explained(wrong, *unreadable, mend="give the folder of an adapter"):
         described = dict(json.loads(file.read_text()))
         stated = {name: value for name, value in described.items() if value is not None}
         _move_layers_to_modules(stated)
@@ -150,9 +150,11 @@ class LoraConfig(Section):
     def _check_described(cls, setting: str, name: str, description: dict[str, Any]) -> None:
         """Raises `UserError` where the setting cannot have the value that the description says."""
         field = cls.model_fields[setting]
-        wrong = f"lora.adapter: its description has {name} = {description.get(name)}"
-        reason = f"which is not what lora.{setting} takes"
-        with explained(f"{wrong}, {reason}", ValueError, mend="mend it there"):
+        wrong = (
+            f"lora.adapter: its description has {name} = {description.get(name)}, "
+            f"which is not what lora.{setting} takes"
+        )
+        with explained(wrong, ValueError, mend="mend it there"):
             read_value(field, description.get(name, field.get_default()))
 
 

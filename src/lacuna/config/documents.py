@@ -1,4 +1,4 @@
-"""The settings of the data: where documents come from, what of them is trained, how rows are filled, in which order."""
+"""The settings of the data: where it comes from, what of it is trained, and in which order."""
 
 from typing import Annotated, Any, Literal
 
@@ -11,7 +11,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from lacuna.config.errors import UserError, refuse
+from lacuna.config.errors import UserError
 from lacuna.config.fields import Names, Path, Paths, Section, Shares, Texts
 
 # Datasets that are readers of local files; data_files names these.
@@ -40,8 +40,8 @@ class Source(Section):
     """Share of the samples, relative to the other sources' weights."""
 
 
-# Field of a source -> setting; of the training data with one value per dataset, where one serves
-# all and none means the default.
+# Field of a source -> setting of [data] and [validation]. In [data] it has a value for each
+# dataset, or one for all; without any the field has its default.
 _LISTS = {
     "name": "dataset_name",
     "split": "dataset_split",
@@ -110,47 +110,51 @@ class DataConfig(Section):
     """Times that a failed download or read is tried again, with growing pauses."""
 
     def resolved_sources(self) -> tuple[Source, ...]:
-        """Both spellings as one list of sources.
+        """The sources, given as tables or lists. Raises `UserError` if lists do not fit together.
 
-        They have either all a weight, relative to one another, or none (`weight` is None): then
-        each document is seen once per epoch. Raises UserError when the lists do not fit each other.
-        """
+        Either all have a weight, or none has: then each document is seen once per epoch."""
         sources = self.sources or self._sources_of_lists()
         if len({source.weight is None for source in sources}) > 1:
             raise UserError("data.sources: only some have a weight; give every source its weight")
         return sources
 
     def _sources_of_lists(self) -> tuple[Source, ...]:
-        count, shares = len(self.dataset), self.data_probs
-        wrong = f"data.data_probs, data.dataset: each of the {count} datasets needs a share, not all 0 (got {shares})"
-        nameless = (
-            f"data.dataset: one of the {count} names is empty; leave out the comma, or give a name"
-        )
-        refuse(
-            {
-                nameless: "" in self.dataset,
-                wrong: shares != () and (len(shares) != count or not any(shares)),
-            }
-        )
-        columns: dict[str, tuple[Any, ...]] = {
-            "dataset": self.dataset,
-            "weight": shares or ("",) * count,
-        }
-        for field, setting in _LISTS.items():
-            values = getattr(self, setting)
-            values = (values,) if field == "files" and count == 1 else values
-            wrong = f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets"
-            refuse(
-                {f"{wrong}; give one for each, or one for all": len(values) not in (0, 1, count)}
+        count = len(self.dataset)
+        shares = self.data_probs
+        if "" in self.dataset:
+            raise UserError(
+                f"data.dataset: one of the {count} names is empty; leave out the comma, or give a "
+                "name."
             )
-            columns[field] = values if len(values) == count else (values or ("",)) * count
-        tables = [
-            dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)
-        ]
+        if shares and (len(shares) != count or not any(shares)):
+            raise UserError(
+                f"data.data_probs, data.dataset: each of the {count} datasets needs a share, not "
+                f"all 0 (got {shares})."
+            )
+        columns: dict[str, tuple[Any, ...]] = {
+            field: self._one_for_each_dataset(setting) for field, setting in _LISTS.items()
+        }
+        columns["dataset"] = self.dataset
+        columns["weight"] = shares or ("",) * count
+        rows = zip(*columns.values(), strict=True)
+        tables = (dict(zip(columns, row, strict=True)) for row in rows)
         return tuple(
-            Source(**{field: value for field, value in row.items() if value != ""})
-            for row in tables
+            Source(**{field: value for field, value in table.items() if value != ""})
+            for table in tables
         )
+
+    def _one_for_each_dataset(self, setting: str) -> tuple[Any, ...]:
+        """The values of a setting, one for each dataset; empty strings where it is not given."""
+        count = len(self.dataset)
+        values = getattr(self, setting)
+        if setting == "data_files" and count == 1:
+            values = (values,)
+        if len(values) not in (0, 1, count):
+            raise UserError(
+                f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets; "
+                "give one for each, or one for all."
+            )
+        return values if len(values) == count else (values or ("",)) * count
 
 
 # Our names of the columns of conversations.
@@ -169,17 +173,19 @@ COLUMNS = (
 )
 
 
-def _known_once(pairs: tuple[str, ...]) -> tuple[str, ...]:
+def _check_columns(pairs: tuple[str, ...]) -> tuple[str, ...]:
     renamed = dict(pair.partition("=")[::2] for pair in pairs)
-    if not all(renamed.values()) or not renamed.keys() <= set(COLUMNS) or len(renamed) < len(pairs):
+    is_known_once = renamed.keys() <= set(COLUMNS) and len(renamed) == len(pairs)
+    if not is_known_once or not all(renamed.values()):
         raise ValueError(
             f"should be such as messages=dialog, each of {', '.join(COLUMNS)} once at most"
         )
     return pairs
 
 
-def _roles(pairs: tuple[str, ...]) -> tuple[str, ...]:
-    if wrong := [pair for pair in pairs if not all(pair.partition("=")[::2])]:
+def _check_roles(pairs: tuple[str, ...]) -> tuple[str, ...]:
+    wrong = [pair for pair in pairs if not all(pair.partition("=")[::2])]
+    if wrong:
         raise ValueError(f"should be such as user=human,assistant=bot (got {', '.join(wrong)})")
     return pairs
 
@@ -193,12 +199,12 @@ class ChatConfig(Section):
     train_on: Literal["all", "last"] = "all"
     """Train all answers of the assistant, or only the last of each conversation."""
 
-    columns: Annotated[Names, AfterValidator(_known_once)] = ()
+    columns: Annotated[Names, AfterValidator(_check_columns)] = ()
     """Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are
     messages, prompt, completion, instruction, input, output, text, tools, chosen, rejected and
     label. Unset: these, or ShareGPT's conversations."""
 
-    roles: Annotated[Names, AfterValidator(_roles)] = ()
+    roles: Annotated[Names, AfterValidator(_check_roles)] = ()
     """Roles that the data calls otherwise, such as user=human,assistant=bot."""
 
 

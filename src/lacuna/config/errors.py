@@ -1,4 +1,4 @@
-"""What a user is told: the error that every mistake raises, hints at what was meant, and the log of a run."""
+"""What a user is told: the errors that mistakes raise, hints at what was meant, and the log."""
 
 import difflib
 import logging
@@ -9,10 +9,10 @@ from pathlib import Path
 
 logger = logging.getLogger("lacuna")
 
-LAUNCHED = (
-    "LACUNA_LAUNCHED"  # in the environment of processes that lacuna itself started: which one did
-)
-STORE = "LACUNA_STORE"  # there as well: the open socket at which they find each other
+# Variables in the environment of processes that lacuna itself has started: the id of the process
+# that started them, and the open socket at which they find each other.
+LAUNCHED = "LACUNA_LAUNCHED"
+STORE = "LACUNA_STORE"
 
 
 class UserError(Exception):
@@ -31,44 +31,47 @@ def refuse(reasons: dict[str, bool]) -> None:
 
 @contextmanager
 def explained(what: str, *kinds: type[Exception], mend: str) -> Iterator[None]:
-    """Within it, errors of these kinds become a `UserError`: what is wrong, the first line they say, how to mend it."""
+    """Turns errors of these kinds into a `UserError`.
+
+    It says what is wrong, the first line of the error (the second too where that ends in a colon),
+    and how to mend it.
+    """
     try:
         yield
     except kinds as error:
-        first, _, more = str(error).strip().partition("\n")
-        reason = first + more.partition("\n")[0] if first.endswith(":") else first
+        reason, _, more = str(error).strip().partition("\n")
+        if reason.endswith(":"):
+            reason += more.partition("\n")[0]
         reason = getattr(error, "strerror", None) or reason.rstrip(".")
         raise UserError(f"{what}: {' '.join(reason.split())}; {mend}") from error
 
 
 def require_writable(folder: str) -> None:
-    """Raises `UserError` where an output folder cannot be made or written to; makes nothing."""
+    """Raises `UserError` if an output folder could not be made or written to; makes nothing."""
     wrong = f"job.dump_folder: cannot write to {folder!r}"
     with explained(wrong, OSError, mend="choose another folder"):
         path = Path(folder).absolute()
         there = next(one for one in (path, *path.parents) if one.exists())
-        is_folder, is_open = there.is_dir(), os.access(there, os.W_OK | os.X_OK)
-    refuse(
-        {
-            f"{wrong}: {there} is a file; choose another folder": not is_folder,
-            f"{wrong}: {there} may not be written to; choose another folder": not is_open,
-        }
-    )
+        if not there.is_dir():
+            raise UserError(f"{wrong}: {there} is a file; choose another folder.")
+        if not os.access(there, os.W_OK | os.X_OK):
+            raise UserError(f"{wrong}: {there} may not be written to; choose another folder.")
 
 
 def make_folder(folder: str) -> None:
     """Makes an output folder, unless it is there. Raises `UserError` as `require_writable` does."""
     require_writable(folder)
-    with explained(
-        f"job.dump_folder: cannot write to {folder!r}", OSError, mend="choose another folder"
-    ):
+    wrong = f"job.dump_folder: cannot write to {folder!r}"
+    with explained(wrong, OSError, mend="choose another folder"):
         os.makedirs(folder, exist_ok=True)
 
 
 def of_stage(number: int) -> AbstractContextManager[None]:
-    """Within it, a `UserError` also tells the table of the curriculum; 0 is what was there before the first."""
+    """Makes a `UserError` name the table of the curriculum too; 0 stands for none of them."""
+    if number == 0:
+        return nullcontext()
     where = f"curriculum.stages, table {number}"
-    return explained(where, UserError, mend="change it in that table") if number else nullcontext()
+    return explained(where, UserError, mend="change it in that table")
 
 
 class RunError(Exception):
@@ -79,17 +82,17 @@ class RunError(Exception):
 
 
 class UnansweredError(RunError):
-    """A wait for other ranks came to nothing: who says so is not who is to blame."""
+    """Other ranks were waited for in vain: the rank that raises this is not the one to blame."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message that proposes the known word most like `word`, empty when none is alike."""
+    """The end of a message that proposes the known word most like `word`; empty if none is."""
     found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
     return f"; did you mean {found[0]}?" if found else ""
 
 
 def nearby(path: Path) -> str:
-    """What helps to mend a missing file: what there is in its folder that resembles it."""
+    """A hint at what a missing file should be: what resembles it in its folder, if anything."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     hint = did_you_mean(path.name, (neighbour.name for neighbour in path.parent.iterdir()))

@@ -1,12 +1,12 @@
-"""The settings of how the machine runs and records the training: layout, speed, checkpoints, logs."""
+"""The settings of how the machine trains and what it records: layout, speed, checkpoints, logs."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, WithJsonSchema
 
 from lacuna.config.fields import Names, Path, Section, also
 
-SCHEDULES = (
+Schedule = Literal[
     "GPipe",
     "1F1B",
     "Interleaved1F1B",
@@ -14,10 +14,8 @@ SCHEDULES = (
     "InterleavedZeroBubble",
     "ZBVZeroBubble",
     "DualPipeV",
-)
-_Schedule = Annotated[
-    Literal[SCHEDULES], also(afab="GPipe", **{name.lower(): name for name in SCHEDULES})
 ]
+SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
 class ParallelismConfig(Section):
@@ -60,9 +58,12 @@ class ParallelismConfig(Section):
     pipeline_parallel_split_points: Names = ()
     """Layers that begin a new stage, such as layers.4. Unset: a balanced split."""
 
-    pipeline_parallel_schedule: Annotated[_Schedule, WithJsonSchema({"type": "string"})] = (
-        "1F1B"  # too many to list
-    )
+    # The help shows a text: the schedules are too many to list beside the flag.
+    pipeline_parallel_schedule: Annotated[
+        Schedule,
+        also(afab="GPipe", **{name.lower(): name for name in SCHEDULES}),
+        WithJsonSchema({"type": "string"}),
+    ] = "1F1B"
     """Order in which the stages work: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
     InterleavedZeroBubble, ZBVZeroBubble or DualPipeV."""
 

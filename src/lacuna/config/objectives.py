@@ -11,7 +11,7 @@ class PreferenceConfig(Section):
     """How a model learns which of two answers is better (job.task = preference)."""
 
     loss: Literal["sigmoid", "ipo", "hinge", "orpo", "simpo", "kto"] = "sigmoid"
-    """sigmoid is DPO, ipo and hinge are its variants; orpo and simpo need no reference model; kto
+    """What pairs teach: sigmoid is DPO, ipo and hinge are its variants; orpo and simpo need no reference model; kto
     takes single answers with a label, or the two answers of a pair apart."""
     beta: PositiveFloat = 0.1
     """How far the model may move from the reference; the larger, the less. For ipo it is tau, for
@@ -45,7 +45,7 @@ class DistillationConfig(Section):
     data: Literal["texts", "conversations"] = "texts"
     """What the data are: texts, or conversations whose answers are trained."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
-    """forward_kl spreads the student over all that the teacher finds likely, reverse_kl keeps it to
+    """How far apart they are: forward_kl spreads the student over all that the teacher finds likely, reverse_kl keeps it to
     what is likeliest, jsd lies between the two."""
     beta: float = Field(0.5, gt=0, lt=1)
     """Where jsd lies between them: the share of the teacher in the mixture."""

@@ -28,8 +28,8 @@ class Batch:
             position_ids: int64, from 0 in each piece (in each row if documents are not masked);
             real: bool, whether a token is one of a document, and not padding.
             With preferences also
-            sequence: int64, the number in the batch of the sequence that the label belongs to; 0
-            where nothing is trained.
+            sequence: int64, the number in the batch of the sequence that a token is of; 0 for
+            padding.
             What documents know of their tokens lies beside the labels; 0 where nothing is trained.
         counts: by name, what is summed over micro-batches and ranks. Every batch has
             tokens: input tokens that are not padding;
@@ -100,7 +100,7 @@ def pack(
     counts = _counts(placed, sources) | {"trained_tokens": int((~ignored).sum())}
     sequence_columns: dict[str, Tensor] = {}
     if config.trains_on == "preferences":
-        columns["sequence"] = np.where(ignored, 0, _sequence_numbers(placed, size))
+        columns["sequence"] = _sequence_numbers(placed, size)
         sequence_columns = _sequence_columns(placed, config.preference.loss)
         counts |= _sequence_counts(placed, sequence_columns)
     return Batch(

@@ -60,6 +60,11 @@ SHOWN = {
     "val_loss": "validation loss {:.4f} nats per token",
     "val_bits_per_byte": "{:.4f} bits per byte",
     "val_token_accuracy": "{:.1%} of tokens right",
+    "reward_margin": "margin {:.3f}",
+    "reward_accuracy": "{:.1%} of pairs right",
+    "divergence": "divergence {:.4f}",
+    "val_reward_margin": "margin {:.3f}",
+    "val_reward_accuracy": "{:.1%} of pairs right",
 }
 
 PROFILER_WARMUP_STEPS = 3

@@ -135,7 +135,7 @@ def total_steps(config: Config, loader: Loader, global_batch: int, done: int = 0
     Raises `UserError` for a warmup that is longer.
     """
     steps = config.training.steps or done + -(-loader.rows_left // global_batch)
-    refuse(dict.fromkeys(long_warmup(config, steps), True))
+    refuse(dict.fromkeys(long_warmup(config.lr_scheduler, steps), True))
     return steps
 
 
