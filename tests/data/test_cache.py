@@ -1,4 +1,4 @@
-"""The cache of tokens: made once whoever asks, and made anew when the data or the tokenizer is another."""
+"""The cache of tokens: made once whoever asks, and anew for other data or another tokenizer."""
 
 import multiprocessing
 import pickle
@@ -15,8 +15,9 @@ from lacuna.config import Config, UserError, logger
 from lacuna.config.documents import PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.cache import fingerprint, made_once
+from lacuna.data.document import Span
 from lacuna.data.mixture import Mixture, Pool
-from lacuna.data.packing import Span, pack
+from lacuna.data.packing import pack
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import open_rows
 from lacuna.data.sources import open_source

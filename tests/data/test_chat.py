@@ -14,7 +14,7 @@ from lacuna.config import UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.config.fields import Words, read_value
 from lacuna.data.chat import conversation_columns, encode, end_of_turn, use_template
-from lacuna.data.packing import Document
+from lacuna.data.document import Document
 from texts import END, tokenizer_of_bytes
 
 HI, YES, BYE = (
@@ -44,8 +44,8 @@ PLAIN = """\
     {{- '<|im_start|>assistant\\n' }}
 {%- endif %}"""
 DEFAULT_SYSTEM = (
-    "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}"
-    + PLAIN
+    "{%- if messages[0].role != 'system' %}"
+    "{{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}" + PLAIN
 )
 HEADERS = PLAIN.replace("'<|im_start|>'", "'<|start_header_id|>'").replace(
     "'\\n'", "'<|end_header_id|>'"
@@ -160,11 +160,13 @@ def test_our_templates_write_the_usual_text() -> None:
         for name in ("chatml", "llama3")
     )
     assert chatml == (
-        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nYes<|im_end|>\n"
+        "<|im_start|>system\nBe kind.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n"
+        "<|im_start|>assistant\nYes<|im_end|>\n"
     )
     assert llama3 == (
         "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe kind.<|eot_id|>"
-        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\nYes<|eot_id|>"
+        "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>"
+        "<|start_header_id|>assistant<|end_header_id|>\n\nYes<|eot_id|>"
     )
 
 
@@ -254,9 +256,10 @@ def test_a_template_that_strips_earlier_thinking_is_refused_with_its_lines() -> 
     with pytest.raises(UserError) as refused:
         answers(tokenizer, TALK)
     assert str(refused.value) == (
-        "talks, row 7, column messages, message 2: where it begins and ends cannot be told, because the chat template "
-        "rewrites: line 6 writes 'sistant\\nYes<|im_end|>\\n<|im_start' in the whole conversation, but line 4 writes "
-        "'sistant\\n<think></think>Yes<|im_e' where it is last; give a template with {% generation %} marks, such "
+        "talks, row 7, column messages, message 2: where it begins and ends cannot be told, "
+        "because the chat template rewrites: line 6 writes 'sistant\\nYes<|im_end|>\\n<|im_start' "
+        "in the whole conversation, but line 4 writes 'sistant\\n<think></think>Yes<|im_e' where "
+        "it is last; give a template with {% generation %} marks, such "
         'as chat.template = "chatml", or set chat.train_on = "last"'
     )
     thoughtful = TALK[3] | {"thinking": "Hm."}
@@ -457,7 +460,7 @@ def test_the_format_is_told_by_the_columns() -> None:
         )
     with pytest.raises(
         UserError,
-        match="no columns messages .*, prompt and completion, .*, or text, but id, prompt; say by chat",
+        match="no columns messages .*, prompt and completion, .*, or text, but id, prompt; say by",
     ):
         conversation_columns(["id", "prompt"], ChatConfig())
     with pytest.raises(

@@ -24,7 +24,7 @@ def entries(path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def renamed(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """What is renamed from now on; at that time all of it must have been synced since it was last written."""
+    """What is renamed from now on, when all of it must have been synced since its last writing."""
     synced: dict[int, int] = {}
     done: list[Path] = []
     sync, replace = os.fsync, os.replace

@@ -1,4 +1,4 @@
-"""Data that is damaged, foreign or odd is read, skipped and counted, or refused in one message; never a traceback."""
+"""Data that is damaged, foreign or odd is read, skipped or refused; never with a traceback."""
 
 import json
 import shutil
@@ -16,8 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from lacuna.config import Config, UserError
 from lacuna.config.documents import ChatConfig, DataConfig, Source
 from lacuna.data import BatchPlan, build_loader
-from lacuna.data.packing import Document
-from lacuna.data.sources import Documents, is_damage, may_pass, open_source
+from lacuna.data.document import Document
+from lacuna.data.faults import is_damage, may_pass
+from lacuna.data.sources import Documents, open_source
 from lacuna.data.tokenize import document_of, token_table
 from texts import write_lines
 
@@ -205,7 +206,8 @@ def test_other_encodings_are_named_and_marks_of_byte_order_are_none_of_the_text(
         (
             {
                 "a.jsonl": GOOD,
-                "README.md": "---\ndataset_info:\n  features:\n  - name: text\n    dtype: odd\n---\n",
+                "README.md": "---\ndataset_info:\n  features:\n"
+                "  - name: text\n    dtype: odd\n---\n",
             },
             "Odd",
         ),

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.config.documents import PackingConfig
-from lacuna.config.sections import JobConfig, TrainingConfig
-from lacuna.data.packing import Document, best_fit, fill_rows, packing_mode
+from lacuna.data.document import Document
+from lacuna.data.filling import best_fit, fill_rows, packing_mode
 
 SPACE = 8
 
@@ -45,12 +45,12 @@ NOT, YES = 0, 1
 
 
 def filled(documents: Sequence[list[int]], **packing: str) -> list[list[list[int]]]:
-    config = Config(packing=PackingConfig(**packing), training=TrainingConfig(seq_len=SPACE))
     made = [
         Document(np.array(tokens, dtype=np.int32), 0.0, trained=np.array(tokens) == YES)
         for tokens in documents
     ]
-    rows = fill_rows(np.array([len(tokens) for tokens in documents]), made.__getitem__, config)
+    lengths = np.array([len(tokens) for tokens in documents])
+    rows = fill_rows(lengths, made.__getitem__, SPACE, PackingConfig(**packing))
     return [row.T.tolist() for row in rows]
 
 
@@ -99,9 +99,7 @@ def test_what_is_left_without_a_trained_token_is_left_out() -> None:
 
 
 def test_conversations_are_fitted_and_texts_laid_end_to_end_unless_asked_otherwise() -> None:
-    assert packing_mode(Config()) == "concatenate"
-    assert packing_mode(Config(job=JobConfig(task="sft"))) == "best_fit"
-    assert (
-        packing_mode(Config(job=JobConfig(task="sft"), packing=PackingConfig(mode="none")))
-        == "none"
-    )
+    assert packing_mode(PackingConfig(), "texts") == "concatenate"
+    assert packing_mode(PackingConfig(), "conversations") == "best_fit"
+    assert packing_mode(PackingConfig(), "preferences") == "best_fit"
+    assert packing_mode(PackingConfig(mode="none"), "conversations") == "none"

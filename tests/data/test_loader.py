@@ -173,7 +173,7 @@ def test_a_state_tells_what_was_handed_out_not_what_workers_prepared(
 def test_shares_are_realised(
     way: dict, folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    """Shares are of documents drawn; the mean lengths of the two sources turn them into shares of tokens."""
+    """Shares are of documents; the sources' mean lengths turn them into shares of tokens."""
     loader = loader_of(mixed(folders, way), tokenizer, rank=0, world=1, micro=8)
     batches = list(islice(loader, 60))
     tokens = [sum(batch.counts[f"source_{n}"] for batch in batches) for n in range(2)]

@@ -2,12 +2,14 @@
 
 import numpy as np
 import pytest
+import torch
 
 from lacuna.config import Config
 from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.config.machine import ParallelismConfig
 from lacuna.config.sections import TrainingConfig
-from lacuna.data.packing import IGNORED, Batch, Document, Span, pack
+from lacuna.data.document import Document, Span
+from lacuna.data.packing import IGNORED, Batch, pack
 
 NO = IGNORED
 
@@ -121,3 +123,30 @@ def test_rows_of_single_examples_end_with_the_longest_unless_ranks_share_them(
         batch.counts["tokens"] == 103 and batch.counts["trained_tokens"] == 101
     )  # what pads is the end of text as well, but not trained
     assert batch.cu_seqlens.tolist() == [0, 100, length, length + 3, 2 * length]
+
+
+def test_what_is_known_of_a_token_lies_beside_the_label_that_it_is() -> None:
+    tokens = np.array([1, 2, 3, 9, 4, 5], dtype=np.int32)
+    trained = np.array([False, True, False, True, True, True])
+    known = {
+        "weight": np.arange(6, dtype=np.float32),
+        "likely": np.arange(12, dtype=np.int16).reshape(6, 2),
+    }
+    document = Document(tokens, 0.0, trained=trained, columns=known)
+    kinds = {name: values[:0] for name, values in known.items()}
+    config = Config(training=TrainingConfig(seq_len=4))
+    rows = [[Span(document, 0, 0, 4)], [Span(document, 0, 4, 6), span([7, 8])], []]
+    batch = pack(rows, config, sources=1, padding=0, kinds=kinds)
+    assert batch.columns["labels"].tolist() == [[2, NO, 9, 4], [5, NO, 8, NO], [NO] * 4]
+    weights, likely = batch.columns["weight"], batch.columns["likely"]
+    assert weights.dtype == torch.float32 and likely.dtype == torch.int16
+    assert weights.tolist() == [[1, 0, 3, 4], [5, 0, 0, 0], [0] * 4]
+    assert likely.shape == (3, 4, 2)
+    assert likely[..., 0].tolist() == [[2, 0, 6, 8], [10, 0, 0, 0], [0] * 4]
+    assert likely[..., 1].tolist() == [[3, 0, 7, 9], [11, 0, 0, 0], [0] * 4]
+
+
+def test_texts_and_conversations_have_nothing_of_sequences() -> None:
+    batch = packed()
+    assert batch.columns.keys() == {"input_ids", "labels", "position_ids", "real"}
+    assert batch.counts.keys().isdisjoint({"pairs", "sequences"}) and not batch.sequence_columns

@@ -15,9 +15,11 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.data import Batch, BatchPlan, Loader, build_loader, build_validation, merge_states
 from lacuna.data.chat import encode
-from lacuna.data.packing import IGNORED, Document
+from lacuna.data.document import Document
+from lacuna.data.judged import read_judged
+from lacuna.data.packing import IGNORED
 from lacuna.data.plan import make_plan
-from lacuna.data.preferences import encode_pair, read_judged
+from lacuna.data.preferences import encode_pair
 from texts import tokenizer_of_bytes
 
 NO = {"role": "assistant", "content": "No"}
@@ -56,7 +58,7 @@ def as_trained_alone(row: dict[str, Any], tokenizer: PreTrainedTokenizerFast) ->
         {"prompt": "Hi", "chosen": [HI, YES], "rejected": [NO]},
         {"prompt": "Hi", "messages": [HI, YES], "chosen": [HI, YES], "rejected": [HI, NO]},
         {"messages": [HI], "chosen": "Yes", "rejected": "No", "n_ranked": 3},
-        {"prompt": None, "chosen": json.dumps([HI, YES]), "rejected": [HI, NO]},
+        {"prompt": None} | {name: json.dumps(talk) for name, talk in PAIR.items()},
     ],
     ids=["implicit", "apart", "whole", "question", "ultrafeedback", "texts", "json"],
 )

@@ -1,4 +1,4 @@
-"""Code that comes with a model runs only where it is trusted, and a chat template only as far as memory goes."""
+"""Code of models runs only where it is trusted, chat templates only as far as memory goes."""
 
 import json
 import sys
@@ -125,7 +125,8 @@ ENDLESS = {
     "repeated": "{{ 'x' * 10**10 }}",
     "repeated beyond numbers": "{{ 'x' * 10**30 }}",
     "padded": "{{ 'x'.ljust(10**10) }}",
-    "doubled": "{% set n = namespace(x='x') %}{% for _ in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
+    "doubled": "{% set n = namespace(x='x') %}"
+    "{% for _ in range(60) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
     "long": "{{ 'x' * 10**8 }}",
 }
 

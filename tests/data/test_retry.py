@@ -3,7 +3,7 @@
 import pytest
 from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 
-from lacuna.data.sources import may_pass, with_retries
+from lacuna.data.faults import may_pass, with_retries
 
 
 def test_faults_of_the_network_may_pass_and_missing_things_do_not() -> None:

@@ -126,7 +126,8 @@ def test_unreadable_lines_become_records_that_say_where_they_are(
 ) -> None:
     path = tmp_path / "some.jsonl"
     path.write_bytes(
-        b'{"text": "good"}\n{"text": 7}\n{"text"\n\n"text"\n{"text": "\xff"}\n{"text": "also good"}\n{}'
+        b'{"text": "good"}\n{"text": 7}\n{"text"\n\n"text"\n{"text": "\xff"}\n'
+        b'{"text": "also good"}\n{}'
     )
     documents = open_source(Source(dataset=str(path)), Config(data=DataConfig(streaming=streaming)))
     records = list(documents.dataset)

@@ -1,4 +1,4 @@
-"""Streams: nothing is lost to faults of the network, and a resumed one is read from near where it was left."""
+"""Streams lose nothing to faults of the network, and are resumed near where they were left."""
 
 import logging
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ FEATURES = Features({"text": Value("string")})
 
 
 def count_up(counts: list[int], log: Path, faults: int) -> Iterator[dict[str, str]]:
-    """Numbers as texts, each noted in `log` as it is read; `faults` times the connection breaks after the 1,500th."""
+    """Numbers as texts; at the 1,500th the line breaks `faults` times, each noted in `log`."""
     for count in counts:
         for number in range(count):
             if number == 1500 and faults and (log.stat().st_size < faults):

@@ -1,4 +1,4 @@
-"""What a template leaves out is said; what it writes to close an answer is trained, whole and no more."""
+"""What a template leaves out is said; all that it writes to close an answer is trained."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from test_chat import (
 from lacuna.config import UserError
 from lacuna.config.documents import ChatConfig
 from lacuna.data.chat import encode, end_of_turn, use_template
-from lacuna.data.packing import Document
+from lacuna.data.document import Document
 
 THOUGHTFUL = YES | {"reasoning_content": "Easy."}
 LATER = TALK[3] | {"reasoning_content": "Hm."}

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import UserError
 from lacuna.config.sections import ModelConfig
-from lacuna.data.packing import Document
+from lacuna.data.document import Document
 from lacuna.data.sources import Documents
 from lacuna.data.tokenize import add_broken, document_of
 from lacuna.data.tokenizer import (

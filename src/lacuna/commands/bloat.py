@@ -19,7 +19,12 @@ EXTENSIONS = {
     "uploads": ("train/hub.py",),
     "experts": ("model/router.py",),
     "plans": ("plan/dry_run.py", "plan/examples.py"),
-    "preference": ("data/preferences.py", "objective/preference.py", "objective/reference.py"),
+    "preference": (
+        "data/judged.py",
+        "data/preferences.py",
+        "objective/preference.py",
+        "objective/reference.py",
+    ),
     "distillation": ("objective/distillation.py",),
     "rollouts": ("rollout/generate.py",),
 }

@@ -201,8 +201,8 @@ class ChatConfig(Section):
 
     columns: Annotated[Names, AfterValidator(_check_columns)] = ()
     """Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are
-    messages, prompt, completion, instruction, input, output, text, tools, chosen, rejected and label. Unset: these, or
-    ShareGPT's conversations."""
+    messages, prompt, completion, instruction, input, output, text, tools, chosen, rejected and
+    label. Unset: these, or ShareGPT's conversations."""
 
     roles: Annotated[Names, AfterValidator(_check_roles)] = ()
     """Roles that the data calls otherwise, such as user=human,assistant=bot."""

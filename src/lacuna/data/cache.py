@@ -1,4 +1,4 @@
-"""Files that are made once, whoever asks for them, and kept with the caches of `datasets`; and what files hold."""
+"""Files that are made once, whoever asks, and kept with the caches of `datasets`; and checksums."""
 
 import json
 import os
@@ -49,10 +49,11 @@ def require_writable_cache() -> None:
 
 
 def made_once(name: str, write: Callable[[str], Any]) -> Path:
-    """The file or folder of this name, which `write` writes unless it is there; of many that ask at once others wait.
+    """The file or folder of this name in the cache, which `write` writes unless it is there.
 
-    It gets its name once the disk has all of it, and its checksums are kept beside it: what is
-    found damaged later is written anew.
+    Of many processes that ask at once, one writes and the others wait. It gets its name once the
+    disk has all of it, and its checksums are kept beside it: what is found damaged later is written
+    anew.
     """
     kept = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", name)
     require_writable_cache()

@@ -9,8 +9,10 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config.documents import ChatConfig
-from lacuna.config.errors import UserError, explained, nearby, refuse
+from lacuna.config.errors import UserError, explained, nearby
 from lacuna.config.fields import RECIPES
+from lacuna.data.document import Document
+from lacuna.data.marks import written
 from lacuna.data.messages import (
     conversation_columns,
     instructed,
@@ -19,7 +21,6 @@ from lacuna.data.messages import (
     read_tools,
     unknown_roles,
 )
-from lacuna.data.packing import Document
 from lacuna.data.template import (
     Chat,
     end_of_answer,
@@ -28,16 +29,15 @@ from lacuna.data.template import (
     template_for,
     templates_of,
     trials,
-    written,
 )
 from lacuna.data.tokenizer import tokenize_text
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> None:
-    """Give a tokenizer, which has all its tokens by now, the chat template of the settings, if they name one.
+    """Give a tokenizer the chat template that the settings name, if they name one.
 
-    Raises UserError when it has none in the end, or one from which a model could not learn to end
-    its turn.
+    The tokenizer has all its tokens by now. Raises UserError when it has no template in the end, or
+    one from which a model could not learn to end its turn.
     """
     if settings.template is not None:
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
@@ -46,40 +46,44 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
         mend = "write it in UTF-8" if file.is_file() else nearby(file)
         with explained(problem, OSError, ValueError, mend=mend):
             tokenizer.chat_template = file.read_text(encoding="utf-8")
-    slow = "model.tokenizer_path: conversations need a fast tokenizer, which tells the place of each token"
-    absent = "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file"
-    refuse({slow: not tokenizer.is_fast, absent: not tokenizer.chat_template})
+    if not tokenizer.is_fast:
+        raise UserError(
+            "model.tokenizer_path: conversations need a fast tokenizer, which tells the place of "
+            "each token."
+        )
+    if not tokenizer.chat_template:
+        raise UserError(
+            "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file."
+        )
     refusals = []
-    for trial in chain.from_iterable(
-        trials(tokenizer, template) for template in templates_of(tokenizer)
-    ):
+    templates = templates_of(tokenizer)
+    for trial in chain.from_iterable(trials(tokenizer, template) for template in templates):
         try:
-            return _try_template(trial, settings)
+            _try_template(trial, settings)
+            return
         except UserError as refusal:
             refusals.append(refusal)
     raise refusals[0]
 
 
 def _try_template(trial: Chat, settings: ChatConfig) -> None:
-    """Raises UserError when a template refuses a trial, or does not end its answer so that it is trained."""
+    """Raises UserError when a template refuses a trial, or does not train the end of its answer."""
     end = end_of_answer(trial.tokenizer, trial.template)
-    wrong = f"chat.template: after an answer there is {end.text!r}; there must be a special token of the tokenizer"
-    marks = "and where there are {% generation %} marks, within or right after them, for a model to learn to stop"
-    mend = "name the token in model.new_tokens, or give another template"
-    refuse(
-        {
-            f"{wrong}, {marks}; {mend}": end.token is None
-            or end.token not in _trained_tokens(*encode_chat(trial, 0, settings))
-        }
-    )
-
-
-def _trained_tokens(tokens: np.ndarray, trained: np.ndarray) -> np.ndarray:
-    return tokens[trained]
+    is_trained = False
+    if end.token is not None:
+        tokens, trained = encode_chat(trial, 0, settings)
+        is_trained = end.token in tokens[trained]
+    if not is_trained:
+        raise UserError(
+            f"chat.template: after an answer there is {end.text!r}; there must be a special token "
+            "of the tokenizer, and where there are {% generation %} marks, within or right after "
+            "them, for a model to learn to stop; name the token in model.new_tokens, or give "
+            "another template."
+        )
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens at which an answer ends: the end of text, and what its chat templates put behind an answer."""
+    """The tokens that end an answer: the end of text, and what templates put behind answers."""
     ends = [tokenizer.eos_token_id]
     for template in templates_of(tokenizer):
         with suppress(UserError):  # a template that nobody trains on may refuse every trial
@@ -105,7 +109,7 @@ def encode(
         completion = read(values["completion"], str, where)
         tokens, trained = encode_texts(values["prompt"], completion, tokenizer)
     else:
-        parts = _parts(values, record.get(found.get("input")), where, settings)
+        parts = _parts(values, record.get(found.get("input", "")), where, settings)
         tools = read_tools(record, found, place)
         template = template_for(tokenizer, tools, where)
         chat = Chat(where, tokenizer, template, sum(parts, []), tools)
@@ -134,9 +138,10 @@ def _parts(
 def encode_texts(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a prompt as a model is given it and of its answer, which ends the text; no token is of both.
+    """The tokens of a prompt as a model is given it, then of the answer, which ends the text.
 
-    Returns int32 tokens, and bool of the same shape: those of the answer are trained.
+    No token is of both. Returns int32 tokens, and bool of the same shape: those of the answer are
+    trained.
     """
     asked, answer = (
         tokenize_text(tokenizer, prompt),
@@ -148,21 +153,25 @@ def encode_texts(
 
 
 def encode_chat(chat: Chat, first: int, settings: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
-    """The int32 tokens of a conversation, and as bool which are trained: answers from message `first` on."""
+    """The tokens of a conversation, in which the answers from message `first` on are trained.
+
+    Returns int32 tokens, and bool of the same shape: whether each is trained.
+    """
     answers = [
         number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
     ]
-    turns = [turn for turn in answers if turn >= first][-1 if settings.train_on == "last" else 0 :]
-    unknown = unknown_roles(chat.messages)
-    say = f"say by chat.roles which of {unknown} is the assistant, such as assistant={unknown.rpartition(' ')[2]}, or "
-    lacking = "no message is the assistant's" if chat.messages else "the conversation is empty"
-    refuse({f"{chat.where}: {lacking}; {say if unknown else ''}leave the row out": not turns})
+    turns = [turn for turn in answers if turn >= first]
+    if settings.train_on == "last":
+        turns = turns[-1:]
+    if not turns:
+        raise UserError(_without_answer(chat))
     chat = written(chat, turns)
     text, spans = render(chat)
     if spans is None:
         spans = [_answer(chat, text, turn, turn < turns[-1]) for turn in reversed(turns)]
     elif turns[0] > answers[0]:
-        spans = spans[len(render(chat, turns[0])[1]) :]
+        earlier = render(chat, turns[0])[1]
+        spans = spans[len(earlier or ()) :]
     encoding = chat.tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
@@ -172,40 +181,62 @@ def encode_chat(chat: Chat, first: int, settings: ChatConfig) -> tuple[np.ndarra
     ends = tuple(chat.tokenizer.convert_ids_to_tokens(end_of_turn(chat.tokenizer)))
     for first_character, beyond in spans:
         start = np.searchsorted(stops, first_character, side="right")
-        trained[start : np.searchsorted(starts, _with_end(chat, text, beyond, ends))] = True
+        stop = np.searchsorted(starts, _with_end(chat, text, beyond, ends))
+        trained[start:stop] = True
     return tokens, trained
 
 
+def _without_answer(chat: Chat) -> str:
+    """What is told of a conversation in which there is nothing to train."""
+    if not chat.messages:
+        return f"{chat.where}: the conversation is empty; leave the row out."
+    unknown = unknown_roles(chat.messages)
+    mend = "leave the row out"
+    if unknown:
+        last = unknown.rpartition(" ")[2]
+        mend = (
+            f"say by chat.roles which of {unknown} is the assistant, such as assistant={last}, "
+            f"or {mend}"
+        )
+    return f"{chat.where}: no message is the assistant's; {mend}."
+
+
 def _with_end(chat: Chat, text: str, beyond: int, ends: tuple[str, ...]) -> int:
-    """Where an answer whose characters before `beyond` are trained ends, with all that closes it."""
-    end = end_of_answer(chat.tokenizer, chat.template).text
+    """Where an answer ends with all that closes it, if it is trained up to character `beyond`."""
     if text[:beyond].rstrip().endswith(ends):
         return beyond
-    within = max(count for count in range(len(end) + 1) if text.endswith(end[:count], 0, beyond))
-    return beyond + next(
-        (len(rest) for rest in (end[within:], *ends) if rest and text.startswith(rest, beyond)), 0
+    closing = end_of_answer(chat.tokenizer, chat.template).text
+    within = max(
+        count for count in range(len(closing) + 1) if text.endswith(closing[:count], 0, beyond)
     )
+    for rest in (closing[within:], *ends):
+        if rest and text.startswith(rest, beyond):
+            return beyond + len(rest)
+    return beyond
 
 
 def _answer(chat: Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, int]:
-    """The characters of `whole` that answer: from where message `turn` is asked for to the token that ends its turn.
+    """The characters of `whole` that answer, where the template does not mark them.
 
-    Raises UserError unless `whole` begins with the conversation before the message, and with that
-    up to its end.
+    They go from where message `turn` is asked for to the token that ends its turn. Raises UserError
+    unless `whole` begins with the conversation before the message, and with that up to its end.
     """
     end = end_of_answer(chat.tokenizer, chat.template)
-    last = chat.tokenizer.convert_ids_to_tokens(end.token)
     asked = render(chat, turn, asks=True)[0]
-    answered = whole if turn + 1 == len(chat.messages) else render(chat, turn + 1)[0]
+    answered = whole
+    if turn + 1 < len(chat.messages):
+        answered = render(chat, turn + 1)[0]
     answered = answered.removesuffix(end.beyond)
+    assert end.token is not None, "use_template has refused such a template"
+    last = str(chat.tokenizer.convert_ids_to_tokens(end.token))
     ended = answered.rfind(last, len(asked))
     answered = answered[: ended + len(last)] if ended >= 0 else answered.rstrip()
     for beginning, stop, asks in ((asked, turn, True), (answered, turn + 1, False)):
         if not whole.startswith(beginning):
-            last = ', or set chat.train_on = "last"' if is_earlier else ""
-            wrong = "where it begins and ends cannot be told, because the chat template rewrites"
-            mend = f'give a template with {{% generation %}} marks, such as chat.template = "chatml"{last}'
             raise UserError(
-                f"{chat.where}, message {turn + 1}: {wrong}: {parting(chat, stop, asks)}; {mend}"
+                f"{chat.where}, message {turn + 1}: where it begins and ends cannot be told, "
+                f"because the chat template rewrites: {parting(chat, stop, asks)}; give a template "
+                'with {% generation %} marks, such as chat.template = "chatml"'
+                + (', or set chat.train_on = "last"' if is_earlier else "")
             )
     return len(asked), len(answered)

@@ -1,4 +1,4 @@
-"""A corpus and a tokenizer that every Python brings along, so that a first run needs no download."""
+"""A corpus and a tokenizer that every Python brings along: a first run needs no download."""
 
 import hashlib
 import os
@@ -31,7 +31,7 @@ _TRAINING_BYTES = 4_000_000
 
 
 def stdlib_files() -> dict[str, list[str]]:
-    """The standard library's source files by split, each sorted; every twentieth is for validation."""
+    """The standard library's source files by split, sorted; every twentieth is for validation."""
     found = []
     for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
         inner[:] = set(inner) - _LEFT_OUT  # into which the walk then does not go
@@ -42,7 +42,7 @@ def stdlib_files() -> dict[str, list[str]]:
 
 
 def stdlib_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 4,096 tokens trained on the train split, kept with the caches of `datasets`."""
+    """A byte-level BPE of 4,096 tokens, trained once on the train split and kept in the caches."""
     texts = [Path(file).read_bytes() for file in stdlib_files()["train"]]
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
@@ -57,4 +57,7 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
         trained.save(file)
 
     file = made_once(f"{NAME}-{_VOCABULARY}-{digest}.json", train)
-    return PreTrainedTokenizerFast(tokenizer_file=str(file), eos_token=_END, pad_token=_END)
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_file=str(file), eos_token=_END, pad_token=_END
+    )
+    return tokenizer

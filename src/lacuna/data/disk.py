@@ -28,7 +28,7 @@ def sync_all(path: str | Path) -> None:
 
 @contextmanager
 def whole_folder(folder: str) -> Iterator[str]:
-    """A folder to write to, beside the place of `folder`, which it takes in the end, once the disk holds all of it."""
+    """A folder to write to, which in the end, when the disk has all of it, is named `folder`."""
     unfinished = f"{folder.rstrip(os.sep)}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     os.makedirs(unfinished)

@@ -1,4 +1,4 @@
-"""Records out of local or remote files of JSON or whole texts, compressed or not; a bad line never ends a run."""
+"""Records of files of JSON or texts, compressed or not; a bad line never ends a run."""
 
 import codecs
 import io
@@ -12,7 +12,7 @@ import fsspec
 import pyarrow as pa
 from fsspec.utils import infer_compression
 
-from lacuna.config import UserError, refuse
+from lacuna.config import UserError
 
 # Column in which the reader gives whole records, as JSON.
 RECORD = "record"
@@ -22,11 +22,12 @@ BROKEN = "broken"
 
 def read_records(
     files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int
-) -> Iterator[dict]:
-    """Yield `column` (None where unreadable), BROKEN (None where readable) and the `numbers` of every record.
+) -> Iterator[dict[str, Any]]:
+    """Yield what is used of every record: `column`, the columns of `numbers`, and BROKEN.
 
-    RECORD is the column of everything. `kind` is json (an object per line, or one list of them) or
-    text (each file is a record); `version` that of this reader: a part of what caches are keyed by.
+    `column` is None where it is unreadable, else BROKEN is. RECORD is the column of everything.
+    `kind` is json (an object per line, or one list of them) or text (each file is a record);
+    `version` is that of this reader: a part of what caches are keyed by.
     """
     for record, place in records_of(files, kind):
         values = record if isinstance(record, dict) else {}
@@ -74,9 +75,8 @@ def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
 
 def _refuse_encoding(path: str, beginning: bytes) -> None:
     encoding = json.detect_encoding(beginning[:4])
-    refuse(
-        {f"{path}: is in {encoding.upper()}; write it in UTF-8": not encoding.startswith("utf-8")}
-    )
+    if not encoding.startswith("utf-8"):
+        raise UserError(f"{path}: is in {encoding.upper()}; write it in UTF-8.")
 
 
 def _elements(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
@@ -109,16 +109,13 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
     codec = infer_compression(path)
     with fsspec.open(path, "rb", compression=codec if codec == "xz" else None) as stream:
         try:
-            if (
-                codec and codec != "xz"
-            ):  # Arrow's readers go on over several frames and notice a missing end
-                stream = io.BufferedReader(
-                    pa.CompressedInputStream(pa.PythonFile(stream, mode="r"), codec)
-                )
+            if codec and codec != "xz":
+                # Arrow's readers go on over several frames and notice a missing end.
+                packed = pa.PythonFile(stream, mode="r")
+                stream = io.BufferedReader(pa.CompressedInputStream(packed, codec))
             yield stream
         except (EOFError, OSError, lzma.LZMAError) as error:
-            if isinstance(error, OSError) and (
-                type(error) is not OSError or error.errno is not None
-            ):
+            is_plain = type(error) is OSError and error.errno is None
+            if isinstance(error, OSError) and not is_plain:
                 raise  # bytes that did not come, not bytes that came wrong
             raise UserError(f"{path}: is damaged ({error}); write or download it again") from error

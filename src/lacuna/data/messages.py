@@ -1,4 +1,4 @@
-"""Records to messages with transformers' keys: what knows the columns and the spellings of conversations."""
+"""Rows to messages with transformers' keys: the columns and the spellings of conversations."""
 
 import json
 from collections.abc import Collection, Sequence
@@ -9,21 +9,14 @@ from typing import Any
 from datasets import Json
 
 from lacuna.config.documents import COLUMNS, ChatConfig
-from lacuna.config.errors import UserError, logger, refuse
+from lacuna.config.errors import UserError, logger
 from lacuna.data.files import of_json
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Our names of the columns that each needs.
-Formats = Sequence[tuple[str, ...]]
+# Of each way to write conversations our names of the columns that it needs.
 _CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
-PAIRS = (
-    ("prompt", "chosen", "rejected"),
-    ("messages", "chosen", "rejected"),
-    ("chosen", "rejected"),
-)
-LABELLED = (("prompt", "completion", "label"),)
 
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
 _SHAREGPT = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -36,46 +29,56 @@ _SHAREGPT |= {
 
 
 def conversation_columns(
-    columns: Collection[str],
-    settings: ChatConfig,
-    where: str = "",
-    formats: Formats = _CONVERSATIONS,
+    columns: Collection[str], settings: ChatConfig, where: str = ""
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Our names of the columns that rows are read from, and our name -> the data's of all there are.
+    """Our names of the columns that conversations are in; and the data's name of each, by ours.
 
-    Of the `formats` that fit, the first counts, but those that `chat.columns` names go before.
-    Raises UserError, which begins with `where`, when there are no such columns.
+    A format that `chat.columns` names goes first. Raises UserError, which begins with `where`, when
+    there are no such columns.
     """
-    renamed = dict(pair.split("=", 1) for pair in settings.columns)
-    names = {ours: ours for ours in COLUMNS} | {
-        "messages": "messages" if "messages" in columns else "conversations"
-    }
-    found = {ours: theirs for ours, theirs in (names | renamed).items() if theirs in columns}
+    found = columns_by_our_names(columns, settings)
+    needed = fitting_format(_CONVERSATIONS, found, settings)
+    if needed is None:
+        usual = (
+            "messages (or conversations), prompt and completion, instruction and output, or text"
+        )
+        raise UserError(
+            f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; "
+            "say by chat.columns which hold conversations, such as messages=dialog or "
+            "prompt=question,completion=answer"
+        )
+    return needed, found
+
+
+def columns_by_our_names(columns: Collection[str], settings: ChatConfig) -> dict[str, str]:
+    """Our name -> the data's, of all the columns that are there and have a meaning."""
+    names = {ours: ours for ours in COLUMNS}
+    if "messages" not in columns:
+        names["messages"] = "conversations"
+    names |= _renamed(settings)
+    return {ours: theirs for ours, theirs in names.items() if theirs in columns}
+
+
+def fitting_format(
+    formats: Sequence[tuple[str, ...]], found: Collection[str], settings: ChatConfig
+) -> tuple[str, ...] | None:
+    """The first format whose columns are all found; those that `chat.columns` names come first."""
+    renamed = _renamed(settings)
     for needed in sorted(formats, key=renamed.keys().isdisjoint):
-        if found.keys() >= {*needed, *renamed}:
-            return needed, found
-    usual = "messages (or conversations), prompt and completion, instruction and output, or text"
-    mend = "say by chat.columns which hold conversations, such as messages=dialog or prompt=question,completion=answer"
-    if formats is not _CONVERSATIONS:
-        labelled = {"prompt", "completion", "label"}
-        if labelled <= found.keys() and not set(LABELLED) & set(formats):
-            raise UserError(
-                f"{where}has answers with a label, which only one loss learns from; set "
-                'preference.loss = "kto", or give chosen and rejected'
-            )
-        usual = "chosen and rejected (with prompt or messages, or without)"
-        if set(LABELLED) & set(formats):
-            usual += ", or prompt, completion and label"
-        mend = "say by chat.columns which hold the answers, such as chosen=better,rejected=worse"
-    raise UserError(
-        f"{where}no columns {', '.join(settings.columns) or usual}, but {', '.join(columns)}; {mend}"
-    )
+        if {*needed, *renamed} <= {*found}:
+            return needed
+    return None
+
+
+def _renamed(settings: ChatConfig) -> dict[str, str]:
+    return dict(pair.split("=", 1) for pair in settings.columns)
 
 
 def unfilled(value: Any, features: Any, name: str) -> Any:
-    """What a table of these features holds, without the nulls that it gives every row where others have a key.
+    """A value of a table without the nulls that it has only because other rows have a key.
 
-    Warns once of arguments of calls, whose own nulls cannot be told from these.
+    `features` are those of the value in the table. Warns once of arguments of calls, whose own
+    nulls cannot be told from these.
     """
     if isinstance(features, Json):  # kept as it was written
         return value
@@ -98,22 +101,25 @@ def unfilled(value: Any, features: Any, name: str) -> Any:
 
 @lru_cache
 def _warn_of_nulls(name: str) -> None:
-    told = "null arguments of tool calls are left out, as its tables hold null also for what a call has not"
     logger.warning(
-        "%s: %s; arguments as JSON text, or records as JSON lines, keep them", name, told
+        "%s: null arguments of tool calls are left out, as its tables hold null also for what a "
+        "call has not; arguments as JSON text, or records as JSON lines, keep them",
+        name,
     )
 
 
 def instructed(values: dict[str, Any], more: Any, where: str) -> list[list[dict[str, Any]]]:
-    """The question and the answer of an Alpaca's columns; `more` is its input, which may be empty."""
+    """The question and the answer of Alpaca's columns; `more` is its input, which may be empty."""
     asked = [read(values["instruction"], str, where), read(more or "", str, where)]
+    question = {"role": "user", "content": "\n\n".join(filter(None, asked))}
     answer = {"role": "assistant", "content": read(values["output"], str, where)}
-    return [[{"role": "user", "content": "\n\n".join(filter(None, asked))}], [answer]]
+    return [[question], [answer]]
 
 
 def read_messages(value: Any, where: str, settings: ChatConfig) -> list[dict[str, Any]]:
     """A list of messages with transformers' keys. Raises UserError when it is none."""
-    roles = {theirs: ours for ours, theirs in (pair.split("=", 1) for pair in settings.roles)}
+    pairs = [pair.split("=", 1) for pair in settings.roles]
+    roles = {theirs: ours for ours, theirs in pairs}
     return [
         _message(one, f"{where}, message {number}", roles)
         for number, one in enumerate(read(value, list, where), 1)
@@ -130,32 +136,19 @@ def read_tools(
 
 
 def unknown_roles(messages: list[dict[str, Any]]) -> str:
-    """Roles of messages that few chat templates know."""
-    return ", ".join(
-        dict.fromkeys(one["role"] for one in messages if one["role"] not in KNOWN_ROLES)
-    )
+    """The roles of messages that few chat templates know, as a list with commas."""
+    roles = dict.fromkeys(message["role"] for message in messages)
+    return ", ".join(role for role in roles if role not in KNOWN_ROLES)
 
 
 def _message(value: Any, where: str, roles: dict[str, str]) -> dict[str, Any]:
+    """A message with transformers' keys; `roles` are ours by the data's."""
     message = {key: part for key, part in read(value, dict, where).items() if part is not None}
     if "from" in message and "role" not in message:
-        speaker, content = (
-            read(message.pop("from"), str, f"{where}, from"),
-            message.pop("value", None),
-        )
-        mend = f"name others by chat.roles, such as user={speaker}"
-        known = _SHAREGPT | roles
-        refuse(
-            {
-                f"{where}: is from {speaker!r}; known are {', '.join(known)}; {mend}": speaker
-                not in known
-            }
-        )
-        called = {"tool_calls": [content]} if speaker == "function_call" else {"content": content}
-        message |= {"role": known[speaker]} | called
+        message = _of_sharegpt(message, where, roles)
     role = read(message.get("role"), str, f"{where}, role")
+    message["role"] = roles.get(role, role)
     calls = read(message.pop("tool_calls", []), list, f"{where}, tool_calls")
-    message |= {"role": roles.get(role, role)}
     if calls:
         message["tool_calls"] = [
             _call(read(call, dict, f"{where}, tool_calls"), where) for call in calls
@@ -166,14 +159,30 @@ def _message(value: Any, where: str, roles: dict[str, str]) -> dict[str, Any]:
     return message
 
 
+def _of_sharegpt(message: dict[str, Any], where: str, roles: dict[str, str]) -> dict[str, Any]:
+    """A message of ShareGPT's with the keys of others."""
+    rest = {key: part for key, part in message.items() if key not in ("from", "value")}
+    speaker = read(message["from"], str, f"{where}, from")
+    content = message.get("value")
+    known = _SHAREGPT | roles
+    if speaker not in known:
+        raise UserError(
+            f"{where}: is from {speaker!r}; known are {', '.join(known)}; name others by "
+            f"chat.roles, such as user={speaker}."
+        )
+    if speaker == "function_call":
+        return rest | {"role": known[speaker], "tool_calls": [content]}
+    return rest | {"role": known[speaker], "content": content}
+
+
 def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call of a tool with transformers' keys."""
     function = read(call.get("function") or call, dict, f"{where}, function")
-    read(function.get("name"), str, f"{where}, name of the function")
+    name = read(function.get("name"), str, f"{where}, name of the function")
     given = function.get("arguments")
-    arguments = read(
-        {} if given is None else given, dict, f"{where}, arguments of {function['name']}"
-    )
+    arguments = {}
+    if given is not None:
+        arguments = read(given, dict, f"{where}, arguments of {name}")
     return {"type": "function"} | call | {"function": function | {"arguments": arguments}}
 
 

@@ -1,4 +1,4 @@
-"""The order of documents: a function of the seed and the position alone, computed where it is needed."""
+"""The order of documents: a function of seed and position alone, computed where it is needed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,26 +11,34 @@ _ROUNDS = np.arange(6, dtype=np.uint64) * _GOLDEN
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Turn uint64 counters into independent-looking uint64 values (the finaliser of SplitMix64, Steele 2014)."""
+    """Turn uint64 counters into values that look independent.
+
+    It is the finaliser of SplitMix64 (Steele, 2014).
+    """
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
+    mixed: np.ndarray = values ^ (values >> np.uint64(31))
+    return mixed
 
 
 def random_key(*parts: int) -> int:
-    """Derive one 64-bit key from a few integers, so that every use of randomness has its own stream."""
+    """One 64-bit key from a few integers, so that every use of randomness has its own stream."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0])
 
 
 @lru_cache(maxsize=2)
 def shuffled(size: int, key: int | None, *parts: int) -> np.ndarray:
-    """The numbers below `size`, int64 [size], in an order of the key's and parts' own; None leaves them as they are."""
-    return Pool(size, None if key is None else random_key(key, *parts)).locate(np.arange(size))
+    """The numbers below `size`, int64 [size], in an order of the key's and the parts' own.
+
+    Without a key they stay as they are.
+    """
+    own_key = None if key is None else random_key(key, *parts)
+    return Pool(size, own_key).locate(np.arange(size))
 
 
 @dataclass(frozen=True)
 class Pool:
-    """Documents that are passed over as one: those of one source, or of several that have no weights.
+    """Documents that are passed over as one: of one source, or of several that have no weights.
 
     Args:
         size: how many they are; of a stream, its parts.
@@ -77,7 +85,9 @@ class Mixture:
     shares: tuple[float, ...]
     lanes: int
 
-    def draw(self, lane: int, cursors: Sequence[int], count: int) -> tuple[np.ndarray, np.ndarray]:
+    def draw(
+        self, lane: int, cursors: Sequence[int] | np.ndarray, count: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """The next `count` draws of one lane.
 
         Args:

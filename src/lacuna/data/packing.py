@@ -1,71 +1,20 @@
-"""Documents to rows and rows to batches: which share a row, and the inputs, labels, positions and bounds of a batch."""
+"""Rows to batches: the inputs, labels, positions and bounds of a micro-batch."""
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from lacuna.config import Config, UserError, refuse
+from lacuna.config import Config
+from lacuna.data.document import Span
 
 IGNORED = -100
-_ROUNDED = 64  # rows of many lengths would make many kernels
-
-
-@dataclass(frozen=True)
-class Document:
-    """One document: a text, a conversation, or sequences that are compared with each other.
-
-    Attributes:
-        tokens: int32 or uint16 [n], the end of text among them.
-        text_bytes: the UTF-8 bytes of its text (nan: unknown).
-        broken: where it was found, if it is unreadable and has no tokens.
-        trained: bool [n], whether a token is to be predicted; None: all are.
-        columns: by name [n] or [n, k], more of each token as one that is predicted, such as a weight.
-        ends: where each of its sequences ends; empty where it is one.
-        sequence_columns: by name one value for each of its sequences.
-    """
-
-    tokens: np.ndarray
-    text_bytes: float
-    broken: str | None = None
-    trained: np.ndarray | None = None
-    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    ends: tuple[int, ...] = ()
-    sequence_columns: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
-
-    @property
-    def bounds(self) -> list[tuple[int, int]]:
-        """Where each of its sequences begins and ends."""
-        return list(pairwise((0, *(self.ends or (len(self.tokens),)))))
-
-
-@dataclass(frozen=True)
-class Span:
-    """A run inside one row: the tokens [start, stop) of a document, fewer where it ends before, and its source."""
-
-    document: Document
-    source: int
-    start: int
-    stop: int
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Those of the document."""
-        return self.document.tokens[self.start : self.stop]
-
-    @property
-    def trained(self) -> np.ndarray:
-        """Whether each is to be predicted, bool; the first of each sequence is by none."""
-        whole = self.document.trained
-        if whole is None:
-            whole = np.ones(len(self.document.tokens), dtype=bool)
-        trained = whole[self.start : self.stop].copy()
-        firsts = [first - self.start for first, _ in self.document.bounds if first >= self.start]
-        trained[[0, *(first for first in firsts if first < len(trained))]] = False
-        return trained
+# Rows of many different lengths would make many kernels.
+_ROUNDED = 64
 
 
 @dataclass(frozen=True)
@@ -73,31 +22,33 @@ class Batch:
     """One micro-batch of one data-parallel rank; B sequences of T tokens; tensors on the CPU.
 
     Attributes:
-        columns: by name [B, T], or [B, T, k], one value or vector a token. What every batch has:
-            input_ids: int64.
-            labels: int64, already shifted: the target of position t; -100 where nothing is trained.
-            position_ids: int64, from 0 in each piece (from 0 in each row when documents are not
-                masked).
+        columns: by name [B, T] or [B, T, k], a value or some values of each token. Every batch has
+            input_ids: int64;
+            labels: int64, already shifted: the target of position t; -100 where nothing is trained;
+            position_ids: int64, from 0 in each piece (in each row if documents are not masked);
             real: bool, whether a token is one of a document, and not padding.
-            Where preferences are trained on, also sequence: int64, the number within the batch of
-            the sequence that a token is of; 0 for padding. Columns of the documents
-            lie beside the label that they are of; they are 0 where nothing is trained.
-        counts: by name, what is summed over micro-batches and ranks. What every batch has:
-            tokens: input tokens that are not padding.
-            trained_tokens: labels that are not -100.
-            text_bytes: UTF-8 bytes of the text these tokens came from (nan when only tokens are
-                known).
-            source_0 and so on: real tokens from each source, in the order of the configuration.
-            Where preferences are trained on, also pairs: documents of two sequences; and sequences:
-            those that are judged, without mismatched ones.
+            With preferences also
+            sequence: int64, the number in the batch of the sequence that a token is of; 0 for
+            padding.
+            What documents know of their tokens lies beside the labels; 0 where nothing is trained.
+        counts: by name, what is summed over micro-batches and ranks. Every batch has
+            tokens: input tokens that are not padding;
+            trained_tokens: labels that are not -100;
+            text_bytes: UTF-8 bytes of the text that the tokens came from; nan if only these are
+            known;
+            source_0 and so on: tokens from each source, in the order of the configuration.
+            With preferences also
+            pairs: documents, which have two sequences each;
+            sequences: those of them that are judged, without mismatched ones.
         cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end
             is one.
         max_seqlen: tokens in the longest piece.
-        sequence_columns: by name float32 [sequences], one value for each sequence of the batch.
-            Of preferences chosen: 1 for a sequence that is wanted, 0 for one that is not; for kto
-            also mismatched: 1 where the answer is one to another prompt.
-        own_columns: by name [B, T', ...], what was found out by this rank of its share of the
-            tokens, on its device.
+        sequence_columns: by name float32 [sequences], a value of each sequence that has a number in
+            the column `sequence`. With preferences
+            chosen: 1 if it is wanted, 0 if it is not;
+            mismatched, for kto alone: 1 if its answer is one to another prompt.
+        own_columns: by name [B, T', ...], what this rank found out of its share of the tokens, on
+            its device.
     """
 
     columns: dict[str, Tensor]
@@ -113,98 +64,8 @@ class Batch:
         return self.columns["input_ids"].shape
 
 
-def packing_mode(config: Config) -> str:
-    """`packing.mode`, by default that of the task: conversations are not cut, texts laid end to end."""
-    automatic = "best_fit" if config.conversations is not None else "concatenate"
-    return automatic if config.packing.mode == "auto" else config.packing.mode
-
-
-def fill_rows(
-    lengths: np.ndarray, document: Callable[[int], Document], config: Config, ordered: bool = False
-) -> list[np.ndarray]:
-    """The pieces of each row: int64 [3, n], the number of a document, its first token and the one after the last.
-
-    `lengths` are those of all documents, of which `document` gives one; an empty one takes no room.
-    If they are `ordered`, only those share rows that come together in the buffer. Raises UserError
-    when nothing is left of them.
-    """
-    pieces = _cut(lengths, document, config)
-    pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
-    space, sizes = config.training.seq_len, pieces[:, 2] - pieces[:, 1]
-    wrong = f"packing.long_examples: none of {len(lengths)} examples has a trained token within {space} tokens"
-    refuse(
-        {f"{wrong}; raise training.seq_len, or split them": len(lengths) > 0 and not len(pieces)}
-    )
-    if packing_mode(config) == "none":
-        return [piece[:, None] for piece in pieces]
-    buffer = np.cumsum(sizes) // (config.packing.buffer * space if ordered else np.inf)
-    together = np.split(pieces, np.flatnonzero(np.diff(buffer)) + 1)
-    return [
-        those[chosen].T
-        for those in together
-        for chosen in best_fit(those[:, 2] - those[:, 1], space)
-    ]
-
-
-def _cut(lengths: np.ndarray, document: Callable[[int], Document], config: Config) -> np.ndarray:
-    """int64 [pieces, 3]; pieces of long documents in which nothing is trained are left out."""
-    most, long_examples = config.training.seq_len, config.packing.long_examples
-    if config.trains_on == "preferences":
-        refuse_long_pairs(lengths, most, long_examples)
-    fitting, long = (
-        np.flatnonzero((lengths > 0) & (lengths <= most)),
-        np.flatnonzero(lengths > most),
-    )
-    pieces = [np.stack([fitting, np.zeros_like(fitting), lengths[fitting]], axis=1)]
-    for number in long.tolist() if long_examples != "drop" else ():
-        stop = int(lengths[number]) if long_examples == "split" else most
-        # Each token is predicted before it.
-        trained = Span(document(number), 0, 0, stop + 1).trained[1:]
-        labelled = np.flatnonzero(trained)
-        starts = np.unique(labelled // most) * most
-        pieces.append(
-            np.stack(
-                [np.full_like(starts, number), starts, np.minimum(starts + most, stop)], axis=1
-            )
-        )
-    return np.concatenate(pieces)
-
-
-def refuse_long_pairs(lengths: np.ndarray, most: int, long_examples: str) -> None:
-    """Raises UserError for pairs of more than `most` tokens, unless long examples are dropped."""
-    long = lengths[lengths > most]
-    if len(long) and long_examples != "drop":
-        raise UserError(
-            f"training.seq_len: {len(long):,} of {len(lengths):,} pairs are longer than a row of "
-            f"{most} tokens, the longest {long.max():,}, and a pair cannot be cut; raise it, or set "
-            'packing.long_examples = "drop" to leave them out.'
-        )
-
-
-def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
-    """Bins of at most `space` tokens, each the numbers of the pieces in it, by best-fit decreasing (Johnson, 1973).
-
-    Each piece, the longest first, goes to the fullest bin that has room for it.
-    """
-    bins: list[list[int]] = []
-    roomy: dict[int, list[list[int]]] = {
-        0: [],
-        space: [],
-    }  # bins by the tokens that they have room for
-    rooms = 0  # bit n is set where a bin has room for n > 0, so that the least room that suffices is found at once
-    for piece in np.argsort(-lengths, kind="stable").tolist():
-        length = int(lengths[piece])
-        fitting = rooms >> length
-        room = length + (fitting & -fitting).bit_length() - 1 if fitting else space
-        if not roomy[room]:
-            bins.append([])
-            roomy[room].append(bins[-1])
-        chosen = roomy[room].pop()
-        chosen.append(piece)
-        roomy.setdefault(room - length, []).append(chosen)
-        rooms |= 1 << room - length
-        rooms &= ~(1 | (not roomy[room]) << room)
-    return bins
+# Spans, each with the place of its first token where all rows lie one after the other.
+_Placed = list[tuple[Span, int]]
 
 
 def pack(
@@ -219,39 +80,33 @@ def pack(
     Args:
         sources: how many there are in all.
         padding: the id that fills rows with too few tokens.
-        kinds: of each column that documents may have of their tokens an empty array, by name.
+        kinds: an empty array of each column that documents may have of their tokens, by name.
     """
     length = _row_length(rows, config)
     size = len(rows) * length
     placed = _placed(rows, length)
-    columns = {
-        "input_ids": np.full(size, padding, dtype=np.int64),
-        "labels": np.full(size, IGNORED, dtype=np.int64),
-        "real": np.zeros(size, dtype=bool),
-    }
-    for name, kind in (kinds or {}).items():
-        columns[name] = np.zeros((size, *kind.shape[1:]), dtype=kind.dtype)
+    columns = _empty_columns(size, padding, kinds or {})
     for span, start in placed:
-        across = config.data.predict_across_documents and start % length > 0
-        _lay(span, start, across, columns)
+        is_predicted = config.data.predict_across_documents and start % length > 0
+        _lay(span, start, is_predicted, columns)
     ignored = columns["labels"] == IGNORED
     for name in kinds or ():
         columns[name][ignored] = 0
-    bounds = _bounds(placed, len(rows), length, config)
+    bounds = np.arange(0, size + 1, length)
+    if config.data.document_mask:
+        inner = _starts_of_pieces(placed, config.training.context_len)
+        bounds = np.unique([*bounds, *inner])
     columns["position_ids"] = np.arange(size) - np.repeat(bounds[:-1], np.diff(bounds))
     counts = _counts(placed, sources) | {"trained_tokens": int((~ignored).sum())}
     sequence_columns: dict[str, Tensor] = {}
     if config.trains_on == "preferences":
         columns["sequence"] = _sequence_numbers(placed, size)
         sequence_columns = _sequence_columns(placed, config.preference.loss)
-        sequences = len(sequence_columns["chosen"])
-        mismatched = sequence_columns.get("mismatched", torch.zeros(0))
-        counts["pairs"] = float(len(placed))
-        counts["sequences"] = sequences - mismatched.sum().item()
+        counts |= _sequence_counts(placed, sequence_columns)
     return Batch(
         columns={
-            name: torch.from_numpy(one).view(-1, length, *one.shape[1:])
-            for name, one in columns.items()
+            name: torch.from_numpy(column).view(-1, length, *column.shape[1:])
+            for name, column in columns.items()
         },
         counts=counts,
         cu_seqlens=torch.from_numpy(bounds.astype(np.int32)),
@@ -260,8 +115,22 @@ def pack(
     )
 
 
-def _placed(rows: Sequence[Sequence[Span]], length: int) -> list[tuple[Span, int]]:
-    """Every span, and where it begins where rows of `length` tokens lie one after the other."""
+def _empty_columns(
+    size: int, padding: int, kinds: Mapping[str, np.ndarray]
+) -> dict[str, np.ndarray]:
+    """The columns of a batch of padding alone, [size] or [size, k]."""
+    columns = {
+        "input_ids": np.full(size, padding, dtype=np.int64),
+        "labels": np.full(size, IGNORED, dtype=np.int64),
+        "real": np.zeros(size, dtype=bool),
+    }
+    for name, kind in kinds.items():
+        columns[name] = np.zeros((size, *kind.shape[1:]), dtype=kind.dtype)
+    return columns
+
+
+def _placed(rows: Sequence[Sequence[Span]], length: int) -> _Placed:
+    """The spans of all rows, which have `length` tokens each."""
     placed = []
     for row, spans in enumerate(rows):
         start = row * length
@@ -271,19 +140,19 @@ def _placed(rows: Sequence[Sequence[Span]], length: int) -> list[tuple[Span, int
     return placed
 
 
-def _lay(span: Span, start: int, across: bool, columns: dict[str, np.ndarray]) -> None:
-    """Write a span into the columns of a batch from place `start` on, where it lies.
+def _lay(span: Span, start: int, is_predicted: bool, columns: dict[str, np.ndarray]) -> None:
+    """Write a span into the columns of a batch, from place `start` on.
 
-    If it is `across`, the token before it is trained to predict its first.
+    If its first token `is_predicted`, it is the label of the place before, in the span before.
     """
     document, tokens = span.document, span.tokens
     columns["input_ids"][start : start + len(tokens)] = tokens
     columns["real"][start : start + len(tokens)] = True
-    first = span.start if across else span.start + 1
+    first = span.start if is_predicted else span.start + 1
     targets = slice(first, span.stop + 1)
-    before = start - span.start - 1  # of a token of the document, the place that predicts it
     count = len(document.tokens[targets])
-    places = slice(before + first, before + first + count)
+    place = start + first - span.start - 1
+    places = slice(place, place + count)
     labels = columns["labels"][places]
     labels[:] = document.tokens[targets]
     if document.trained is not None:
@@ -295,34 +164,38 @@ def _lay(span: Span, start: int, across: bool, columns: dict[str, np.ndarray]) -
         columns[name][places] = values[targets]
 
 
-def _bounds(
-    placed: Sequence[tuple[Span, int]], rows: int, length: int, config: Config
-) -> np.ndarray:
-    """Where the pieces begin that do not attend to each other, and the end, int64 [pieces + 1]."""
-    starts = list(range(0, rows * length, length))
-    for span, start in placed if config.data.document_mask else ():
-        shift = start - span.start
+def _starts_of_pieces(placed: _Placed, context_len: int) -> list[int]:
+    """Where something begins that does not attend to what is before it: a piece, or padding."""
+    starts: list[int] = []
+    for span, start in placed:
         end = start + len(span.tokens)
+        shift = start - span.start
         for begin, stop in span.document.bounds:
-            within = range(max(shift + begin, start), min(shift + stop, end))
-            starts.extend(within[:: config.training.context_len])
-        starts.append(end)  # of padding or the next document; nothing where the row is full
-    return np.unique([*starts, rows * length])
+            within = range(max(shift + begin, start), min(shift + stop, end), context_len)
+            starts.extend(within)
+        starts.append(end)
+    return starts
 
 
-def _counts(placed: Sequence[tuple[Span, int]], sources: int) -> dict[str, float]:
-    """The tokens of the batch and of each source, and the bytes of their text."""
-    source_tokens, text_bytes = [0] * sources, 0.0
+def _counts(placed: _Placed, sources: int) -> dict[str, float]:
+    """How many tokens there are, in all and from each source, and how many bytes of text."""
+    source_tokens = [0] * sources
+    text_bytes = 0.0
     for span, _ in placed:
         source_tokens[span.source] += len(span.tokens)
-        document = span.document
-        text_bytes += document.text_bytes * len(span.tokens) / len(document.tokens)
+        share = len(span.tokens) / len(span.document.tokens)
+        text_bytes += span.document.text_bytes * share
     counts: dict[str, float] = {"tokens": sum(source_tokens), "text_bytes": text_bytes}
     return counts | {f"source_{place}": count for place, count in enumerate(source_tokens)}
 
 
-def _sequence_numbers(placed: Sequence[tuple[Span, int]], size: int) -> np.ndarray:
-    """The number, in the whole batch, of the sequence that each place is of, int64 [size]."""
+def sequence_names(loss: str) -> tuple[str, ...]:
+    """The sequence columns of the documents that a loss of preferences learns from."""
+    return ("chosen", "mismatched") if loss == "kto" else ("chosen",)
+
+
+def _sequence_numbers(placed: _Placed, size: int) -> np.ndarray:
+    """The number of the sequence that lies at each place, int64 [size]; 0 where there is none."""
     numbers = np.zeros(size, dtype=np.int64)
     number = 0
     for span, start in placed:
@@ -332,31 +205,35 @@ def _sequence_numbers(placed: Sequence[tuple[Span, int]], size: int) -> np.ndarr
     return numbers
 
 
-def sequence_names(loss: str) -> tuple[str, ...]:
-    """The sequence columns of documents that a loss of preferences learns from."""
-    return ("chosen", "mismatched") if loss == "kto" else ("chosen",)
+def _sequence_columns(placed: _Placed, loss: str) -> dict[str, Tensor]:
+    """What is known of each sequence, float32 [sequences]."""
+    columns = {}
+    for name in sequence_names(loss):
+        values = [span.document.sequence_columns[name] for span, _ in placed]
+        columns[name] = torch.tensor([*chain(*values)], dtype=torch.float32)
+    return columns
 
 
-def _sequence_columns(placed: Sequence[tuple[Span, int]], loss: str) -> dict[str, Tensor]:
-    """What documents have of each of their sequences, float32 [sequences]."""
-    documents = [span.document for span, _ in placed]
-    values = {
-        name: [value for document in documents for value in document.sequence_columns[name]]
-        for name in sequence_names(loss)
-    }
-    return {name: torch.tensor(each, dtype=torch.float32) for name, each in values.items()}
+def _sequence_counts(placed: _Placed, columns: dict[str, Tensor]) -> dict[str, float]:
+    """How many pairs of sequences there are, and how many sequences that are judged."""
+    judged = len(columns["chosen"])
+    if "mismatched" in columns:
+        judged -= int(columns["mismatched"].sum())
+    return {"pairs": float(len(placed)), "sequences": float(judged)}
 
 
 def _row_length(rows: Sequence[Sequence[Span]], config: Config) -> int:
-    """Tokens per row: seq_len, or where every example has a row of its own as many as the longest takes."""
-    layout = config.parallelism
-    shared = (
-        layout.tensor_parallel_degree
-        * layout.context_parallel_degree
-        * layout.pipeline_parallel_degree
-        > 1
+    """How many tokens rows have: seq_len, unless examples have rows of their own, on one rank each.
+
+    Then it is what the longest of them takes.
+    """
+    most, layout = config.training.seq_len, config.parallelism
+    sharing = (
+        layout.tensor_parallel_degree,
+        layout.context_parallel_degree,
+        layout.pipeline_parallel_degree,
     )
-    if config.packing.mode != "none" or shared:
-        return config.training.seq_len
+    if config.packing.mode != "none" or max(sharing) > 1:
+        return most
     longest = max(sum(len(span.tokens) for span in spans) for spans in rows)
-    return min(config.training.seq_len, max(1, -(-longest // _ROUNDED)) * _ROUNDED)
+    return min(most, max(1, math.ceil(longest / _ROUNDED)) * _ROUNDED)

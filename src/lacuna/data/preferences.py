@@ -1,11 +1,7 @@
-"""Rows of answers that are compared, or judged alone, to documents of two sequences."""
+"""What is judged to documents of two sequences, the prompt with each of two answers."""
 
-import json
-from collections.abc import Collection, Iterable
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass
-from itertools import takewhile
-from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -14,187 +10,12 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config.documents import ChatConfig
 from lacuna.config.errors import UserError
 from lacuna.data.chat import encode_chat, encode_texts, require_trained
-from lacuna.data.files import BROKEN, RECORD
-from lacuna.data.messages import (
-    LABELLED,
-    PAIRS,
-    conversation_columns,
-    read_messages,
-    read_tools,
-)
-from lacuna.data.packing import Document
+from lacuna.data.document import Document
+from lacuna.data.files import BROKEN
+from lacuna.data.judged import Judged, Messages, Part, read_judged
 from lacuna.data.sources import Documents
 from lacuna.data.template import Chat, end_of_answer, parting, render, template_for
 from lacuna.data.tokenize import place_of, row_of
-
-# A prompt or an answer: text as it is, or messages that a chat template writes.
-Part = str | list[dict[str, Any]]
-
-
-@dataclass(frozen=True)
-class Judged:
-    """A prompt and its answers, all of them texts or all messages; and how good each answer is.
-
-    Attributes:
-        where: the row and its columns, with which begins what is said against it.
-        labels: of each answer 1.0 if it is wanted, 0.0 if it is not.
-    """
-
-    where: str
-    prompt: Part
-    answers: tuple[Part, ...]
-    labels: tuple[float, ...]
-    tools: list[dict[str, Any]] | None = None
-
-
-def judged_columns(
-    columns: Collection[str], settings: ChatConfig, loss: str, where: str = ""
-) -> tuple[tuple[str, ...], dict[str, str]]:
-    """As `conversation_columns`, of the columns that a loss of preferences learns from."""
-    formats = (*PAIRS, *LABELLED) if loss == "kto" else PAIRS
-    return conversation_columns(columns, settings, where, formats)
-
-
-def answers_per_row(records: Iterable[dict[str, Any]], settings: ChatConfig, loss: str) -> int:
-    """How many documents each row becomes, by the first that is readable: of a pair kto makes two."""
-    if loss != "kto":
-        return 1
-    for record in records:
-        if not record.get(BROKEN):
-            row = json.loads(record[RECORD]) if RECORD in record else record
-            needed, _ = judged_columns(_present(row), settings, loss)
-            return 1 if "label" in needed else 2
-    return 1
-
-
-def _present(row: dict[str, Any]) -> list[str]:
-    return [name for name, value in row.items() if value is not None]
-
-
-def read_judged(
-    row: dict[str, Any],
-    place: str,
-    tokenizer: PreTrainedTokenizerBase,
-    settings: ChatConfig,
-    loss: str,
-) -> Judged:
-    """What a row asks, and its answers: two, of which the first is better, or one with a label.
-
-    Raises UserError that tells the place, the column and what is wrong there.
-    """
-    needed, found = judged_columns(_present(row), settings, loss, f"{place}: ")
-    values = {ours: row[found[ours]] for ours in needed}
-    where = f"{place}, column {' and '.join(found[ours] for ours in needed)}"
-    labels: tuple[float, ...] = (1.0, 0.0)
-    if "label" in values:
-        label = values["label"]
-        if not isinstance(label, bool):
-            raise UserError(
-                f"{place}, column {found['label']}: should be true or false, not {label!r:.60}; "
-                "mend the row, or leave it out"
-            )
-        labels = (float(label),)
-        answers = [values["completion"]]
-    else:
-        answers = [values["chosen"], values["rejected"]]
-    if "messages" in values:
-        prompt = read_messages(values["messages"], where, settings)
-        parts = _prompted(prompt, answers, where, settings)
-    elif "prompt" in values:
-        parts = _prompted(values["prompt"], answers, where, settings)
-    else:
-        parts = _common_beginning(answers, where, tokenizer, settings)
-    judged = Judged(where, parts[0], tuple(parts[1]), labels, read_tools(row, found, place))
-    _require_answers(judged, is_cut="chosen" in needed and len(needed) == 2)
-    return judged
-
-
-def _prompted(
-    prompt: Any, answers: list[Any], where: str, settings: ChatConfig
-) -> tuple[Part, list[Part]]:
-    """A prompt that was given, and the answers to it, as texts if all of them are."""
-    if isinstance(prompt, str):
-        if all(isinstance(answer, str) for answer in answers):
-            return prompt, answers
-        asked = [{"role": "user", "content": prompt}]
-    else:
-        asked = read_messages(prompt, where, settings)
-    return asked, [_answer_to(asked, answer, where, settings) for answer in answers]
-
-
-def _answer_to(
-    asked: list[dict[str, Any]], answer: Any, where: str, settings: ChatConfig
-) -> list[dict[str, Any]]:
-    """The messages of an answer, which may come as text, or behind the prompt once more."""
-    if isinstance(answer, str):
-        return [{"role": "assistant", "content": answer}]
-    messages = read_messages(answer, where, settings)
-    if messages[: len(asked)] == asked:
-        return messages[len(asked) :]
-    if messages and messages[0]["role"] != "assistant":
-        raise UserError(
-            f"{where}: an answer is a conversation that does not begin with the prompt; give the "
-            "same prompt, or the answer's own messages alone"
-        )
-    return messages
-
-
-def _common_beginning(
-    answers: list[Any], where: str, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig
-) -> tuple[Part, list[Part]]:
-    """The prompt that is the beginning of two conversations or texts, and what follows in each."""
-    if all(isinstance(answer, str) for answer in answers):
-        count = _alike(answers, tokenizer)
-        unit = "texts"
-    else:
-        answers = [read_messages(answer, where, settings) for answer in answers]
-        same = takewhile(lambda two: two[0] == two[1], zip(*answers, strict=False))
-        count = len(list(same))
-        unit = "conversations"
-    if answers[0] != answers[1] and not count:
-        raise UserError(
-            f"{where}: the two {unit} do not begin alike, so they share no prompt; leave the row "
-            "out, or give their prompt in a column prompt"
-        )
-    return answers[0][:count], [answer[count:] for answer in answers]
-
-
-def _alike(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> int:
-    """The characters with which two texts begin alike, up to the last whole token of both."""
-    encodings = [
-        tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
-        for text in texts
-    ]
-    first = encodings[0]["input_ids"]
-    same = len(commonprefix([encoding["input_ids"] for encoding in encodings]))
-    begins = [start for start, _ in encodings[0]["offset_mapping"]]
-    count = begins[same] if same < len(first) else len(texts[0])
-    return min(count, len(commonprefix(texts)))
-
-
-def _require_answers(judged: Judged, is_cut: bool) -> None:
-    """Raises UserError where answers are the same, or one says nothing.
-
-    Of texts whose prompt `is_cut` off, one may end where they part: its end is what is trained.
-    """
-    first, *others = judged.answers
-    if first in others:
-        raise UserError(
-            f"{judged.where}: both answers are the same, so neither is better; leave the row out"
-        )
-    for answer in judged.answers:
-        if isinstance(answer, str):
-            is_empty = not answer.strip() and not is_cut
-        else:
-            if answer and answer[-1]["role"] != "assistant":
-                raise UserError(
-                    f"{judged.where}: an answer ends with a message of {answer[-1]['role']}; it "
-                    "must be the assistant's: leave the row out, or say by chat.roles who that is"
-                )
-            last = answer[-1] if answer else {}
-            is_empty = not (last.get("tool_calls") or (last.get("content") or "").strip())
-        if is_empty:
-            raise UserError(f"{judged.where}: an answer is empty; leave the row out")
 
 
 def judged_document(
@@ -204,7 +25,7 @@ def judged_document(
 
     Raises UserError as `read_judged` does.
     """
-    settings, loss = source.chat, source.preference.loss
+    settings, loss = settings_of(source)
     judged = read_judged(row, place_of(number, source), tokenizer, settings, loss)
     if loss != "kto":
         return encode_pair(judged, tokenizer, settings)
@@ -213,24 +34,26 @@ def judged_document(
     return encode_labelled(judged, answer, following, tokenizer, settings)
 
 
+def settings_of(source: Documents) -> tuple[ChatConfig, str]:
+    """How the messages of a source of preferences become tokens, and the loss they are for."""
+    assert source.chat is not None and source.preference is not None
+    return source.chat, source.preference.loss
+
+
 def _next_judged(number: int, source: Documents, tokenizer: PreTrainedTokenizerBase) -> Judged:
-    """What is judged in the next readable row after that of a document, the first after the last."""
+    """What is judged in the next readable row after a document's; after the last in the first."""
     count, step = len(source.dataset), source.answers_per_row
-    for other in range(number + step, number + count + 1, step):
-        record = source.dataset[other % count]
-        if not record.get(BROKEN):
-            break
-    place = place_of(other % count, source)
-    row = row_of(record, source)
-    return read_judged(row, place, tokenizer, source.chat, source.preference.loss)
+    others = (other % count for other in range(number + step, number + count + 1, step))
+    other = next(other for other in others if not source.dataset[other].get(BROKEN))
+    row = row_of(source.dataset[other], source)
+    return read_judged(row, place_of(other, source), tokenizer, *settings_of(source))
 
 
 def encode_pair(
     judged: Judged, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig
 ) -> Document:
     """A pair as one document: the prompt with the better answer, and again with the other."""
-    answers = judged.answers
-    return _document(judged, answers, {"chosen": judged.labels}, tokenizer, settings)
+    return _document(judged, judged.answers, {"chosen": judged.labels}, tokenizer, settings)
 
 
 def encode_labelled(
@@ -257,19 +80,19 @@ def encode_labelled(
 
 def _document(
     judged: Judged,
-    answers: Collection[Part],
-    columns: dict[str, tuple[float, ...]],
+    answers: Sequence[Part],
+    columns: Mapping[str, tuple[float, ...]],
     tokenizer: PreTrainedTokenizerBase,
     settings: ChatConfig,
 ) -> Document:
     """The prompt with each of the answers, one sequence after the other."""
-    chats = [_chat(judged, answer, tokenizer) for answer in answers if not isinstance(answer, str)]
-    if chats:
-        asked = len(judged.prompt)
-        encoded = [encode_chat(chat, asked, settings) for chat in chats]
-        _require_same_prompt(chats, asked, [tokens for tokens, _ in encoded])
+    prompt = judged.prompt
+    if isinstance(prompt, str):
+        encoded = [encode_texts(prompt, str(answer), tokenizer) for answer in answers]
     else:
-        encoded = [encode_texts(judged.prompt, answer, tokenizer) for answer in answers]
+        chats = [_chat(judged, [*prompt, *answer], tokenizer) for answer in answers]
+        encoded = [encode_chat(chat, len(prompt), settings) for chat in chats]
+        _require_same_prompt(chats[0], len(prompt), *(tokens for tokens, _ in encoded))
     for _, trained in encoded:
         require_trained(trained, judged.where)
     return Document(
@@ -281,19 +104,18 @@ def _document(
     )
 
 
-def _chat(judged: Judged, answer: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> Chat:
-    """The prompt with an answer; a copy, since templates have calls of tools rewritten."""
-    messages, tools = deepcopy(([*judged.prompt, *answer], judged.tools))
+def _chat(judged: Judged, messages: Messages, tokenizer: PreTrainedTokenizerBase) -> Chat:
+    """A conversation of a row; of copies, as what is in it may be rewritten for the template."""
+    messages, tools = deepcopy((messages, judged.tools))
     template = template_for(tokenizer, tools, judged.where)
     return Chat(judged.where, tokenizer, template, messages, tools)
 
 
-def _require_same_prompt(chats: list[Chat], asked: int, tokens: list[np.ndarray]) -> None:
-    """Raises UserError where the first `asked` messages became other tokens in another sequence."""
-    shorter = min(map(len, tokens))
-    differing = np.flatnonzero(tokens[0][:shorter] != tokens[1][:shorter])
-    alike = differing[0] if len(differing) else shorter
-    chat = chats[0]
+def _require_same_prompt(chat: Chat, asked: int, tokens: np.ndarray, others: np.ndarray) -> None:
+    """Raises UserError where the first `asked` messages are other tokens in the other sequence."""
+    shorter = min(len(tokens), len(others))
+    differing = np.flatnonzero(tokens[:shorter] != others[:shorter])
+    alike = int(differing[0]) if len(differing) else shorter
     closing = end_of_answer(chat.tokenizer, chat.template).beyond
     text = render(chat, asked)[0].removesuffix(closing)
     prompt = chat.tokenizer(text, add_special_tokens=False, verbose=False)

@@ -1,4 +1,4 @@
-"""Code that comes with models: it runs only if trusted, and chat templates, which always run, within bounds."""
+"""Code that comes with models runs only if trusted; chat templates always run, within bounds."""
 
 import os
 from collections.abc import Iterator
@@ -24,9 +24,11 @@ def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) 
     except ValueError as error:
         if "trust_remote_code" not in str(error):
             raise
-        wrong = f"{source}: comes with Python code of its own, which only runs if model.trust_remote_code is set"
-        mend = "(of lacuna generate and convert: --trust-remote-code): read it first, or take another model"
-        raise UserError(f"{wrong} {mend}.") from error
+        raise UserError(
+            f"{source}: comes with Python code of its own, which only runs if "
+            "model.trust_remote_code is set (of lacuna generate and convert: --trust-remote-code): "
+            "read it first, or take another model."
+        ) from error
     place = (getattr(found, "auto_map", None) or {}).get("AutoModelForCausalLM")
     if (
         kind is AutoConfig
@@ -34,7 +36,7 @@ def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) 
         and trust_remote_code
         and type(found) not in AutoModelForCausalLM._model_mapping
     ):
-        code = get_class_from_dynamic_module(place, source)
+        code: Any = get_class_from_dynamic_module(place, source)
         code.register_for_auto_class("AutoModelForCausalLM")
         AutoModelForCausalLM.register(type(found), code, exist_ok=True)
     return found

@@ -1,4 +1,4 @@
-"""The spans of each row: from a table of all tokens, laid end to end or fitted, or from documents as they come."""
+"""The spans of each row: of a table of tokens, end to end or fitted, or of lanes of documents."""
 
 import itertools
 import math
@@ -9,24 +9,29 @@ from contextlib import suppress
 import numpy as np
 
 from lacuna.config import UserError
+from lacuna.data.document import Document, Span
+from lacuna.data.faults import readable
+from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import shuffled
-from lacuna.data.packing import Document, Span, fill_rows
 from lacuna.data.plan import Plan
-from lacuna.data.sources import readable
-from lacuna.data.stream import BEGINNING, Snapshot, Stream
+from lacuna.data.stream import BEGINNING, PlacedRecord, Snapshot, Stream
 from lacuna.data.tokenize import add_broken, document_of
 
 _WINDOW = 8192
 _DRAWN_AT_ONCE = 16384
 _DRAWN_AHEAD = 64
-_MOST_EMPTY = 100_000  # records in a row without a text
-_MOST_AGAIN = (
-    1000  # of them, such as were met and broken before: of the whole source nothing else comes
-)
-_FILL = 0.98  # of the buffer: examples that filled it whole would take a row more, nearly empty
+# How many records without a text may come one after the other; and how many of them that were met
+# and broken before, since then nothing else is in the source.
+_MOST_EMPTY = 100_000
+_MOST_AGAIN = 1000
+# How much of the buffer is filled: examples that filled it whole would take a row more, nearly
+# empty.
+_FILL = 0.98
 
 # Of each source how many documents have been passed, and where to read it from if it is a stream.
 Place = list[tuple[int, Snapshot]]
+# A document that a lane has drawn: its source, itself, and the lane's place after it.
+Drawn = tuple[int, Document, Place]
 # What was used from a place on: tokens of a document, or rows of examples that were fitted
 # together; and the place.
 LaneState = tuple[int, Place]
@@ -35,9 +40,10 @@ LaneState = tuple[int, Place]
 def open_rows(
     plan: Plan, states: dict[int, LaneState | None], broken: list[str]
 ) -> Callable[[int], list[Span]]:
-    """A function from the number of a row to its spans, which fill it but at the end of the documents.
+    """A function from the number of a row to its spans, which fill it.
 
-    Rows are asked for in order, but not all of them.
+    Rows are asked for in order, but not all of them. At the end of the documents rows are not full,
+    then empty.
 
     Args:
         states: of the lanes that are read, where each goes on (None: the beginning); kept up to
@@ -46,22 +52,21 @@ def open_rows(
     """
     if plan.table is None:
         return _LaneRows(plan, states, broken).row
-    rows = enumerate(
-        itertools.chain(_made_of_table(plan), itertools.repeat(()))
-    )  # empty after the last document
+    table = plan.table
+    nothing = np.zeros((3, 0), dtype=np.int64)
+    rows = enumerate(itertools.chain(_made_of_table(plan), itertools.repeat(nothing)))
 
     def row(wanted: int) -> list[Span]:
         pieces = next(pieces for number, pieces in rows if number == wanted)
         return [
-            Span(*plan.table.document(index), *part)
-            for index, *part in np.transpose(pieces).tolist()
+            Span(*table.document(index), start, stop) for index, start, stop in pieces.T.tolist()
         ]
 
     return row
 
 
 def rows_from_the_start(plan: Plan, count: int) -> Iterator[list[list[Span]]]:
-    """The rows of a plan as `open_rows` gives them, `count` at a time, until all documents are used up.
+    """The rows of a plan, `count` at a time, until all documents are used up.
 
     Raises UserError when more records are unreadable than `data.max_broken_records`.
     """
@@ -78,7 +83,7 @@ def rows_from_the_start(plan: Plan, count: int) -> Iterator[list[list[Span]]]:
 
 def documents_begun(plan: Plan, rows: int) -> np.ndarray:
     """How often the first `rows` rows begin each document, int64 [documents]."""
-    begun = np.zeros(len(plan.table.lengths), dtype=np.int64)
+    begun = np.zeros(len(plan.tokens.lengths), dtype=np.int64)
     for documents, starts, _ in itertools.islice(_made_of_table(plan), rows):
         np.add.at(begun, documents[starts == 0], 1)
     return begun
@@ -96,10 +101,12 @@ def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
     teach hardly more than one of them. A pass over the documents is cut into even windows. Rows of
     whole passes hold tokens of one each.
     """
-    length, lengths = plan.config.training.seq_len, plan.table.lengths
+    length, lengths = plan.config.training.seq_len, plan.tokens.lengths
     in_pass = plan.rows_per_pass or _WINDOW
     in_window = math.ceil(in_pass / math.ceil(in_pass / _WINDOW))
-    drawn, draws = np.zeros((2, 1), dtype=np.int64), _draws(plan)  # documents, and where each ends
+    draws = _draws(plan)
+    # The documents drawn so far, and where each ends in the text of all.
+    drawn = np.zeros((2, 1), dtype=np.int64)
     pass_tokens = lengths.sum() if plan.whole_passes else in_pass * length
     for epoch in itertools.count() if plan.endless else [0]:
         for window, within in enumerate(range(0, in_pass, in_window)):
@@ -111,7 +118,8 @@ def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
             while kept[-1][1, -1] < cuts[-1]:
                 more = next(draws)
                 kept.append(np.stack([more, kept[-1][1, -1] + np.cumsum(lengths[more])]))
-            documents, ends = drawn = np.concatenate(kept, axis=1)
+            drawn = np.concatenate(kept, axis=1)
+            documents, ends = drawn
             edges = np.union1d(cuts, ends.clip(cuts[0], cuts[-1]))
             found = np.searchsorted(ends, edges[:-1], side="right")
             starts = edges[:-1] - (ends - lengths[documents])[found]
@@ -122,9 +130,10 @@ def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
 
 
 def _fitted(plan: Plan) -> Iterator[np.ndarray]:
-    """The pieces of rows of whole examples, fitted together in one pass over all of them, and shuffled anew for each.
+    """The pieces of rows of whole examples, which are shuffled anew for each pass.
 
-    Sources mixed by weight have no pass: there the next of their draws are fitted together.
+    The examples of a pass are fitted together. Sources mixed by weight have no pass: there the next
+    of their draws are.
     """
     draws = _draws(plan)
     for number in itertools.count(1) if plan.endless else [1]:
@@ -148,96 +157,137 @@ class _LaneRows:
     """Rows of documents that are tokenised as they come; row R is the next of lane R mod lanes."""
 
     def __init__(self, plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> None:
-        self._plan, self._states, self._broken = plan, states, broken
-        pools, data = plan.mixture.pools, plan.config.data
-        starts = {
-            lane: state or (0, [(0, BEGINNING)] * len(pools)) for lane, state in states.items()
-        }
+        self._plan = plan
+        self._states = states
+        self._broken = broken
+        pools = plan.mixture.pools
+        beginning: LaneState = (0, [(0, BEGINNING)] * len(pools))
+        starts = {lane: state or beginning for lane, state in states.items()}
         self._readers = []
-        for source, pool in enumerate(pools if data.streaming else ()):
-            stream = Stream(pool.size, pool.key, plan.sources[source], data.retries, plan.endless)
-            positions = {lane: place[source] for lane, (_, place) in starts.items()}
-            self._readers.append(stream.reader(plan.mixture.lanes, positions))
+        if plan.config.data.streaming:
+            self._readers = [self._reader(source, starts) for source in range(len(pools))]
         rows = self._fitted if plan.fits else self._laid_end_to_end
         self._rows = {lane: rows(lane, *start) for lane, start in starts.items()}
 
+    def _reader(self, source: int, starts: dict[int, LaneState]) -> Callable[[int], PlacedRecord]:
+        """A function from a lane to the next record that it gets from a source that is a stream."""
+        plan, pool = self._plan, self._plan.mixture.pools[source]
+        retries = plan.config.data.retries
+        stream = Stream(pool.size, pool.key, plan.sources[source], retries, plan.endless)
+        positions = {lane: place[source] for lane, (_, place) in starts.items()}
+        return stream.reader(plan.mixture.lanes, positions)
+
     def row(self, number: int) -> list[Span]:
-        """The spans of a row, none after the last document; those of a lane are asked for in order."""
+        """The spans of a row; those of a lane are asked for in order. There are none at the end."""
         lane = number % self._plan.mixture.lanes
-        spans, self._states[lane] = next(self._rows[lane], ([], None))
+        nothing: tuple[list[Span], LaneState | None] = ([], None)
+        spans, self._states[lane] = next(self._rows[lane], nothing)
         return spans
 
     def _laid_end_to_end(
         self, lane: int, offset: int, place: Place
     ) -> Iterator[tuple[list[Span], LaneState]]:
         """The rows of a lane from a state on, each with the state after it."""
-        spans, space = [], self._plan.config.training.seq_len
+        spans: list[Span] = []
+        space = self._plan.config.training.seq_len
         for source, document, after in self._documents(lane, place):
             while offset < len(document.tokens):
-                start, offset = offset, min(offset + space, len(document.tokens))
+                start = offset
+                offset = min(offset + space, len(document.tokens))
                 spans.append(Span(document, source, start, offset))
                 space -= offset - start
                 if not space:
                     yield spans, (offset, place)
-                    spans, space = [], self._plan.config.training.seq_len
-            offset, place = 0, after
+                    spans = []
+                    space = self._plan.config.training.seq_len
+            offset = 0
+            place = after
         yield spans, (0, place)
 
     def _fitted(self, lane: int, used: int, place: Place) -> Iterator[tuple[list[Span], LaneState]]:
         """The same with whole examples, as many of which are fitted together as fill the buffer."""
-        config = self._plan.config
         drawn = self._documents(lane, place)
-        while True:
-            examples, tokens = [], 0
-            for example in drawn:
-                examples.append(example)
-                tokens += min(len(example[1].tokens), config.training.seq_len)
-                if tokens >= _FILL * config.packing.buffer * config.training.seq_len:
-                    break
-            if not examples:
-                return
-            sources, documents, places = zip(*examples, strict=True)
-            bins = fill_rows(
-                np.array([len(document.tokens) for document in documents]),
-                documents.__getitem__,
-                config,
-            )
-            order = shuffled(
-                len(bins), self._plan.mixture.pools[0].key, lane, sum(passed for passed, _ in place)
-            )
+        while examples := self._buffered(drawn):
+            bins = self._bins([document for _, document, _ in examples])
+            passed = sum(count for count, _ in place)
+            order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, passed)
+            after = examples[-1][2]
             for row in range(used, len(bins)):
-                pieces = bins[order[row]].T.tolist()
-                spans = [
-                    Span(documents[number], sources[number], *part) for number, *part in pieces
-                ]
-                yield spans, (row + 1, place) if row + 1 < len(bins) else (0, places[-1])
-            used, place = 0, places[-1]
+                spans = []
+                for number, start, stop in bins[order[row]].T.tolist():
+                    source, document, _ = examples[number]
+                    spans.append(Span(document, source, start, stop))
+                is_last = row + 1 == len(bins)
+                yield spans, (0, after) if is_last else (row + 1, place)
+            used = 0
+            place = after
 
-    def _documents(self, lane: int, place: Place) -> Iterator[tuple[int, Document, Place]]:
-        """The documents that a lane draws, each with its source and the place after it."""
-        in_vain, met, most = 0, Counter(), self._plan.config.data.max_broken_records
+    def _buffered(self, drawn: Iterator[Drawn]) -> list[Drawn]:
+        """The next examples, as many as fill the buffer; none at the end."""
+        most = self._plan.config.training.seq_len
+        enough = _FILL * self._plan.config.packing.buffer * most
+        examples, tokens = [], 0
+        for example in drawn:
+            examples.append(example)
+            tokens += min(len(example[1].tokens), most)
+            if tokens >= enough:
+                break
+        return examples
+
+    def _bins(self, documents: list[Document]) -> list[np.ndarray]:
+        """The pieces of rows that these documents are fitted into."""
+        config = self._plan.config
+        space, packing = config.training.seq_len, config.packing
+        lengths = np.array([len(document.tokens) for document in documents])
+        if config.trains_on == "preferences":
+            refuse_long_pairs(lengths, space, packing.long_examples)
+        return fill_rows(lengths, documents.__getitem__, space, packing)
+
+    def _documents(self, lane: int, place: Place) -> Iterator[Drawn]:
+        """The documents that a lane draws.
+
+        Raises UserError when too many in a row are empty or broken: nothing else may be left.
+        """
+        most_broken = self._plan.config.data.max_broken_records
+        in_vain, met = 0, Counter[str]()
         with suppress(StopIteration):  # where a stream ends
             while (
-                in_vain < _MOST_EMPTY and len(met) <= most and met.total() < len(met) + _MOST_AGAIN
+                in_vain < _MOST_EMPTY
+                and len(met) <= most_broken
+                and met.total() < len(met) + _MOST_AGAIN
             ):
-                drawn = self._plan.mixture.draw(lane, [passed for passed, _ in place], _DRAWN_AHEAD)
+                passed = [count for count, _ in place]
+                drawn = self._plan.mixture.draw(lane, passed, _DRAWN_AHEAD)
                 for source, index in np.transpose(drawn).tolist():
-                    documents, (passed, snapshot) = self._plan.sources[source], place[source]
-                    with readable(documents.name):
-                        if (
-                            self._readers
-                        ):  # a lane takes its turn in a stream, whichever document was drawn
-                            record, number, snapshot = self._readers[source](lane)
-                        else:
-                            record, number = documents.dataset[index], index
-                    document = document_of(record, number, documents, self._plan.tokenizer)
-                    in_vain, met = (0, Counter()) if len(document.tokens) else (in_vain + 1, met)
+                    document, snapshot = self._read(lane, source, index, place[source][1])
+                    if len(document.tokens):
+                        in_vain, met = 0, Counter[str]()
+                    else:
+                        in_vain += 1
                     if document.broken:
                         self._broken.append(document.broken)
                         met[document.broken] += 1
-                    place = [*place[:source], (passed + 1, snapshot), *place[source + 1 :]]
+                    moved = (place[source][0] + 1, snapshot)
+                    place = [*place[:source], moved, *place[source + 1 :]]
                     yield source, document, place
-            add_broken({}, self._broken, most)
+            add_broken({}, self._broken, most_broken)
+            name = self._plan.sources[source].name
             raise UserError(
-                f"{documents.name}: {in_vain} records in a row hold no text; check data.text_column"
+                f"{name}: {in_vain} records in a row hold no text; check data.text_column"
             )
+
+    def _read(
+        self, lane: int, source: int, index: int, snapshot: Snapshot
+    ) -> tuple[Document, Snapshot]:
+        """The document that a lane has drawn, and where the lane is in the source after it.
+
+        From a stream the lane takes the next in its turn, whichever was drawn.
+        """
+        documents = self._plan.sources[source]
+        number: int | str = index
+        with readable(documents.name):
+            if self._readers:
+                record, number, snapshot = self._readers[source](lane)
+            else:
+                record = documents.dataset[index]
+        return document_of(record, number, documents, self._plan.tokenizer), snapshot

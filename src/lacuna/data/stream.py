@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from lacuna.config import logger, refuse
+from lacuna.config import UserError, logger
+from lacuna.data.faults import with_retries
 from lacuna.data.mixture import shuffled
-from lacuna.data.sources import Documents, with_retries
+from lacuna.data.sources import Documents
 
 # Documents shuffled among each other; they are in memory together.
 BLOCK = 1024
@@ -45,7 +46,7 @@ class Stream:
     def reader(
         self, lanes: int, positions: dict[int, tuple[int, Snapshot]]
     ) -> Callable[[int], PlacedRecord]:
-        """A function that reads parts as far as lanes ask, and keeps for the others what they have not asked for yet.
+        """A function that reads parts as far as lanes ask, and keeps what other lanes will ask for.
 
         Args:
             lanes: how many there are in all.
@@ -76,47 +77,50 @@ class Stream:
         return next_record
 
     def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[tuple[int, PlacedRecord]]:
-        """Yield the records of a part, shuffled in blocks, and their numbers; a fault that passes repeats nothing.
+        """Yield the records of a part, shuffled in blocks, and their numbers.
 
-        Raises UserError when there are no documents, and the last fault when reading failed too
-        often. Warns when there are less than `fewest` documents.
+        A fault that passes repeats nothing. Raises UserError when there are no documents, and the
+        last fault when reading failed too often. Warns when there are less than `fewest` documents.
         """
         name, where = self.documents.name, f"part {part} of {self.size}"
         shard = self.documents.dataset.shard(self.size, part)
         beginning = shard.state_dict()
         index, epoch_start, state = first
 
-        def blocks_from_here() -> Iterator[dict[str, list]]:
+        def blocks_from_here() -> Iterator[dict[str, list[Any]]]:
             shard.load_state_dict(state or beginning)
-            return shard.iter(BLOCK)  # not iter(): that leaves parts to torch's other workers
+            # Not iter(shard): that leaves parts to torch's other workers.
+            blocks: Iterator[dict[str, list[Any]]] = shard.iter(BLOCK)
+            return blocks
 
         while True:
             for columns in with_retries(blocks_from_here, self.retries, name):
-                snapshot, records = (
-                    (index, epoch_start, state),
-                    list(zip(*columns.values(), strict=True)),
-                )
-                for number, chosen in enumerate(
-                    shuffled(len(records), self.key, part, index).tolist(), index
-                ):
+                snapshot = (index, epoch_start, state)
+                records = list(zip(*columns.values(), strict=True))
+                order = shuffled(len(records), self.key, part, index).tolist()
+                for number, chosen in enumerate(order, index):
                     record = dict(zip(columns, records[chosen], strict=True))
                     yield number, (record, f"{index - epoch_start + chosen} of {where}", snapshot)
-                index, state = index + len(records), shard.state_dict()
-            refuse(
-                {f"{name}: {where} holds no documents; leave out empty files": index == epoch_start}
-            )
+                index += len(records)
+                state = shard.state_dict()
+            if index == epoch_start:
+                raise UserError(f"{name}: {where} holds no documents; leave out empty files.")
             if not self.endless:
                 return
             if not epoch_start and index < fewest:
-                few = "%s: %s has only %d documents for %d sequences packed in parallel, so that some repeat early"
                 logger.warning(
-                    f"{few}; set data.streaming=false for small data", name, where, index, fewest
+                    "%s: %s has only %d documents for %d sequences packed in parallel, so that "
+                    "some repeat early; set data.streaming=false for small data",
+                    name,
+                    where,
+                    index,
+                    fewest,
                 )
             epoch_start, state = index, None
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:
-    """Into how many parts to split a source: as many as go with the lanes and leave the parts about equal.
+    """Into how many parts to split a source: as many as go with the lanes and are about equal.
 
     Every lane reads one part, so the parts must divide the lanes evenly; and as each part feeds
     equally many lanes, documents of a small part would be seen more often. At most 64.

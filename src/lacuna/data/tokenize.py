@@ -16,14 +16,16 @@ from datasets import Dataset, Features, LargeList, List, Value
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import UserError, explained, logger, refuse
+from lacuna.config import UserError, explained, logger
 from lacuna.config.cores import usable_cores
 from lacuna.data.cache import made_once
 from lacuna.data.chat import encode
+from lacuna.data.document import Document
+from lacuna.data.faults import readable
 from lacuna.data.files import BROKEN, RECORD, is_tokens
 from lacuna.data.messages import unfilled
-from lacuna.data.packing import Document, sequence_names
-from lacuna.data.sources import Documents, readable
+from lacuna.data.packing import sequence_names
+from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
 _CACHE_VERSION = 5
@@ -40,10 +42,11 @@ def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> Non
     warned = bool(known)
     known |= dict.fromkeys(places)
     examples = "; ".join(islice(known, 3))
-    mend = "mend the data, or raise data.max_broken_records to skip them"
-    refuse(
-        {f"more than {limit} unreadable records, the first: {examples}; {mend}": len(known) > limit}
-    )
+    if len(known) > limit:
+        raise UserError(
+            f"more than {limit} unreadable records, the first: {examples}; mend the data, or raise "
+            "data.max_broken_records to skip them."
+        )
     if known and not warned:
         logger.warning("unreadable records are left out, further ones silently: %s", examples)
 
@@ -68,16 +71,17 @@ def document_of(
             return judged_document(row, number, source, tokenizer)
     value = record[source.column]
     pretokenised = source.column == "input_ids"
-    broken = None if (is_tokens(value) if pretokenised else isinstance(value, str)) else place
-    if broken or not value:
-        return Document(np.zeros(0, dtype=np.int32), 0.0, broken)
+    is_readable = is_tokens(value) if pretokenised else isinstance(value, str)
+    if not is_readable or not value:
+        return Document(np.zeros(0, dtype=np.int32), 0.0, broken=None if is_readable else place)
     if not pretokenised:
         return Document(tokenize_text(tokenizer, value), float(len(value.encode())))
-    if unknown := [token for token in (min(value), max(value)) if not 0 <= token < len(tokenizer)]:
-        mend = "the data was made with another tokenizer (model.tokenizer_path)"
-        raise UserError(
-            f"{place}: holds token {unknown[0]}, but the tokenizer has only {len(tokenizer)}; {mend}"
-        )
+    for token in (min(value), max(value)):
+        if not 0 <= token < len(tokenizer):
+            raise UserError(
+                f"{place}: holds token {token}, but the tokenizer has only {len(tokenizer)}; the "
+                "data was made with another tokenizer (model.tokenizer_path)"
+            )
     return Document(np.array(value, dtype=np.int32), float("nan"))
 
 
@@ -91,7 +95,7 @@ def place_of(number: int | str, source: Documents) -> str:
 def row_of(record: dict[str, Any], source: Documents) -> dict[str, Any]:
     """The columns of a readable record as they were written."""
     if source.column == RECORD:
-        return json.loads(record[RECORD])
+        return dict(json.loads(record[RECORD]))
     features = source.dataset.features or {}
     return {
         name: unfilled(value, features.get(name), source.name) for name, value in record.items()
@@ -114,7 +118,8 @@ class TokenTable:
     @cached_property
     def lengths(self) -> np.ndarray:
         """int64 [documents], in tokens."""
-        return pc.list_value_length(self.dataset.data.column("tokens")).to_numpy()
+        lengths: np.ndarray = pc.list_value_length(self.dataset.data.column("tokens")).to_numpy()
+        return lengths
 
     def document(self, index: int) -> tuple[Document, int]:
         """A document, its tokens a view of the file, and its source."""
@@ -144,26 +149,26 @@ def token_table(
     broken = pc.drop_null(dataset.data.column(BROKEN)).to_pylist()
     add_broken({}, broken, most_broken)
     table = TokenTable(dataset, list(accumulate(map(len, parts))), Hasher.hash(keys))
-    for source, tokens in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
-        said = f" (the first that is unreadable: {broken[0]})" if broken else ""
-        refuse(
-            {
-                f"{source.name}: no record holds any text{said}; check data.text_column": not tokens.any()
-            }
-        )
+    said = f" (the first that is unreadable: {broken[0]})" if broken else ""
+    for source, lengths in zip(sources, np.split(table.lengths, table.ends[:-1]), strict=True):
+        if not lengths.any():
+            raise UserError(
+                f"{source.name}: no record holds any text{said}; check data.text_column."
+            )
     return table
 
 
 def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
     """What tells the tokens of a source from those of another, or of another tokenizer."""
-    settings = source.chat
-    chat = settings and [
-        settings.train_on,
-        settings.columns,
-        settings.roles,
-        tokenizer.chat_template,
-        source.preference and source.preference.loss == "kto",
-    ]
+    chat = None
+    if (settings := source.chat) is not None:
+        chat = [
+            settings.train_on,
+            settings.columns,
+            settings.roles,
+            tokenizer.chat_template,
+            None if source.preference is None else source.preference.loss == "kto",
+        ]
     made_of = [
         _CACHE_VERSION,
         source.dataset._fingerprint,
@@ -171,7 +176,7 @@ def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
         tokenizer_fingerprint(tokenizer),
         chat,
     ]
-    return Hasher.hash(made_of)
+    return str(Hasher.hash(made_of))
 
 
 def _features(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Features:
@@ -200,7 +205,10 @@ def _stored(document: Document, features: Features) -> dict[str, Any]:
 
 
 def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, key: str) -> Dataset:
-    """The documents of a source, from the cache. Of many ranks that ask at once, one makes it and the others wait."""
+    """The documents of a source, from the cache.
+
+    Of many ranks that ask at once, one makes it and the others wait.
+    """
     features = _features(source, tokenizer)
     processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
 

@@ -8,7 +8,7 @@ from huggingface_hub.errors import StrictDataclassError
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from lacuna.config import explained, refuse
+from lacuna.config import UserError, explained
 from lacuna.config.sections import ModelConfig
 from lacuna.data import corpus
 from lacuna.data.gguf import hf_folder
@@ -16,7 +16,7 @@ from lacuna.data.remote_code import open_with
 
 
 def tokenizer_source(model: ModelConfig) -> str:
-    """Where the tokenizer comes from: as set, else where the model or its configuration comes from."""
+    """Where the tokenizer comes from: as set, or else where the model or its configuration does."""
     source = str(model.tokenizer_path or model.name_or_path or model.config)
     return os.path.dirname(source) or "." if source.endswith(".json") else source
 
@@ -28,27 +28,21 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
     """
     if name_or_path == corpus.NAME:
         return corpus.stdlib_tokenizer()
-    mend = f"set model.tokenizer_path to a Hub id, to a folder that holds a tokenizer, or to {corpus.NAME}"
-    absent = explained(
-        f"no tokenizer can be loaded from {name_or_path}",
-        OSError,
-        ValueError,
-        ImportError,
-        mend=mend,
+    absent = f"no tokenizer can be loaded from {name_or_path}"
+    mend = (
+        "set model.tokenizer_path to a Hub id, to a folder that holds a tokenizer, or to "
+        f"{corpus.NAME}"
     )
-    refused = f"transformers refuses the configuration in {name_or_path}"
+    unfit = f"transformers refuses the configuration in {name_or_path}"
+    errors = (StrictDataclassError, ArithmeticError, AttributeError, TypeError)
     with (
-        absent,
-        explained(
-            refused,
-            StrictDataclassError,
-            ArithmeticError,
-            AttributeError,
-            TypeError,
-            mend="mend it",
-        ),
+        explained(absent, OSError, ValueError, ImportError, mend=mend),
+        explained(unfit, *errors, mend="mend it"),
     ):
-        return open_with(AutoTokenizer, hf_folder(name_or_path), trust_remote_code)
+        tokenizer: PreTrainedTokenizerBase = open_with(
+            AutoTokenizer, hf_folder(name_or_path), trust_remote_code
+        )
+        return tokenizer
 
 
 def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -63,31 +57,28 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     )
     for token in model.new_tokens:
         ids = tokenizer.encode(token, add_special_tokens=False)
-        wrong = f"model.new_tokens: {token!r} becomes {ids} with the tokenizer of {tokenizer_source(model)}"
-        mend = (
-            "but must be one token, and more than white space; choose another text, such as <think>"
-        )
-        refuse(
-            {
-                f"{wrong}, {mend}": not token.strip()
-                or ids != [tokenizer.convert_tokens_to_ids(token)]
-            }
-        )
+        if not token.strip() or ids != [tokenizer.convert_tokens_to_ids(token)]:
+            raise UserError(
+                f"model.new_tokens: {token!r} becomes {ids} with the tokenizer of "
+                f"{tokenizer_source(model)}, but must be one token, and more than white space; "
+                "choose another text, such as <think>."
+            )
     return tokenizer
 
 
 def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
-    """How many ids a model's tokenizer has without `model.new_tokens`, and the ids of those that it lacked."""
-    before = set(
-        load_tokenizer(tokenizer_source(model), model.trust_remote_code).get_vocab().values()
-    )
-    return max(before) + 1, {*grown_tokenizer(model).get_vocab().values()} - before
+    """How many ids a tokenizer has without `model.new_tokens`, and those of what it lacked."""
+    given = load_tokenizer(tokenizer_source(model), model.trust_remote_code)
+    before = set(given.get_vocab().values())
+    after = set(grown_tokenizer(model).get_vocab().values())
+    return max(before) + 1, after - before
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which tokens a text becomes."""
     content = _backend(tokenizer).to_str() if tokenizer.is_fast else Hasher.hash(tokenizer)
-    return Hasher.hash([content, tokenizer.split_special_tokens, tokenizer.eos_token_id])
+    made_of = [content, tokenizer.split_special_tokens, tokenizer.eos_token_id]
+    return str(Hasher.hash(made_of))
 
 
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = True) -> np.ndarray:
@@ -96,9 +87,8 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = 
     Where it `begins` a document, it has the special tokens that its tokenizer's post-processor
     gives it.
     """
-    if (
-        tokenizer.is_fast
-    ):  # around transformers' own call, which also tracks offsets: a third faster
+    if tokenizer.is_fast:
+        # Around transformers' own call, which also tracks offsets: a third faster.
         tokens = _backend(tokenizer).encode_batch_fast([text], add_special_tokens=begins)[0].ids
     else:
         tokens = tokenizer(
@@ -110,8 +100,8 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = 
 
 
 def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """What a fast tokenizer wraps, as it is before a call of transformers sets it to cut or to pad."""
-    backend = tokenizer.backend_tokenizer
+    """What a fast tokenizer wraps, set neither to cut nor to pad, as calls of transformers may."""
+    backend: Tokenizer = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = bool(tokenizer.split_special_tokens)

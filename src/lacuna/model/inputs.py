@@ -97,7 +97,9 @@ def prepare_inputs(
     columns = dict(batch.columns)
     dimensions = [name for name in ("cp", "tp") if getattr(layout, name) > 1]
     if attention.startswith("flash_attention"):  # transformers' own wants one row
-        columns = {name: column.reshape(1, -1) for name, column in columns.items()}
+        columns = {
+            name: column.reshape(1, -1, *column.shape[2:]) for name, column in columns.items()
+        }
     if layout.cp > 1:
         rank = mesh.rank("cp")
         columns = {

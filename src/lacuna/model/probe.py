@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config, UserError
 from lacuna.data import Batch
-from lacuna.data.packing import IGNORED, packing_mode
+from lacuna.data.filling import packing_mode
+from lacuna.data.packing import IGNORED
 from lacuna.model.architecture import is_soft_capped
 from lacuna.model.forward import hidden_states
 from lacuna.model.head import relative_difference
@@ -116,7 +117,7 @@ def rows_of(config: Config) -> Rows:
     """What rows a run has: of documents apart, of one document each, or of texts laid end to end."""
     if not config.data.document_mask:
         return "whole"
-    return "padded" if packing_mode(config) == "none" else "packed"
+    return "padded" if packing_mode(config.packing, config.trains_on) == "none" else "packed"
 
 
 def trial_of(rows: Rows) -> Trial:

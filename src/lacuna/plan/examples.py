@@ -1,5 +1,6 @@
 """`lacuna data`: examples as the model will see them, and what a pass over all of them takes."""
 
+import math
 from collections.abc import Iterator
 from itertools import chain, groupby
 
@@ -10,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.data import run_tokenizer
-from lacuna.data.packing import Span
+from lacuna.data.document import Span
 from lacuna.data.plan import Plan, make_plan
 from lacuna.data.rows import rows_from_the_start
 from lacuna.parallel.mesh import resolve_layout
@@ -68,49 +69,44 @@ def coloured(
     for (is_trained, is_special), run in groupby(
         zip(trained, special, ids, strict=True), key=lambda of: of[:2]
     ):
-        words = tokenizer.decode([token for *_, token in run], clean_up_tokenization_spaces=False)
+        ids_of_run = [token for *_, token in run]
+        words = str(tokenizer.decode(ids_of_run, clean_up_tokenization_spaces=False))
         words = f"⟦{words}⟧" if is_trained and marked else words
         text.append(words, f"{'green' if is_trained else 'dim'}{' reverse' if is_special else ''}")
     return text
 
 
 def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
-    """Lengths, fill and sizes: of a pass over the data where it is known, else of the first step's `rows`."""
+    """Lengths, fill and sizes: of a pass over the data where it is known, else of the first step.
+
+    `rows` are those of the first step.
+    """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     batch, length = plan.batch(rows), plan.config.training.seq_len
-    whole = plan.table is not None
-    pairs = plan.config.trains_on == "preferences"
+    is_preference = plan.config.trains_on == "preferences"
     unit = "examples"
-    if pairs:
+    if is_preference:
         unit = "answers" if plan.config.preference.loss == "kto" else "pairs"
-    lengths = plan.table.lengths if whole else np.array([len(span.tokens) for span in chain(*rows)])
-    lengths = lengths[lengths > 0]
-    sizes, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
-    for size, count in zip(sizes.tolist(), counts.tolist(), strict=True):
-        table.add_row(
-            f"below {1 << size:,} tokens",
-            f"{count:,} {unit}",
-            "█" * -(-_BAR * count // counts.max()),
-        )
-    if whole:
-        table.add_row(
-            "longer than a row",
-            f"{(lengths > length).sum():,} of {len(lengths):,} {unit}",
-            "left out" if pairs else "",
-        )
+    lengths = np.array([len(span.tokens) for span in chain(*rows)])
+    if plan.table is not None:
+        lengths = plan.table.lengths[plan.table.lengths > 0]
+    _add_lengths(table, lengths, unit)
+    if plan.table is not None:
+        long = f"{(lengths > length).sum():,} of {len(lengths):,} {unit}"
+        table.add_row("longer than a row", long, "left out" if is_preference else "")
     name, tokens, count, room = "first step", batch.counts["tokens"], len(rows), batch.shape.numel()
+    examples = [len(row) for row in rows]
     if plan.rows_per_pass is not None:
-        name, count, room = "epoch", plan.rows_per_pass, plan.rows_per_pass * length
-        tokens = (
-            sum((stops - starts).sum() for _, starts, stops in plan.bins)
-            if plan.fits
-            else lengths.sum()
-        )
-        table.add_row("steps", f"{-(-count // len(rows)):,} an epoch", f"{len(rows)} rows each")
-    if pairs:
-        filled = [row.shape[1] for row in plan.bins] if name == "epoch" else list(map(len, rows))
+        name, tokens, count = "epoch", lengths.sum(), plan.rows_per_pass
+        room = count * length
+        if plan.fits:
+            tokens = sum((stops - starts).sum() for _, starts, stops in plan.bins)
+            examples = [pieces.shape[1] for pieces in plan.bins]
+        steps = math.ceil(count / len(rows))
+        table.add_row("steps", f"{steps:,} an epoch", f"{len(rows)} rows each")
+    if is_preference:
         table.add_row(
-            f"{unit} a row", f"{np.mean(filled):.1f}", f"{sum(filled):,} {unit} in {name}"
+            f"{unit} a row", f"{np.mean(examples):.1f}", f"{sum(examples):,} {unit} in {name}"
         )
     share = batch.counts["trained_tokens"] / max(batch.counts["tokens"], 1)
     trained = f"{share:.1%} of the first step's tokens are trained"
@@ -118,3 +114,11 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
         name, f"{tokens:,} tokens in {count:,} rows", f"fill {tokens / room:.2%}; {trained}"
     )
     return table
+
+
+def _add_lengths(table: Table, lengths: np.ndarray, unit: str) -> None:
+    """Add how many examples have fewer tokens than each power of two, with bars."""
+    powers, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
+    for power, count in zip(powers.tolist(), counts.tolist(), strict=True):
+        bar = "█" * math.ceil(_BAR * count / counts.max())
+        table.add_row(f"below {1 << power:,} tokens", f"{count:,} {unit}", bar)

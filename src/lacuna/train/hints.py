@@ -11,7 +11,6 @@ from typing import Any
 from datasets import Dataset
 
 from lacuna.config import Config, UserError
-from lacuna.data.chat import conversation_columns
 from lacuna.data.files import RECORD
 from lacuna.data.sources import Documents, open_source
 from lacuna.parallel.processes import Process
@@ -74,7 +73,10 @@ def _on_other_data(config: Config, model: str, adapter: str | None) -> Iterator[
         yield from ("--lora.rank", config.lora.rank) if adapter else ()
     yield from ("--job.task", config.job.task) if config.job.task != Config().job.task else ()
     yield from ("--data.dataset", "my.jsonl", "--training.epochs", 1)
-    for setting in _KEPT:
+    kept, task = list(_KEPT), config.job.task
+    if task in Config.model_fields:  # it has settings of its own
+        kept += [f"{task}.{name}" for name in type(getattr(config, task)).model_fields]
+    for setting in kept:
         section, name = setting.split(".")
         value = getattr(getattr(config, section), name)
         if value != getattr(getattr(Config(), section), name):
@@ -113,9 +115,7 @@ def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
     for record in islice(documents.dataset, _LOOKED_AT):
         with suppress(UserError, ValueError):  # broken rows are in the dataset, too
             row = json.loads(record[RECORD] or "{}") if documents.column == RECORD else record
-            columns, names = (documents.column,), {documents.column: documents.column}
-            if documents.chat is not None:
-                columns, names = conversation_columns(row, documents.chat)
+            columns, names = documents.columns_of(row)
             value = row[names[columns[0]]]
             if value:
                 yield (

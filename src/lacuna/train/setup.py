@@ -335,4 +335,4 @@ class Run:
         earlier = self.loader
         earlier.close()
         self.loader = build_loader(config, self.tokenizer, self.plan, self.data_rank, order)
-        self.loader.follow(earlier)
+        self.loader.take_place_of(earlier)

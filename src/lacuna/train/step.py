@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lacuna.config.documents import PackingConfig
 from lacuna.data import Batch
-from lacuna.data.packing import Span
+from lacuna.data.document import Span
 from lacuna.data.plan import Plan
 from lacuna.model.build import BuiltModel
 from lacuna.model.forward import loss_sums

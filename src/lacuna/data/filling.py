@@ -1,0 +1,112 @@
+"""Documents to rows: which of them share a row, and what happens to those that are too long."""
+
+from collections.abc import Callable
+
+import numpy as np
+
+from lacuna.config import UserError
+from lacuna.config.documents import PackingConfig
+from lacuna.data.document import Document, Span
+
+
+def packing_mode(packing: PackingConfig, trains_on: str) -> str:
+    """How rows are filled: as set, or else texts are laid end to end, and nothing else is cut."""
+    if packing.mode != "auto":
+        return packing.mode
+    return "concatenate" if trains_on == "texts" else "best_fit"
+
+
+def fill_rows(
+    lengths: np.ndarray,
+    document: Callable[[int], Document],
+    space: int,
+    packing: PackingConfig,
+    ordered: bool = False,
+) -> list[np.ndarray]:
+    """The pieces of documents that make up each row of at most `space` tokens.
+
+    Each row is int64 [3, n]: the numbers of documents, the first token of each piece, and the one
+    after its last. `lengths` are those of all documents, and `document` gives one by its number;
+    an empty one takes no room. If they are `ordered`, only those share rows that come together in
+    the buffer. Raises UserError when nothing is left of them.
+    """
+    pieces = _cut(lengths, document, space, packing.long_examples)
+    pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
+    sizes = pieces[:, 2] - pieces[:, 1]
+    if len(lengths) > 0 and not len(pieces):
+        raise UserError(
+            f"packing.long_examples: none of {len(lengths)} examples has a trained token within "
+            f"{space} tokens; raise training.seq_len, or split them."
+        )
+    if packing.mode == "none":
+        return [piece[:, None] for piece in pieces]
+    in_buffer = packing.buffer * space if ordered else np.inf
+    buffers = np.cumsum(sizes) // in_buffer
+    rows = []
+    for together in np.split(pieces, np.flatnonzero(np.diff(buffers)) + 1):
+        chosen = best_fit(together[:, 2] - together[:, 1], space)
+        rows += [together[numbers].T for numbers in chosen]
+    return rows
+
+
+def _cut(
+    lengths: np.ndarray, document: Callable[[int], Document], space: int, long_examples: str
+) -> np.ndarray:
+    """The pieces of all documents, int64 [pieces, 3].
+
+    Pieces of long documents in which nothing is trained are left out.
+    """
+    fitting = np.flatnonzero((lengths > 0) & (lengths <= space))
+    pieces = [np.stack([fitting, np.zeros_like(fitting), lengths[fitting]], axis=1)]
+    if long_examples == "drop":
+        return pieces[0]
+    for number in np.flatnonzero(lengths > space).tolist():
+        stop = int(lengths[number]) if long_examples == "split" else space
+        trained = Span(document(number), 0, 0, stop + 1).trained
+        predicting = np.flatnonzero(trained[1:])  # each token is predicted at the place before it
+        starts = np.unique(predicting // space) * space
+        numbers = np.full_like(starts, number)
+        pieces.append(np.stack([numbers, starts, np.minimum(starts + space, stop)], axis=1))
+    return np.concatenate(pieces)
+
+
+def refuse_long_pairs(lengths: np.ndarray, space: int, long_examples: str) -> None:
+    """Raises UserError for pairs of more than `space` tokens, unless long examples are dropped."""
+    long = lengths[lengths > space]
+    if len(long) and long_examples != "drop":
+        raise UserError(
+            f"training.seq_len: {len(long):,} of {len(lengths):,} pairs are longer than a row of "
+            f"{space} tokens, the longest {long.max():,}, and a pair cannot be cut; raise it, or "
+            'set packing.long_examples = "drop" to leave them out.'
+        )
+
+
+def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
+    """Bins of at most `space` tokens, each a list of the numbers of the pieces in it.
+
+    Best-fit decreasing (Johnson, 1973): each piece, the longest first, goes to the fullest bin that
+    has room for it.
+    """
+    bins: list[list[int]] = []
+    # Bins by the tokens that they have room for.
+    roomy: dict[int, list[list[int]]] = {0: [], space: []}
+    # Bit n is set where a bin has room for n > 0 tokens, so that the least room that suffices is
+    # found at once.
+    rooms = 0
+    for piece in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[piece])
+        room = space
+        if fitting := rooms >> length:
+            lowest = fitting & -fitting
+            room = length + lowest.bit_length() - 1
+        if not roomy[room]:
+            bins.append([])
+            roomy[room].append(bins[-1])
+        chosen = roomy[room].pop()
+        chosen.append(piece)
+        roomy.setdefault(room - length, []).append(chosen)
+        rooms |= 1 << (room - length)
+        rooms &= ~1
+        if not roomy[room]:
+            rooms &= ~(1 << room)
+    return bins

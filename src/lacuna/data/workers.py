@@ -1,0 +1,85 @@
+"""The processes that prepare batches: how many, how they start and end, what is told of an end."""
+
+import atexit
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import fsspec.asyn
+
+from lacuna.config import RunError
+from lacuna.config.cores import usable_cores
+
+_MOST_WORKERS = 8
+# Tables of more bytes than this are read by a worker: the trainer would wait for the disk.
+_READ_IN_PROCESS = 2**30
+
+
+def workers_for_table(wanted: int | None, table_bytes: int) -> int:
+    """How many workers read a table of this size: as many as wanted, else one if it is large."""
+    if wanted is not None:
+        return wanted
+    return int(table_bytes > _READ_IN_PROCESS)
+
+
+def workers_for_lanes(wanted: int | None, period: int) -> int:
+    """How many workers tokenise: as many as wanted, or as fit the machine.
+
+    Each has lanes of its own, which come back every `period` micro-batches, so that only a divisor
+    of it will do: the largest that is not more.
+    """
+    if wanted is None:
+        ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        spare = usable_cores() // ranks_here - 1
+        wanted = min(_MOST_WORKERS, max(1, spare))
+    divisors = [count for count in range(1, wanted + 1) if period % count == 0]
+    return max(divisors, default=0)
+
+
+def start_worker(_number: int) -> None:
+    """Prepare a process that has just begun.
+
+    It leaves signals to the trainer, which stops its workers itself; torch has them end within
+    seconds of its death.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # The parent may have held this lock at the fork.
+    fsspec.asyn.reset_lock()
+    # Where workers are not forked, Python's own end aborts now and then in C++ threads.
+    atexit.register(os._exit, 0)
+
+
+def stop_workers(batches: Any) -> None:
+    """End the workers of torch's iterator: in good order, or by force if they are too busy."""
+    workers = getattr(batches, "_workers", ())
+    if workers:
+        batches._shutdown_workers()
+    for worker in workers:
+        worker.kill()
+        worker.join()
+
+
+def of_a_worker(error: BaseException) -> bool:
+    """Whether an error tells that a worker has ended.
+
+    Torch raises it out of a signal handler, wherever the process happens to be.
+    """
+    return isinstance(error, RuntimeError) and "DataLoader worker" in str(error)
+
+
+@contextmanager
+def workers_told() -> Iterator[None]:
+    """Within it, the end of a worker is one message to the user, and no error of torch's own."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not of_a_worker(error):
+            raise
+        said = str(error).partition("\n")[0].rstrip(". ")
+        raise RunError(
+            f"{said}. Where memory ran out, fewer workers (data.num_workers) or less in advance "
+            "(data.prefetch_factor) take less; the same command goes on from the last checkpoint."
+        ) from error
