@@ -103,7 +103,7 @@ def test_no_file_has_more_than_375_lines() -> None:
 
 def test_core_and_extensions_stay_below_their_limits() -> None:
     core, extensions = bloat.counts(PACKAGE)
-    assert sum(core.values()) < bloat.CORE_LIMIT == 7100
+    assert sum(core.values()) < bloat.CORE_LIMIT == 7200
     assert max(extensions.values()) <= bloat.EXTENSION_LIMIT == 400
     assert bloat.run([]) == 0
 

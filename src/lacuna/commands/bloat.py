@@ -8,7 +8,7 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 7100  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7200  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
 # All else is in modules of their own: what they add -> these modules, in the package.
