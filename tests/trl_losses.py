@@ -15,6 +15,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from policies import gradient_norm
 from tiny import tokenizer_of_words
 
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
@@ -206,12 +207,6 @@ def chunked_jsd(
     loss.backward()
     metrics = {"entropy": (entropy / count).item()}
     return Outcome(loss.item(), gradient_norm(student), metrics)
-
-
-def gradient_norm(model: PreTrainedModel) -> float:
-    """The norm of all gradients of a model together."""
-    gradients = [p.grad.double().flatten() for p in model.parameters() if p.grad is not None]
-    return torch.cat(gradients).norm().item()
 
 
 def _plain(batch_size: int) -> dict[str, Any]:

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.documents import READERS
+from lacuna.config.fields import Section
+from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.sections import Config
+from lacuna.config.task import TASKS
 
 Predicate = Callable[[Config], object]
 
@@ -56,6 +59,29 @@ _UNAVAILABLE = {
     "float8.precompute_float8_dynamic_scale_for_fsdp": "float8 is not available yet; leave it out",
     "float8.recipe_name": "float8 is not available yet; leave it out",
 }
+
+
+def _only_for(task: str, section: str, kind: type[Section]) -> list[Rule]:
+    """For each setting of a section a rule: it is refused where another task of ours is trained for."""
+    return [
+        Rule(
+            (f"{section}.{name}", "job.task"),
+            _differs(section, name, lambda config: config.job.task in {*TASKS} - {task}),
+            f"only {task} takes the first; set the second to it, or drop the first",
+        )
+        for name in kind.model_fields
+    ]
+
+
+def _differs(section: str, name: str, beside: Predicate) -> Predicate:
+    """Whether a setting is not as it is by default, where another condition holds as well."""
+
+    def differs(config: Config) -> object:
+        table = getattr(config, section)
+        return getattr(table, name) != getattr(type(table)(), name) and beside(config)
+
+    return differs
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -188,10 +214,25 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.job.task == "distill" and not config.distillation.teacher,
         "there is nobody to learn from; set the second",
     ),
+    *_only_for("distill", "distillation", DistillationConfig),
+    *_only_for("preference", "preference", PreferenceConfig),
     Rule(
-        ("distillation.teacher", "job.task"),
-        lambda config: config.distillation.teacher and config.job.task != "distill",
-        "only distill learns from a teacher; set the second to it, or drop the first",
+        ("distillation.beta", "distillation.divergence"),
+        _differs("distillation", "beta", lambda config: config.distillation.divergence != "jsd"),
+        "only jsd has a mixture; set the second to it, or drop the first",
+    ),
+    Rule(
+        ("preference.margin", "preference.loss"),
+        _differs("preference", "margin", lambda config: config.preference.loss != "simpo"),
+        "only simpo has a margin; set the second to it, or drop the first",
+    ),
+    *(
+        Rule(
+            (f"preference.{name}", "preference.loss"),
+            _differs("preference", name, lambda config: config.preference.loss != "kto"),
+            "only kto weighs its answers; set the second to it, or drop the first",
+        )
+        for name in ("desirable_weight", "undesirable_weight")
     ),
     Rule(
         ("distillation.teacher_base", "parallelism.tensor_parallel_degree"),

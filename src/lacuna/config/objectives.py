@@ -17,7 +17,7 @@ class PreferenceConfig(Section):
     """How far the model may move from the reference; the larger, the less. For ipo it is tau, for
     orpo the weight of the odds ratio beside the cross-entropy of the chosen answer."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of the pairs whose order is taken to be wrong; sigmoid only."""
+    """Share of the pairs whose order is taken to be wrong; sigmoid and simpo only."""
     margin: NonNegativeFloat = 0.5
     """By how much the chosen answer should win, in simpo's rewards (its gamma)."""
     desirable_weight: NonNegativeFloat = 1.0

@@ -98,7 +98,6 @@ class Preference(LanguageModelling):
 
     trains_on = "preferences"
     settings = PreferenceConfig()
-
     reference: Reference | None = None
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -157,7 +156,7 @@ class Preference(LanguageModelling):
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Takes what `state_dict` gave."""
         if self.reference is not None:
-            self.reference.known = state["reference"]
+            self.reference.load(state["reference"])
 
 
 def with_divergence(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
@@ -171,11 +170,7 @@ def with_divergence(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]
             total += torch.stack([(ratios * mismatched).sum(), mismatched.sum()])
     dist.all_reduce(total)
     divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0)
-    return [
-        with_sequence_column(batch, "divergence", divergence.expand(len(one)))
-        for batch in batches
-        for one in [batch.sequence_columns["chosen"]]
-    ]
+    return [with_sequence_column(batch, "divergence", divergence) for batch in batches]
 
 
 def with_prompts(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
@@ -192,11 +187,7 @@ def with_prompts(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
     totals = totals.to(policy.device)
     dist.all_reduce(totals)
     share = (totals[1] / totals[0].clamp(min=1)).float()
-    return [
-        with_sequence_column(batch, "pairs_per_token", share.expand(len(one)))
-        for batch in annotated
-        for one in [batch.sequence_columns["chosen"]]
-    ]
+    return [with_sequence_column(batch, "pairs_per_token", share) for batch in annotated]
 
 
 def prompt_labels(batch: Batch) -> Tensor:

@@ -4,6 +4,7 @@ import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -36,11 +37,14 @@ def reference_kind(config: Config) -> str | None:
     kind = asked
     if asked == "auto":
         kind = "base" if is_base else "copy"
-    if kind == "copy" and config.checkpoint.initial_load_path:
+    checkpoints = Path(str(config.job.dump_folder), config.checkpoint.folder)
+    start = config.checkpoint.initial_load_path
+    if kind != "cached" and (start or (checkpoints / "step-0").exists()):
         raise UserError(
-            "preference.reference = copy, checkpoint.initial_load_path: a copy begins with the "
-            "model's own files: convert the checkpoint with lacuna convert --to hf and give it as "
-            "model.name_or_path, or set the first to cached."
+            f"preference.reference = {kind}: the run begins with the weights of a checkpoint "
+            f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
+            "files: set it to cached, or convert the checkpoint with lacuna convert --to hf and "
+            "give that as model.name_or_path."
         )
     return kind
 
@@ -72,6 +76,18 @@ class Reference:
             dist.all_gather_object(of_ranks, own)
             self.known = {key: value for part in of_ranks for key, value in part.items()}
 
+    def load(self, known: dict[str, float]) -> None:
+        """Goes on with what was computed before training.
+
+        Raises `UserError` where nothing was, and it is too late to ask.
+        """
+        if self.kind == "cached" and not known:
+            raise UserError(
+                "preference.reference = cached: this run began without one, and its model is no "
+                "longer what it began with: take the setting back, or start a new run."
+            )
+        self.known = known
+
     def annotate(self, policy: BuiltModel, batch: Batch) -> Batch:
         """The batch with the sequence column `reference`.
 
@@ -101,9 +117,12 @@ def read_without_gradient(asked: BuiltModel, batch: Batch, is_base: bool = False
 
 
 def with_sequence_column(batch: Batch, name: str, column: Tensor | None) -> Batch:
-    """The batch with one more column of its sequences; zeros where another rank knows it."""
-    if column is None:
-        column = torch.zeros_like(batch.sequence_columns["chosen"])
+    """The batch with one more column of its sequences, or one value for them all.
+
+    Zeros stand for what only another rank knows.
+    """
+    chosen = batch.sequence_columns["chosen"]
+    column = torch.zeros_like(chosen) if column is None else column.expand(len(chosen))
     return replace(batch, sequence_columns=batch.sequence_columns | {name: column})
 
 

@@ -12,6 +12,7 @@ from lacuna.model.build import embeds_on_cpu, plan_model, required_router
 from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.quantization import packed_sizes, quantized_modules
 from lacuna.model.weights import weight_files
+from lacuna.objective.find import find_objective
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout, resolve_layout
 from lacuna.parallel.parallelize import compile_enabled
@@ -34,6 +35,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     layout = resolve_layout(config, processes)
     _, plan = plan_stages(config, layout)[0]
     tokenizer = run_tokenizer(config)
+    find_objective(config.job.task).check(config, tokenizer)
     here = torch.device(device) if device == device_type() else None
     model = plan_model(config, tokenizer, layout, device, here)
     required_router(config, model.config, layout, here or torch.device("cpu"))

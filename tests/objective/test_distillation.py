@@ -1,0 +1,101 @@
+"""Divergences are the papers' formulas, mixed with cross-entropy; a teacher has the student's vocabulary."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from lacuna.config import Config, UserError
+from lacuna.config.objectives import DistillationConfig
+from lacuna.data.packing import IGNORED
+from lacuna.objective.distillation import Distillation, distillation_sums
+from runs import curve, train
+from tiny import random_model, tiny_config, tokenizer_of_words
+
+TOKENS, WORDS = 6, 11
+
+
+def problem(words: int = WORDS) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits of student and teacher, and labels, one of which is not trained."""
+    generator = torch.Generator().manual_seed(0)
+    student = torch.randn(TOKENS, words, generator=generator, dtype=torch.float64)
+    teacher = 2 * torch.randn(TOKENS, words, generator=generator, dtype=torch.float64)
+    return student, teacher, torch.tensor([3, 1, IGNORED, 10, 0, 7])
+
+
+def kl(p: Tensor, q: Tensor) -> Tensor:
+    return (p * (p / q).log()).sum(-1)
+
+
+def wanted(divergence: str, beta: float, temperature: float, alpha: float) -> float:
+    student, teacher, labels = problem()
+    p, q = ((one / temperature).softmax(-1) for one in (teacher, student))
+    mixture = beta * p + (1 - beta) * q
+    each = {
+        "forward_kl": kl(p, q),
+        "reverse_kl": kl(q, p),
+        "jsd": beta * kl(p, mixture) + (1 - beta) * kl(q, mixture),
+    }[divergence]
+    trained = labels != IGNORED
+    nats = -student.log_softmax(-1)[trained].gather(1, labels[trained][:, None]).sum()
+    return (alpha * each[trained].sum() + (1 - alpha) * nats).item()
+
+
+@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("temperature", [1.0, 1.7])
+@pytest.mark.parametrize("alpha", [1.0, 0.3])
+def test_losses_are_the_formulas(divergence: str, temperature: float, alpha: float) -> None:
+    student, teacher, labels = problem()
+    settings = DistillationConfig(
+        divergence=divergence, beta=0.3, temperature=temperature, alpha=alpha
+    )
+    columns = {"labels": labels, "teacher_states": teacher}
+    found = distillation_sums(student, columns, settings, lambda states: states, None)
+    expected = wanted(divergence, 0.3, temperature, alpha)
+    assert found["loss"].item() == pytest.approx(expected, rel=1e-9)
+
+
+def test_logits_of_no_token_are_left_out() -> None:
+    student, teacher, labels = problem()
+    padded = torch.cat([teacher, torch.full((TOKENS, 5), 3.0, dtype=torch.float64)], dim=1)
+    settings = DistillationConfig()
+    found = [
+        distillation_sums(
+            student,
+            {"labels": labels, "teacher_states": one},
+            settings,
+            lambda states: states,
+            WORDS,
+        )["loss"].item()
+        for one in (teacher, padded)
+    ]
+    assert found[0] == pytest.approx(found[1], rel=1e-12)
+
+
+def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of_words()
+    tokenizer.save_pretrained(tmp_path)
+    settings = Config(distillation=DistillationConfig(teacher=str(tmp_path)))
+    Distillation().check(settings, tokenizer)
+    other = tokenizer_of_words()
+    other.add_tokens(["<think>"])
+    with pytest.raises(UserError, match=r"'<think>' for the model alone"):
+        Distillation().check(settings, other)
+
+
+def test_a_student_learns_from_a_teacher_and_is_refused_a_stranger(
+    world: Path, tmp_path: Path
+) -> None:
+    teacher = tmp_path / "teacher"
+    train(world, tmp_path / "first", "--training.steps", 8)
+    flags = ("--job.task", "distill", "--distillation.teacher")
+    train(world, tmp_path / "run", *flags, tmp_path / "first" / "hf")
+    rows = curve(tmp_path / "run", "loss", "divergence", "cross_entropy")
+    assert all(loss == pytest.approx(divergence, rel=1e-6) for _, loss, divergence, _ in rows)
+    assert rows[-1][1] < rows[0][1]
+    random_model(tiny_config("llama")).save_pretrained(teacher)
+    tokenizer_of_words().save_pretrained(teacher)
+    for dry in ((), ("--dry-run",)):
+        message = train(world, tmp_path / "other", *flags, teacher, *dry, status=2)
+        assert "has another vocabulary" in message

@@ -1,0 +1,153 @@
+"""Losses of preference are the papers' formulas, a reference is what training begins with, and a run resumes."""
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from lacuna.config import Config, UserError
+from lacuna.config.objectives import PreferenceConfig
+from lacuna.objective.preference import Preference, preference_sums
+from lacuna.objective.reference import reference_kind
+from runs import WORDS, curve, train, weights
+from tiny import tokenizer_of_words
+
+LOGPROBS = torch.tensor([-3.0, -5.0, -2.0, -1.5])
+COLUMNS = {
+    "chosen": torch.tensor([1.0, 0.0, 1.0, 0.0]),
+    "tokens": torch.tensor([2.0, 4.0, 1.0, 3.0]),
+    "reference": torch.tensor([-4.0, -4.5, -1.0, -2.5]),
+}
+WORTH = [(1.0, -0.5), (-1.0, 1.0)]
+MEANS = [(-1.5, -1.25), (-2.0, -0.5)]
+
+
+def sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x))
+
+
+def sums(columns: dict[str, torch.Tensor] | None = None, **settings: object) -> dict[str, float]:
+    found = preference_sums(LOGPROBS, COLUMNS | (columns or {}), PreferenceConfig(**settings))
+    return {name: value.item() for name, value in found.items()}
+
+
+@pytest.mark.parametrize(
+    ("settings", "wanted"),
+    [
+        ({"beta": 0.5}, sum(-math.log(sigmoid(0.5 * (c - r))) for c, r in WORTH)),
+        (
+            {"beta": 0.5, "label_smoothing": 0.2},
+            sum(
+                -0.8 * math.log(sigmoid(0.5 * (c - r))) - 0.2 * math.log(sigmoid(-0.5 * (c - r)))
+                for c, r in WORTH
+            ),
+        ),
+        ({"loss": "hinge", "beta": 0.5}, sum(max(0, 1 - 0.5 * (c - r)) for c, r in WORTH)),
+        (
+            {"loss": "ipo", "beta": 0.25},
+            sum((c - r - 2) ** 2 for c, r in ((0.5, -0.125), (-1.0, 1 / 3))),
+        ),
+        (
+            {"loss": "simpo", "beta": 2.0, "margin": 1.0},
+            sum(-math.log(sigmoid(2 * (c - r) - 1)) for c, r in MEANS),
+        ),
+    ],
+    ids=["dpo", "smoothed", "hinge", "ipo", "simpo"],
+)
+def test_losses_of_pairs_are_the_formulas(settings: dict, wanted: float) -> None:
+    assert sums(**settings)["loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_orpo_learns_the_chosen_text_and_the_odds() -> None:
+    columns = {"prompt_logprobs": torch.tensor([-1.0, -9.0, -2.0, -9.0])}
+    columns["pairs_per_token"] = torch.full((4,), 0.125)
+    log_odds = [[m - math.log1p(-math.exp(m)) for m in pair] for pair in MEANS]
+    wanted = (4 + 4) * 0.125 - 0.5 * sum(math.log(sigmoid(c - r)) for c, r in log_odds)
+    assert sums(columns, loss="orpo", beta=0.5)["loss"] == pytest.approx(wanted, rel=1e-6)
+
+
+def test_kto_leaves_out_what_its_divergence_is_made_of() -> None:
+    columns = {"mismatched": torch.tensor([0.0, 1.0, 0.0, 1.0])}
+    columns |= {"chosen": torch.tensor([1.0, 1.0, 0.0, 0.0]), "divergence": torch.full((4,), 0.3)}
+    found = sums(columns, loss="kto", beta=0.5, desirable_weight=1.5, undesirable_weight=0.5)
+    wanted = 1.5 * (1 - sigmoid(0.5 * 0.7)) + 0.5 * (1 - sigmoid(0.5 * 1.3))
+    assert found["loss"] == pytest.approx(wanted, rel=1e-6)
+    assert (found["chosen"], found["reward_chosen"], found["reward_rejected"]) == (1, 0.5, -0.5)
+
+
+def test_rewards_and_accuracy_are_told_per_pair() -> None:
+    objective = Preference()
+    objective.check(Config(preference=PreferenceConfig(beta=0.5)), tokenizer_of_words())
+    row = objective.report(sums(beta=0.5), {"pairs": 2.0})
+    assert (row["reward_chosen"], row["reward_rejected"]) == (0.0, 0.125)
+    assert (row["reward_margin"], row["reward_accuracy"]) == (-0.125, 0.5)
+
+
+def test_the_reference_is_what_training_begins_with(tmp_path: Path) -> None:
+    def kind(reference: str = "auto", loss: str = "sigmoid", **sections: dict) -> str | None:
+        settings = {"loss": loss, "reference": reference}
+        job = {"dump_folder": str(tmp_path)}
+        return reference_kind(Config(preference=settings, job=job, **sections))
+
+    assert kind() == "copy"
+    assert kind(lora={"rank": 2}) == "base"
+    assert kind(lora={"rank": 2, "modules": ("norm",)}) == "copy"
+    assert kind(loss="orpo") is None
+    with pytest.raises(UserError, match=r"lora.rank is 0"):
+        kind("base")
+    start = {"initial_load_path": "elsewhere/step-5"}
+    for sections in ({}, {"lora": {"rank": 2}}):
+        with pytest.raises(UserError, match=r"set it to cached"):
+            kind(checkpoint=start, **sections)
+    assert kind("cached", checkpoint=start) == "cached"
+    (tmp_path / "checkpoint" / "step-0").mkdir(parents=True)
+    with pytest.raises(UserError, match="step-0"):
+        kind()
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    draws = random.Random(0)
+    rows = []
+    for _ in range(60):
+        prompt, chosen, rejected = (" ".join(draws.choices(WORDS, k=5)) for _ in range(3))
+        rows.append({"prompt": prompt, "chosen": f" cat {chosen}", "rejected": f" dog {rejected}"})
+    file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def flags(pairs: Path, reference: str) -> list[object]:
+    return [
+        *("--job.task", "preference", "--preference.reference", reference),
+        *("--data.dataset", pairs, "--training.seq_len", 256, "--training.batch_size", 2),
+        *("--chat.template", "chatml", "--model.new_tokens", "<|im_start|>,<|im_end|>"),
+        *("--lr_scheduler.decay_type", "constant"),
+    ]
+
+
+@pytest.mark.parametrize("reference", ["copy", "cached"])
+def test_a_stopped_run_goes_on_to_the_bit(
+    reference: str, world: Path, pairs: Path, tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(world, straight, *flags(pairs, reference))
+    train(world, resumed, *flags(pairs, reference), "--training.steps", 4)
+    train(world, resumed, *flags(pairs, reference))
+    rows = curve(straight, "loss", "reward_margin", "reward_accuracy")
+    assert rows == curve(resumed, "loss", "reward_margin", "reward_accuracy")
+    (_, loss, margin, _), *_, (_, _, last_margin, accuracy) = rows
+    assert loss == pytest.approx(math.log(2), rel=1e-6) and margin == pytest.approx(0, abs=1e-6)
+    assert last_margin > 0.1 and accuracy > 0.9
+    assert weights(straight) == weights(resumed)
+
+
+def test_a_run_that_began_without_a_cached_reference_gets_none(
+    world: Path, pairs: Path, tmp_path: Path
+) -> None:
+    train(world, tmp_path / "run", *flags(pairs, "copy"), "--training.steps", 4)
+    message = train(world, tmp_path / "run", *flags(pairs, "cached"), status=2)
+    assert "this run began without one" in message
