@@ -1,6 +1,7 @@
-"""How fast batches come: tokens per second, and how long a trainer of a given speed would wait for them.
+r"""How fast batches come: tokens per second, and how long a trainer of a given speed would wait.
 
-python benchmarks/data_throughput.py [--data-files a.jsonl b.jsonl] [--tokenizer NAME] [--consumer 500000]
+python benchmarks/data_throughput.py \
+    [--data-files a.jsonl b.jsonl] [--tokenizer NAME] [--consumer 500000]
 """
 
 import argparse
@@ -10,7 +11,7 @@ from itertools import islice
 from lacuna.config import Config
 from lacuna.config.documents import DataConfig, Source
 from lacuna.config.sections import TrainingConfig
-from lacuna.data import BatchPlan, Loader, build_loader
+from lacuna.data import BatchSizes, Loader, build_loader
 from lacuna.data.tokenizer import load_tokenizer
 
 _WARM_UP = 4
@@ -56,12 +57,18 @@ def loader_of(given: argparse.Namespace, way: str, workers: int) -> Loader:
         training=TrainingConfig(seq_len=given.seq_len),
     )
     return build_loader(
-        config, load_tokenizer(given.tokenizer), BatchPlan(given.batch_size, 1, given.batch_size), 0
+        config,
+        load_tokenizer(given.tokenizer),
+        BatchSizes(given.batch_size, 1, given.batch_size),
+        0,
     )
 
 
 def consume(loader: Loader, seconds: float, consumer: float | None) -> tuple[float, float]:
-    """Tokens per second, and the share of time spent waiting, when each batch is worked on at `consumer` tokens/s."""
+    """Tokens per second, and the share of time spent waiting.
+
+    Each batch is worked on at `consumer` tokens/s.
+    """
     tokens = waited = 0.0
     began = time.perf_counter()
     while (now := time.perf_counter()) - began < seconds:

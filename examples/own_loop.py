@@ -12,29 +12,31 @@ import sys
 import torch
 
 from lacuna.config import load_config
+from lacuna.config.learning_rate import learning_rate
 from lacuna.data import build_loader, merge_states, run_tokenizer
-from lacuna.export.huggingface import export_model
+from lacuna.formats.checkpoint import model_tensors, newest_complete
+from lacuna.formats.huggingface import export_model
+from lacuna.formats.reader import read_state, read_tensors
+from lacuna.formats.writer import write_checkpoint
 from lacuna.model.build import build_model
 from lacuna.objective.find import find_objective
+from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import build_mesh, resolve_layout
 from lacuna.parallel.processes import gather_objects, start_process, stop_process
-from lacuna.train.checkpoint import model_tensors, newest_complete, read_tensors, write_checkpoint
-from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors, update
-from lacuna.train.reader import read_state
-from lacuna.train.setup import plan_batch
+from lacuna.train.optimizer import build_optimizer, optimizer_tensors, update
 from lacuna.train.step import accumulate_gradients, total_counts
 
 path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".toml") else None
 config = load_config(path, sys.argv[1:])
 process = start_process(config)
-layout = resolve_layout(config, process.world_size)
-tokenizer = run_tokenizer(config)
-plan = plan_batch(config, layout)
+layout = resolve_layout(config.parallelism, process.world_size)
+tokenizer = run_tokenizer(config.model, config.conversations)
+batch = resolve_batch(config, layout)
 mesh = build_mesh(layout, process.device.type)
-loader = build_loader(config, tokenizer, plan, mesh.data_rank)
+loader = build_loader(config, tokenizer, batch, mesh.data_rank)
 objective = find_objective(config.job.task)
 built = build_model(config, tokenizer, mesh, process.device)
-optimizer = build_optimizer(built.model, config)
+optimizer = build_optimizer(built.model, config.optimizer)
 # These are no copies: a checkpoint is read into them in place.
 tensors = model_tensors(built.model) | optimizer_tensors(built.model, optimizer)
 
@@ -42,15 +44,17 @@ first_step = 0
 if checkpoint := newest_complete(config.job.dump_folder, process):
     read_tensors(checkpoint, tensors, process)
     state = read_state(checkpoint)
-    loader.load_state_dict(merge_states(state["data"]))
-    first_step = state["step"]
+    loader.load_state_dict(merge_states(state["source"]))
+    first_step = state["loop"]["step"]
 
 batches = iter(loader)
 for step in range(first_step, config.training.steps):
-    micro_batches = [next(batches) for _ in range(plan.accumulation)]
+    micro_batches = [next(batches) for _ in range(batch.accumulation)]
     trained = total_counts(built, micro_batches)[objective.denominator]  # over all ranks
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate(config, step, config.training.steps)
+        group["lr"] = learning_rate(
+            config.optimizer.lr, config.lr_scheduler, step, config.training.steps
+        )
     loss, *_ = accumulate_gradients(built, micro_batches, objective.loss, trained)
     norm, skipped = update(built, optimizer, trained)
     if process.rank == 0 and step % config.metrics.log_freq == 0:
@@ -58,7 +62,10 @@ for step in range(first_step, config.training.steps):
         print(f"step {step + 1}: loss {mean:.4f} on this rank")
 
 target = os.path.join(config.job.dump_folder, f"step-{config.training.steps}")
-state = {"step": config.training.steps, "data": gather_objects(process, loader.state_dict())}
+state = {
+    "loop": {"step": config.training.steps},
+    "source": gather_objects(process, loader.state_dict()),
+}
 write_checkpoint(target, tensors, state, tokenizer.save_pretrained, process)
 dtype = getattr(torch, config.checkpoint.export_dtype)
 export_model(built.model, tokenizer, os.path.join(config.job.dump_folder, "hf"), dtype)

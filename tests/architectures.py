@@ -31,8 +31,9 @@ from every_model import INCOMPLETE, configuration_class, model_types, small_conf
 from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.documents import PackingConfig
-from lacuna.config.sections import OptimizerConfig
-from lacuna.export.huggingface import export_adapter, export_model, misread_by_peft
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.formats.adapter import export_adapter, misread_by_peft
+from lacuna.formats.huggingface import export_model
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
@@ -103,7 +104,7 @@ def own_steps(model: nn.Module, packed: bool) -> Outcome:
 
 def our_steps(built: BuiltModel, case: Case, packed: bool) -> Outcome:
     """Returns the same, trained by lacuna's own parts."""
-    optimizer = build_optimizer(built.model, built.config)
+    optimizer = build_optimizer(built.model, built.config.optimizer)
     curve: Curve = []
     first: dict[str, Tensor] = {}
     for step in range(STEPS):
@@ -337,19 +338,20 @@ def print_table(table: dict[str, dict[str, str]]) -> None:
         f"transformers {version('transformers')}, torch {version('torch').partition('+')[0]}"
     )
     print(
-        f"{libraries}, float32 on CPUs. Each model is tiny, made of its own configuration class, with "
-        f"random weights. It trains {STEPS} steps of {SEQUENCES} rows of {LENGTH} tokens, beyond every "
-        "window. Beside it, a plain loop of transformers' own model and torch's AdamW (with LoRA: "
-        "peft's) trains on the same documents one by one.\n"
+        f"{libraries}, float32 on CPUs. Each model is tiny, made of its own configuration class, "
+        f"with random weights. It trains {STEPS} steps of {SEQUENCES} rows of {LENGTH} tokens, "
+        "beyond every window. Beside it, a plain loop of transformers' own model and torch's AdamW "
+        "(with LoRA: peft's) trains on the same documents one by one.\n"
     )
     print(
         "A cell is the largest relative difference of losses, gradient norms and the first step's "
-        "gradients; for the exported model, of its logits. A number in brackets is the reason, below, "
-        "for which lacuna refuses the combination when it reads the configuration (`transformers:` "
-        f"where transformers' own loop fails on the small model). `{ROUNDING}` is by how much "
-        "transformers' own loop moves when the last bit of each weight is changed. A model that draws "
-        "at random in training even without dropout (PhiMoE's router) is compared with that off. On "
-        "two ranks rows are packed where they can be.\n"
+        "gradients; for the exported model, of its logits. A number in brackets is the reason, "
+        "below, for which lacuna refuses the combination when it reads the configuration "
+        "(`transformers:` where transformers' own loop fails on the small model). "
+        f"`{ROUNDING}` is by how much transformers' own loop moves when the last bit of each "
+        "weight is changed. A model that draws at random in training even without dropout "
+        "(PhiMoE's router) is compared with that off. On two ranks rows are packed where they can "
+        "be.\n"
     )
     print("Made by `python tests/architectures.py > docs/architectures.md`.\n")
     print(f"Of {len(table)} models exact: {', '.join(counts)}.\n")

@@ -9,7 +9,7 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported: no test may wait for a network
 
-from runs import SOURCE, make_world
+from runs import SOURCE, make_world, together, train
 
 # Imported once, in a server that has no threads and no groups: ranks and whole runs are forked from
 # it.
@@ -25,3 +25,36 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_DATASETS_CACHE", str(folder / "cache"))
         yield folder
+
+
+@pytest.fixture(scope="session")
+def finished(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("finished")
+    straight, weights_only = folder / "straight", folder / "weights_only"
+    together(
+        lambda: train(world, straight, "--checkpoint.interval", 2),
+        lambda: train(
+            world,
+            weights_only,
+            "--checkpoint.interval",
+            2,
+            "--training.steps",
+            4,
+            "--checkpoint.model_weights_only",
+            "--checkpoint.export_dtype",
+            "bfloat16",
+        ),
+    )
+    return straight, weights_only
+
+
+@pytest.fixture(scope="session")
+def straight(finished: tuple[Path, Path]) -> Path:
+    """A run of 8 steps that saved after every second one; to be read only."""
+    return finished[0]
+
+
+@pytest.fixture(scope="session")
+def weights_only(finished: tuple[Path, Path]) -> Path:
+    """A run of 4 steps whose last checkpoint has only the weights, in bfloat16; to be read only."""
+    return finished[1]

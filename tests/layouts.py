@@ -12,12 +12,14 @@ from torch import Tensor
 
 from lacuna.config import Config
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
-from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from lacuna.config.sections import (
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
+from lacuna.config.machine import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    Float8Config,
+    ParallelismConfig,
 )
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
 from lacuna.objective.language_modelling import LanguageModelling
@@ -66,6 +68,7 @@ class Case:
     compiled: bool = False
     lora: LoraConfig = LoraConfig()
     base: Literal["none", "int8", "nf4"] = "none"
+    float8: Float8Config = Float8Config()
     precision: Literal["bfloat16", "float32"] | None = None
     dtype: Literal["bfloat16", "float32"] = "float32"
 
@@ -154,6 +157,7 @@ def configuration(model: Path, case: Case) -> Config:
         compile=CompileConfig(enable=case.compiled),
         lora=case.lora,
         quantization=QuantizationConfig(base=case.base),
+        float8=case.float8,
     )
 
 
@@ -171,7 +175,7 @@ def one_step(model_config: Path, case: Case) -> Outcome:
     """Trains one step on the eight sequences, this rank and each micro-batch on their share."""
     config, mesh = configuration(model_config, case), mesh_of(case.layout)
     built = build_model(config, tokenizer_of_words(), mesh, CPU)
-    optimizer = build_optimizer(built.model, config)
+    optimizer = build_optimizer(built.model, config.optimizer)
     batches = own_batches(case, mesh)
     trained = total_counts(built, batches)["trained_tokens"]
     loss, *_ = accumulate_gradients(built, batches, LOSS, trained)

@@ -1,8 +1,8 @@
-"""Makes the parity table: python tests/parity.py > docs/parity.md.
+"""Makes the tables of parity: python tests/parity.py > docs/parity.md.
 
-It takes 15 minutes on two cores. Every layout trains five steps of every architecture, and so does
-one process. A cell is the largest relative difference of the loss and of the gradient norm over
-them, or why lacuna refuses the combination when it reads the configuration.
+It takes 25 minutes on two cores. Every layout trains five steps of every architecture, or of every
+task, and so does one process. A cell is the largest relative difference of the loss and of the
+gradient norm over them, or why lacuna refuses the combination when it reads the configuration.
 """
 
 import os
@@ -11,19 +11,14 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from lacuna.config import UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import SCHEDULES, ActivationCheckpointConfig
-from lacuna.model.build import build_model
-from lacuna.objective.language_modelling import LanguageModelling
-from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.train.optimizer import build_optimizer, update
-from lacuna.train.step import accumulate_gradients, total_counts
-from layouts import FOUR_LAYERS, Case, configuration, own_batches, pipelined
-from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
+from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.parallel.mesh import Layout
+from layouts import Case, pipelined
+from tasks import STEPS, Losses, Task, four_layers, steps_of, write_weights
 
-STEPS = 5
 ARCHITECTURES = ("llama", "llama_tied", "qwen3", "gemma3", "gpt2")
 RING = {"context_parallel_rotate_method": "alltoall"}
 OFFLOADED = ActivationCheckpointConfig(mode="full", offload=True)
@@ -71,88 +66,137 @@ CASES: dict[str, Case] = {
 }
 
 
-def train(model_config: Path, case: Case) -> list[tuple[float, float]] | str:
-    """Loss and gradient norm of each step, or the refusal."""
-    config, mesh = configuration(model_config, case), build_mesh(case.layout, "cpu")
-    config = config.model_copy(
-        update={"optimizer": config.optimizer.model_copy(update={"lr": 0.01})}
+TASK_ARCHITECTURES = ("llama", "gemma3")
+TASK_CASES = {
+    name: CASES[name]
+    for name in (
+        "accumulation 4",
+        "dp_replicate 2 (DDP)",
+        "dp_shard 2, ZeRO-3",
+        "tp 2",
+        "tp 2, loss of whole sequences",
+        "cp 2, all-gather",
+        "cp 2, ring",
+        "pp 2, 1F1B",
+        "pp 2, InterleavedZeroBubble",
+        "dp_replicate 2 × dp_shard 2 (HSDP)",
+        "dp_shard 2 × tp 2",
+        "dp_shard 2 × pp 2, 1F1B",
+        "cp 2 × tp 2",
+        "cp 2 × pp 2, 1F1B",
     )
-    try:
-        built = build_model(config, tokenizer_of_words(), mesh, CPU)
-    except UserError as error:
-        return str(error)
-    optimizer = build_optimizer(built.model, config)
-    results = []
-    for step in range(STEPS):
-        batches = own_batches(case, mesh, seed=step)
-        trained = total_counts(built, batches)["trained_tokens"]
-        loss = accumulate_gradients(built, batches, LanguageModelling.loss, trained)[0]
-        dist.all_reduce(loss)
-        norm, _ = update(built, optimizer, trained)
-        results.append((loss.item() / trained.item(), norm.item()))
-    return results
+}
+"""The layouts of the second table: a task adds one pass without gradients, and sequence sums."""
+ADAPTERS = {"lora": LoraConfig(rank=2, alpha=4.0)}
+
+EXACT = 4e-6
+"""What rounding in float32 comes to at most, in a loss of DPO."""
+
+Columns = dict[str, dict[str, str]]
+"""The cells of a table by column and layout."""
 
 
-def train_all(model_config: Path, cases: list[Case]) -> list[list[tuple[float, float]] | str]:
-    return [train(model_config, case) for case in cases]
+def tasks_taught_by(teacher: Path) -> dict[str, Task]:
+    """The tasks of the second table. With adapters the reference is the model without them."""
+    preference = PreferenceConfig(beta=0.5)
+    distillation = DistillationConfig(teacher=str(teacher), alpha=0.7)
+    return {
+        "DPO": Task("preference", preference=preference),
+        "DPO, LoRA": Task("preference", preference=preference, changes=ADAPTERS),
+        "distillation": Task("distill", distillation=distillation),
+        "distillation, LoRA": Task("distill", distillation=distillation, changes=ADAPTERS),
+    }
 
 
-def column(architecture: str, cases: dict[str, Case]) -> dict[str, str]:
-    """The cells of an architecture; layouts over equally many ranks share their processes."""
-    cells = {}
-    with tempfile.TemporaryDirectory() as folder:
-        tiny_config(
-            architecture, num_hidden_layers=4, **FOUR_LAYERS.get(architecture, {})
-        ).save_pretrained(folder)
-        [expected] = run_ranks(1, train_all, Path(folder), [Case(Layout())])[0]
-        for ranks in sorted(
-            {case.layout.data_parallel * case.layout.sharing for case in cases.values()}
-        ):
-            own = {
-                name: case
-                for name, case in cases.items()
-                if case.layout.data_parallel * case.layout.sharing == ranks
-            }
-            results = run_ranks(ranks, train_all, Path(folder), list(own.values()))
-            for name, result in zip(own, results[0], strict=True):
-                cells[name] = result if isinstance(result, str) else difference(result, expected)
-            print(f"{architecture}, {ranks} ranks: done", file=sys.stderr, flush=True)
-    return cells
+def write_models(architecture: str, folder: Path) -> tuple[Path, Path]:
+    """Writes a model and a larger teacher for it into `folder`."""
+    small = four_layers(architecture)
+    large = four_layers(architecture, hidden_size=64)
+    model = write_weights(folder / "model", small, seed=1)
+    return model, write_weights(folder / "teacher", large, seed=2)
 
 
-def difference(results: list[tuple[float, float]], expected: list[tuple[float, float]]) -> str:
+def column(model: Path, task: Task, cases: dict[str, Case]) -> dict[str, str]:
+    """The cells of one task of one model, by layout."""
+    alone, *others = steps_of(model, [(case, task) for case in (Case(), *cases.values())])
+    assert not isinstance(alone, str), alone
+    return {
+        name: found if isinstance(found, str) else difference(found, alone)
+        for name, found in zip(cases, others, strict=True)
+    }
+
+
+def columns_of_architectures() -> Columns:
+    """Every layout pretrains every architecture."""
+    columns = {}
+    for architecture in ARCHITECTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            four_layers(architecture).save_pretrained(folder)
+            columns[architecture] = column(Path(folder), Task(), CASES)
+        print(f"{architecture}: done", file=sys.stderr, flush=True)
+    return columns
+
+
+def columns_of_tasks() -> Columns:
+    """The layouts of the second table train every task."""
+    columns = {}
+    for architecture in TASK_ARCHITECTURES:
+        with tempfile.TemporaryDirectory() as folder:
+            model, teacher = write_models(architecture, Path(folder))
+            for name, task in tasks_taught_by(teacher).items():
+                columns[f"{name}, {architecture}"] = column(model, task, TASK_CASES)
+                print(f"{name}, {architecture}: done", file=sys.stderr, flush=True)
+    return columns
+
+
+def difference(results: Losses, expected: Losses) -> str:
     """The largest relative differences of losses and of norms."""
-    pairs = [
-        list(zip(*rows, strict=True))
-        for rows in zip(zip(*results, strict=True), zip(*expected, strict=True), strict=True)
-    ]
-    return " / ".join(
-        f"{max(abs(value / right - 1) for value, right in kind):.0e}" for kind in pairs
-    )
+    largest = []
+    for kind in (0, 1):
+        pairs = zip(results, expected, strict=True)
+        largest.append(max(abs(one[kind] / other[kind] - 1) for one, other in pairs))
+    return " / ".join(f"{one:.0e}" for one in largest)
 
 
-def main() -> None:
-    columns = {architecture: column(architecture, CASES) for architecture in ARCHITECTURES}
-    refusals: list[str] = []
-    print("# Every layout is one device\n")
-    print(
-        f"Each layout trains {STEPS} steps, and so does one process. A cell is the largest relative "
-        "difference of the loss / of the gradient norm over them. The models are small: four layers, "
-        "four heads, two key-value heads, float32. They train on packed documents of uneven length, "
-        f"on CPUs with gloo; torch {torch.__version__.split('+')[0]}.\n"
-    )
-    print("Made by `python tests/parity.py > docs/parity.md`.\n")
-    print("| layout | " + " | ".join(ARCHITECTURES) + " |\n|" + "---|" * (len(ARCHITECTURES) + 1))
-    for name in CASES:
+def print_table(columns: Columns, refusals: list[str]) -> None:
+    """Prints a table; `refusals`, numbered in it, grows by those that are new."""
+    print("\n| layout | " + " | ".join(columns) + " |")
+    print("|" + "---|" * (len(columns) + 1))
+    for name in next(iter(columns.values())):
         cells = []
-        for architecture in ARCHITECTURES:
-            cell = columns[architecture][name]
+        for of_column in columns.values():
+            cell = of_column[name]
             if ": " in cell:
                 if cell not in refusals:
                     refusals.append(cell)
                 cell = f"refused ({refusals.index(cell) + 1})"
             cells.append(cell)
         print(f"| {name} | " + " | ".join(cells) + " |")
+
+
+def main() -> None:
+    of_architectures = columns_of_architectures()
+    of_tasks = columns_of_tasks()
+    refusals: list[str] = []
+    print("# Every layout is one device\n")
+    print(
+        f"Each layout trains {STEPS} steps, and so does one process. A cell is the largest "
+        "relative difference of the loss / of the gradient norm over them. The models are small: "
+        "four layers, four heads, two key-value heads, float32. They train on packed documents of "
+        f"uneven length, on CPUs with gloo; torch {torch.__version__.split('+')[0]}.\n"
+    )
+    print("Made by `python tests/parity.py > docs/parity.md`.\n")
+    print("## Pretraining")
+    print_table(of_architectures, refusals)
+    print("\n## Preference and distillation\n")
+    print(
+        "DPO compares the model with a frozen copy of what it began as, and with LoRA with itself "
+        "without its adapters. Distillation mixes the forward divergence from a teacher twice as "
+        "wide with the cross-entropy of the data. The copy and the teacher are spread over the "
+        "ranks as the model is. A loss of DPO is made of differences between log-probabilities of "
+        "whole answers, which are far larger than it is: of their rounding it shows more."
+    )
+    print_table(of_tasks, refusals)
     print("\nRefused when the configuration is read:\n")
     for number, refusal in enumerate(refusals, 1):
         print(f"{number}. {refusal}")

@@ -1,4 +1,4 @@
-"""Objectives without a run: a Hugging Face model as the loop hands it to them, and batches of given ids."""
+"""Objectives without a run: a model as the loop hands it to them, and batches of given ids."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +15,7 @@ from lacuna.model.build import BuiltModel
 from lacuna.model.forward import attach_forward
 from lacuna.model.head import probe_head
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.pipeline import PassThrough, Stage
+from lacuna.parallel.stages import PassThrough, Stage
 from tiny import CPU, mesh_of
 
 Piece = tuple[list[int], list[int]]
@@ -33,7 +33,10 @@ def one_rank() -> Iterator[None]:
 
 
 def policy_of(model: PreTrainedModel, config: Config | None = None) -> BuiltModel:
-    """A whole model on this process, as the loop would have built it; its methods are added in place."""
+    """A whole model on this process, as the loop would have built it.
+
+    What the loop adds to the methods of a model is added to this one, in place.
+    """
     attach_forward(model)
     stage = Stage(0, model, [], PassThrough(), is_last=True)
     return BuiltModel(
@@ -46,11 +49,15 @@ def policy_of(model: PreTrainedModel, config: Config | None = None) -> BuiltMode
         head=probe_head(model, compiled=False),
         parameters=0,
         flops=lambda tokens, lengths: 0.0,
+        after_update=lambda: None,
     )
 
 
 def batch_of(sequences: Sequence[Piece], columns: dict[str, list[float]] | None = None) -> Batch:
-    """One row of sequences side by side and two tokens of padding; `columns` are of the sequences."""
+    """One row of sequences side by side and two tokens of padding.
+
+    `columns` have a value for every sequence.
+    """
     ids: list[int] = []
     labels: list[int] = []
     numbers: list[int] = []

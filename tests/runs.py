@@ -120,6 +120,17 @@ def write_documents(path: Path, generator: random.Random, count: int) -> Path:
     return path
 
 
+def write_pairs(path: Path, generator: random.Random, count: int) -> Path:
+    """JSON lines with a prompt and two answers each, of which the first begins with a cat."""
+    lines = []
+    for _ in range(count):
+        prompt, chosen, rejected = (" ".join(generator.choices(WORDS, k=5)) for _ in range(3))
+        row = {"prompt": prompt, "chosen": f" cat {chosen}", "rejected": f" dog {rejected}"}
+        lines.append(json.dumps(row) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
 def environment(**more: str) -> dict[str, str]:
     """A child's environment: this source tree, the CPU, no network, and no launcher around it."""
     kept = {

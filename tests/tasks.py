@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from transformers import PretrainedConfig
 
 from lacuna.config import Config, UserError
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
@@ -14,13 +15,13 @@ from lacuna.config.sections import JobConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
 from lacuna.objective.find import find_objective
-from lacuna.parallel.mesh import Layout
+from lacuna.objective.top_k import likeliest
 from lacuna.train.optimizer import build_optimizer, update
 from lacuna.train.step import accumulate_gradients, total_counts
-from layouts import LENGTH, Case, configuration, own_batches
-from tiny import CPU, mesh_of, run_ranks, tokenizer_of_words
+from layouts import FOUR_LAYERS, LENGTH, Case, configuration, own_batches
+from tiny import CPU, VOCABULARY, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
 
-STEPS = 3
+STEPS = 5
 Losses = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
@@ -33,6 +34,19 @@ class Task:
     preference: PreferenceConfig = PreferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
     changes: dict[str, Any] = field(default_factory=dict)
+
+
+def four_layers(architecture: str, **changes: Any) -> PretrainedConfig:
+    """The configuration of a tiny model that a pipeline can cut into four stages."""
+    extra = FOUR_LAYERS.get(architecture, {})
+    return tiny_config(architecture, num_hidden_layers=4, **extra, **changes)
+
+
+def write_weights(folder: Path, model_config: PretrainedConfig, seed: int) -> Path:
+    """Fills `folder` with a tiny random model and its tokenizer."""
+    random_model(model_config, seed=seed).save_pretrained(folder)
+    tokenizer_of_words().save_pretrained(folder)
+    return folder
 
 
 def as_answers(batch: Batch, is_kto: bool) -> Batch:
@@ -48,13 +62,22 @@ def as_answers(batch: Batch, is_kto: bool) -> Batch:
     labels = torch.where((positions < 2) | ends, -100, following)
     sequence_columns = {"chosen": torch.tensor([1.0, 0.0] * rows)}
     if is_kto:
-        kinds = torch.arange(rows) % 2
+        kinds = batch.columns["input_ids"].sum(1) % 2  # whatever micro-batch a row is in
         sequence_columns["chosen"] = kinds.repeat_interleave(2).float()
         sequence_columns["mismatched"] = torch.tensor([0.0, 1.0] * rows)
     counts = batch.counts | {"pairs": float(rows), "sequences": float(rows)}
     counts["trained_tokens"] = float((labels != -100).sum())
     columns = batch.columns | {"labels": labels, "sequence": sequence}
     return replace(batch, columns=columns, counts=counts, sequence_columns=sequence_columns)
+
+
+def as_said(batch: Batch, top_k: int = 4) -> Batch:
+    """The batch with what a teacher said, which depends on the labels alone."""
+    generator = torch.Generator().manual_seed(5)
+    ids, logprobs = likeliest(torch.randn(VOCABULARY, VOCABULARY, generator=generator), top_k)
+    labels = batch.columns["labels"].clamp(min=0)
+    said = {"teacher_ids": ids[labels].int(), "teacher_logprobs": logprobs[labels]}
+    return replace(batch, columns=batch.columns | said)
 
 
 def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
@@ -67,6 +90,8 @@ def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
 
     def batches_of(step: int) -> list[Batch]:
         found = own_batches(case, mesh, seed=step)
+        if task.distillation.teacher_logprobs is not None:
+            return [as_said(batch) for batch in found]
         if task.name != "preference":
             return found
         return [as_answers(batch, is_kto) for batch in found]
@@ -77,7 +102,7 @@ def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
         objective.prepare(built, lambda: chain.from_iterable(map(batches_of, range(STEPS))))
     except UserError as error:
         return str(error)
-    optimizer = build_optimizer(built.model, config)
+    optimizer = build_optimizer(built.model, config.optimizer)
     results = []
     for step in range(STEPS):
         batches = objective.annotate(built, batches_of(step), objective.loss)
@@ -113,8 +138,3 @@ def steps_of(model: Path, cases: list[tuple[Case, Task]]) -> list[Losses | str]:
         results = run_ranks(ranks, train_all, model, [cases[place] for place in places])[0]
         found |= dict(zip(places, results, strict=True))
     return [found[place] for place in range(len(cases))]
-
-
-def alone(model: Path, tasks: list[Task]) -> list[Losses | str]:
-    """What each task comes to on one rank."""
-    return steps_of(model, [(Case(Layout()), task) for task in tasks])

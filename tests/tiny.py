@@ -45,7 +45,7 @@ from transformers import (
 from lacuna.config import Config
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.forward import attach_forward
-from lacuna.model.lora import trained_names
+from lacuna.model.layers.lora import trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
 from lacuna.parallel.parallelize import parallelize
@@ -202,7 +202,8 @@ def sharded_model(
     model = meta_model(model_config, attention, torch.float32)
     mesh = mesh_of(Layout(replicate, dist.get_world_size() // replicate))
     parallelize(model, decoder_layers(model), mesh, settings)
-    fill_model(model, trained_names(model), settings, CPU, fill=True)
+    trained = trained_names(model)
+    fill_model(model, trained, settings.model, settings.lora, settings.training, CPU, fill=True)
     attach_forward(model)
     return model
 

@@ -11,25 +11,25 @@ from lacuna.config.cores import thread_settings
 from lacuna.config.errors import LAUNCHED, RunError, UnansweredError, UserError, did_you_mean
 from lacuna.launch import GAVE_UP, RUN_FAILED, die_with_launcher
 
-COMMANDS = ("train", "plan", "data", "generate", "convert", "bloat")
+COMMANDS = ("train", "plan", "data", "teach", "generate", "convert", "bench", "bloat")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs one command. Exit status: 0 done, 130 or 143 saved and stopped, 2 the input is wrong, 1 anything else."""
-    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["help"]
+    """Runs one command and returns its exit status.
+
+    That is 0 when it is done, 130 or 143 when it has saved and stopped, 2 when the input is wrong,
+    and 1 for anything else.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    command, *rest = words or ["help"]
     die_with_launcher()
-    os.environ |= thread_settings(int(os.environ.get("LOCAL_WORLD_SIZE", 1))) | dict(os.environ)
+    for name, value in thread_settings(int(os.environ.get("LOCAL_WORLD_SIZE", 1))).items():
+        os.environ.setdefault(name, value)
     _quiet_libraries()
     if command in ("-h", "--help", "help"):
-        print(
-            f"lacuna {__version__}: trains the Hugging Face causal language model you already have.\n"
-        )
-        for name in COMMANDS:
-            about, *_ = str(importlib.import_module(f"lacuna.commands.{name}").__doc__).splitlines()
-            print(" ", about.replace("`", ""))
-        print("\nlacuna train alone runs the quickstart. lacuna COMMAND --help tells more.")
+        _print_help()
         return 0
     if command == "--version":
         print(__version__)
@@ -42,38 +42,48 @@ def main(arguments: list[str] | None = None) -> int:
         sys.stdout.flush()
         return status or 0
     except (UserError, RunError) as error:
-        return _complain(error, 2 if isinstance(error, UserError) else 1)
+        return _end_with_message(error, 2 if isinstance(error, UserError) else 1)
     except KeyboardInterrupt:
-        return _complain("interrupted at once, without saving.", 130)
-    except BrokenPipeError:  # who reads has seen enough, as in `| head`
+        return _end_with_message("interrupted at once, without saving.", 130)
+    except BrokenPipeError:  # the reader has seen enough, as with `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except OSError as error:
         if error.errno not in DISK_FULL:
             raise
-        return _complain(
+        return _end_with_message(
             f"the disk is full: {error}. Checkpoints are intact; make room and start it again.", 1
         )
 
 
-def _complain(error: Exception | str, status: int) -> int:
-    """Prints the message, once for all ranks where it is likely the same on each."""
+def _print_help() -> None:
+    """Prints the commands, a line each."""
+    print(f"lacuna {__version__}: trains the Hugging Face causal language model you already have.")
+    print()
+    for name in COMMANDS:
+        module = importlib.import_module(f"lacuna.commands.{name}")
+        about = str(module.__doc__).partition("\n")[0]
+        print(" ", about.replace("`", ""))
+    print("\nlacuna train alone runs the quickstart. lacuna COMMAND --help tells more.")
+
+
+def _end_with_message(error: Exception | str, status: int) -> int:
+    """Prints the message and returns the status; one of several ranks ends here with it."""
     print(f"lacuna: {error}", file=sys.stderr, flush=True)
-    if "RANK" in os.environ:
-        # Other ranks may still wait in a collective that will never come: leave without their
-        # consent.
-        failed = GAVE_UP if isinstance(error, UnansweredError) else RUN_FAILED
-        os._exit(failed if status == 1 and LAUNCHED in os.environ else status)
-    return status
+    if "RANK" not in os.environ:
+        return status
+    if status == 1 and LAUNCHED in os.environ:  # our launcher tells these two apart
+        status = GAVE_UP if isinstance(error, UnansweredError) else RUN_FAILED
+    # Others may wait in a collective that will never come, and an ordinary end would wait for them.
+    os._exit(status)
 
 
 def _quiet_libraries() -> None:
-    """Progress bars and advice of libraries would drown the run's own display."""
+    """Silences the libraries' progress bars and advice, which would drown the run's display."""
     os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("TQDM_DISABLE", "1")
-    warnings.filterwarnings(
-        "ignore", message="torch.distributed is disabled"
-    )  # it is, for convert and generate
-    # Fragmentation is what long runs die of; must be set before the first allocation.
+    # `convert` and `generate` do without torch.distributed on purpose.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    # Keeps memory from fragmenting, of which long runs die. Must be set before it is first used.
     os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -1,4 +1,4 @@
-"""`lacuna generate --chat` without a prompt is a conversation; a misspelt folder is one line, at once."""
+"""`lacuna generate --chat` without a prompt is a conversation; a misspelt folder is one line."""
 
 import contextlib
 import io

@@ -1,4 +1,4 @@
-"""`lacuna convert` takes weights, tokenizer and generation settings from one form to the other and back."""
+"""`lacuna convert` takes weights, tokenizer and generation settings between forms and back."""
 
 import os
 from pathlib import Path
@@ -23,7 +23,9 @@ from runs import (
 
 @pytest.fixture(scope="module")
 def converted(trained: Path, world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder of models made of the trained one: `hf` of its checkpoint, `half` of a checkpoint made of its `hf`.
+    """A folder of models made of the trained one.
+
+    `hf` is made of its checkpoint, `half` of a checkpoint that was made of its `hf`.
 
     `started` is a run that starts from that checkpoint, which is its step-0.
     """

@@ -4,7 +4,8 @@ import pytest
 
 from lacuna.commands.arguments import help_text, parse_run
 from lacuna.config import Config, UserError
-from lacuna.config.documents import Source, Stage
+from lacuna.config.documents import CurriculumStage, Source
+from lacuna.config.optimizers import OptimizerGroup
 
 
 def test_every_setting_and_section_has_its_help():
@@ -20,7 +21,7 @@ def test_every_setting_and_section_has_its_help():
 
 def test_each_setting_is_documented_below_it_and_a_section_in_one_line():
     sections = [info.annotation for info in Config.model_fields.values()]
-    for section in (*sections, Source, Stage):
+    for section in (*sections, Source, CurriculumStage, OptimizerGroup):
         assert len(section.__doc__.splitlines()) == 1
         assert all(field.description for field in section.model_fields.values()), section
 

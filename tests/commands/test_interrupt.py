@@ -1,4 +1,4 @@
-"""Ctrl-C before the first step is one message, and nothing writes once its parent is gone, at whatever moment."""
+"""Ctrl-C before the first step is one message, and nothing writes once its parent is gone."""
 
 import os
 import random
@@ -24,7 +24,7 @@ MESSAGE = "lacuna: interrupted at once, without saving."
 
 
 def held_back() -> None:
-    """Holds Ctrl-C back until a process is past the start of Python itself, where it is a traceback of Python's."""
+    """Holds Ctrl-C back while Python itself starts, which would answer with a traceback."""
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
 
 
@@ -36,7 +36,7 @@ def nobody_left(folder: Path, patience: float = 5) -> bool:
 
 
 def interrupted(folder: Path, seconds: float, *words: object) -> tuple[int, str]:
-    """How `lacuna <words>` ends that got SIGINT after so many seconds; its output goes to a file."""
+    """How `lacuna <words>` ends by SIGINT after so many seconds; its output goes to a file."""
     folder.mkdir()
     with (
         open(folder / "said", "w") as said,
@@ -82,7 +82,7 @@ def test_ctrl_c_ends_other_commands_alike(world: Path, tmp_path: Path) -> None:
 
 
 def tokenising(world: Path, folder: Path) -> subprocess.Popen[str]:
-    """A run that tokenises in several processes for a while, in a process group of its own, its output in a file."""
+    """A run, in a process group of its own, that tokenises in several processes for a while."""
     folder.mkdir()
     data = write_documents(folder / "long.jsonl", random.Random(0), 1000)
     data.write_text(data.read_text() * 100)

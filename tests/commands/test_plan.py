@@ -1,4 +1,4 @@
-"""`lacuna plan` says what `train --dry-run` says, for any world; with --draw it draws, and leaves only the picture."""
+"""`lacuna plan` says what `train --dry-run` does, for any world; --draw leaves only a picture."""
 
 from pathlib import Path
 

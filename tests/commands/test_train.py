@@ -1,4 +1,4 @@
-"""`lacuna train` says what is wrong in one message with the right exit status, and stops when asked to."""
+"""`lacuna train` says in one message what is wrong, with the right status, and stops when asked."""
 
 import os
 import re
@@ -105,14 +105,16 @@ BY_RANKS = [
 def flags_of_flame(world: Path) -> list[str]:
     """A command of flame's README without its TOML file, with a model and data of this world."""
     return f"""
-      --job.dump_folder exp/llama.batch1.steps5 --model.config {world}/model --model.tokenizer_path {world}/model
+      --job.dump_folder exp/llama.batch1.steps5
+      --model.config {world}/model --model.tokenizer_path {world}/model
       --optimizer.name AdamW --optimizer.eps 1e-15 --optimizer.lr 3e-4
       --lr_scheduler.warmup_steps 2 --lr_scheduler.lr_min 0.1 --lr_scheduler.decay_type cosine
       --training.batch_size 1 --training.seq_len 128 --training.context_len 64 --training.varlen
       --training.gradient_accumulation_steps 1 --training.steps 5 --training.max_norm 1.0
       --training.skip_nan_inf --training.dataset {world}/train.jsonl --training.dataset_split train
       --training.streaming --training.num_workers 1 --training.prefetch_factor 2 --training.seed 42
-      --checkpoint.interval 2 --checkpoint.load_step -1 --checkpoint.keep_latest_k 2 --metrics.log_freq 1
+      --checkpoint.interval 2 --checkpoint.load_step -1 --checkpoint.keep_latest_k 2
+      --metrics.log_freq 1
     """.split()
 
 

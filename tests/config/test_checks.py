@@ -74,7 +74,8 @@ def error_of(flags="", **kwargs):
             "curriculum.rank_every",
         ),
         (
-            "--model.train_new_tokens_only --model.new_tokens <a> --optimizer.early_step_in_backward",
+            "--model.train_new_tokens_only --model.new_tokens <a> "
+            "--optimizer.early_step_in_backward",
             "model.train_new_tokens_only",
             "optimizer.early_step_in_backward",
         ),
@@ -83,6 +84,18 @@ def error_of(flags="", **kwargs):
             "optimizer.early_step_in_backward",
             "training.max_norm",
         ),
+        (
+            "--optimizer.name muon --optimizer.early_step_in_backward --training.max_norm 0",
+            "optimizer.early_step_in_backward",
+            "optimizer.name",
+        ),
+        (
+            "--optimizer.name muon --lora.rank 4 --lora.parameters experts.down_proj",
+            "lora.parameters",
+            "optimizer.name",
+        ),
+        ("--optimizer.ns_steps 3", "optimizer.ns_steps", "optimizer.name"),
+        ("--optimizer.nesterov false", "optimizer.nesterov", "optimizer.name"),
         ("--data.dataset a/b,c/d", "data.dataset", "data.data_probs"),
         (
             "--data.dataset a/b,c/d --data.data_probs 1",
@@ -155,7 +168,28 @@ def error_of(flags="", **kwargs):
             "activation_checkpoint.mode",
             "compile.enable",
         ),
-        ("--float8.recipe_name rowwise", "float8.recipe_name", "not available yet"),
+        ("--float8.recipe_name rowwise", "float8.recipe_name", "float8.enable_float8_linear"),
+        (
+            "--float8.enable_float8_linear --float8.enable_fsdp_float8_all_gather "
+            "--float8.recipe_name rowwise",
+            "float8.enable_fsdp_float8_all_gather",
+            "float8.recipe_name",
+        ),
+        (
+            "--float8.enable_float8_linear --float8.precompute_float8_dynamic_scale_for_fsdp",
+            "float8.precompute_float8_dynamic_scale_for_fsdp",
+            "float8.enable_fsdp_float8_all_gather",
+        ),
+        (
+            "--float8.enable_float8_linear --parallelism.tensor_parallel_degree 2",
+            "float8.enable_float8_linear",
+            "parallelism.tensor_parallel_degree",
+        ),
+        (
+            "--float8.enable_float8_linear --quantization.base nf4 --lora.rank 4",
+            "float8.enable_float8_linear",
+            "quantization.base",
+        ),
         (
             "--parallelism.expert_parallel_degree 16",
             "parallelism.expert_parallel_degree",
@@ -263,8 +297,11 @@ def test_a_stage_that_cannot_be_meant_is_refused(table, message):
 
 
 def test_stages_change_what_they_name_and_keep_the_rest():
-    tables = "[[curriculum.stages]]\nfrom_step = 2\nseq_len = 64\n[[curriculum.stages]]\nfrom_step = 4\nbatch_size = 2"
-    first, second, third = load(text='[data]\ndataset = "org/data"\n' + tables).stages()
+    tables = (
+        "[[curriculum.stages]]\nfrom_step = 2\nseq_len = 64\n"
+        "[[curriculum.stages]]\nfrom_step = 4\nbatch_size = 2"
+    )
+    first, second, third = load(text='[data]\ndataset = "org/data"\n' + tables).curriculum_stages()
     lengths = [
         (config.training.seq_len, config.training.context_len) for config in (first, second, third)
     ]

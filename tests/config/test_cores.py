@@ -1,4 +1,4 @@
-"""As many threads as there are cores for the process: by affinity, by the quota of its container, or as given."""
+"""A process has as many threads as cores: by affinity, by its container's quota, or as given."""
 
 import math
 import os
@@ -66,7 +66,7 @@ def test_without_control_groups_affinity_alone_counts(tmp_path: Path) -> None:
 
 
 def threads(*around: str, **given: str) -> list[str]:
-    """What a process of ours that is started like this says: torch's threads, the tokenizers', and how they wait."""
+    """Starts a process of ours; returns torch's threads, the tokenizers', and how they wait."""
     kept = {
         name: value
         for name, value in environment().items()

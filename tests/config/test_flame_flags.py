@@ -1,4 +1,4 @@
-"""Every flag that flame documents, and its documented commands, are accepted or refused with a reason."""
+"""flame's documented flags and commands are accepted, or refused with a reason."""
 
 import shlex
 
@@ -130,6 +130,7 @@ ACCEPTED = [
     ),
     ("--checkpoint.keep_latest_k 2", "checkpoint.keep_latest_k", 2),
     ("--checkpoint.load_step -1", "checkpoint.load_step", -1),
+    ("--float8.enable_float8_linear", "float8.enable_float8_linear", True),
     ("--float8.scaling_type_input dynamic", "float8.scaling_type_input", "dynamic"),
     ("--float8.scaling_type_weight dynamic", "float8.scaling_type_weight", "dynamic"),
     ("--float8.scaling_type_grad_output dynamic", "float8.scaling_type_grad_output", "dynamic"),
@@ -148,9 +149,8 @@ REFUSED = [
     ("--job.use_for_integration_test", "no test suite"),
     ("--model.norm_type rmsnorm", "Hugging Face configuration decides"),
     ("--experimental.enable_compiled_autograd", "wrong gradients under FSDP2"),
-    ("--float8.enable_float8_linear", "float8 is not available yet"),
-    ("--float8.enable_fsdp_float8_all_gather", "float8 is not available yet"),
-    ("--float8.precompute_float8_dynamic_scale_for_fsdp", "float8 is not available yet"),
+    ("--float8.enable_fsdp_float8_all_gather", "does nothing without the second"),
+    ("--float8.precompute_float8_dynamic_scale_for_fsdp", "does nothing without the second"),
     ("--float8.scaling_type_input delayed", "torchao removed delayed scaling"),
     ("--float8.scaling_type_weight delayed", "torchao removed delayed scaling"),
     ("--float8.scaling_type_grad_output delayed", "torchao removed delayed scaling"),
@@ -207,7 +207,8 @@ README_COMMAND = """
   --training.skip_nan_inf --training.dataset HuggingFaceFW/fineweb-edu
   --training.dataset_name sample-100BT --training.dataset_split train --training.streaming
   --training.num_workers 32 --training.prefetch_factor 2 --training.seed 42 --training.compile
-  --checkpoint.interval 2048 --checkpoint.load_step -1 --checkpoint.keep_latest_k 2 --metrics.log_freq 1
+  --checkpoint.interval 2048 --checkpoint.load_step -1 --checkpoint.keep_latest_k 2
+  --metrics.log_freq 1
 """
 
 PAPER_COMMAND = """
@@ -336,7 +337,10 @@ def test_paper_command_runs_with_another_data_set_and_model_and_says_once_that_t
     command = command.replace("fla-hub/transformer-1.3B-100B", f"{world}/model")
     command = command.replace("configs/softpick_transformer_340M.json", f"{tmp_path}/long")
     write_model(tmp_path / "long", max_position_embeddings=4096)
-    smaller = "--training.steps 2 --lr_scheduler.warmup_steps 1 --training.batch_size 1 --training.num_workers 0"
+    smaller = (
+        "--training.steps 2 --lr_scheduler.warmup_steps 1 --training.batch_size 1 "
+        "--training.num_workers 0"
+    )
     smaller += " --training.compile false --metrics.enable_wandb false"
     kept = {
         name: value

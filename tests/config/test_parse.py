@@ -9,8 +9,9 @@ import pytest
 
 from lacuna.config import Config, UserError, load_config
 from lacuna.config.aliases import MEANT
+from lacuna.config.optimizers import LRSchedulerConfig
 from lacuna.config.parse import FIELDS, SPELLINGS
-from lacuna.config.sections import LRSchedulerConfig, TrainingConfig
+from lacuna.config.sections import TrainingConfig
 
 BASE = '[model]\nconfig = "org/model"\n[data]\ndataset = "org/data"\n'
 

@@ -1,4 +1,4 @@
-"""A task is one that comes with lacuna, or an objective of the user's own that has all the loop asks for."""
+"""A task comes with lacuna, or is an objective of the user's with all that the loop asks for."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from lacuna.config import UserError, load_config
 
 PARTS = (
     "denominator = loss = held_out_loss = annotate = report = report_held_out = None\n"
-    "    state_dict = load_state_dict = check = prepare = next_step = None"
+    "    state_dict = load_state_dict = check = frozen_models = prepare = next_step = None"
 )
 
 
@@ -20,7 +20,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def loaded(task: str) -> str | None:
-    """What is said against a task, or None; with data, so that nothing of the quickstart is in it."""
+    """What is said against a task, or None. Data are given, so that it is not the quickstart."""
     words = [
         "--job.task",
         task,
@@ -75,7 +75,15 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
         "job.task: pictures:Own.trains_on is 'pictures'; set texts, conversations or preferences"
         in loaded("pictures:Own")
     )
+    (folder / "script.py").write_text("raise SystemExit(2)\n")
+    assert "job.task: script does not import (SystemExit: 2)" in loaded("script:Own")
+    write(folder, "eager", "trains_on = 'texts'")
+    with (folder / "eager.py").open("a") as file:
+        file.write("made = Own()\n")
+        file.write("class Asking(Own):\n    def __init__(self, beta): pass\n")
+    assert "job.task: eager:made cannot be called without arguments" in loaded("eager:made")
+    assert "job.task: eager:Asking cannot be called without arguments" in loaded("eager:Asking")
     assert (
-        "job.task: only pretrain, sft, distill, preference are available yet; did you mean pretrain?"
-        in loaded("pretrian")
+        "job.task: only pretrain, sft, distill, preference are available yet; did you mean "
+        "pretrain?" in loaded("pretrian")
     )

@@ -41,7 +41,10 @@ def test_written_toml_reads_back_equal(tmp_path):
 
 
 def test_written_toml_with_lists_reads_back_equal(tmp_path):
-    stages = "[[curriculum.stages]]\nfrom_step = 5\ndata_probs = [0, 1.5]\n[[curriculum.stages]]\nfrom_step = 6\nseq_len = 9"
+    stages = (
+        "[[curriculum.stages]]\nfrom_step = 5\ndata_probs = [0, 1.5]\n"
+        "[[curriculum.stages]]\nfrom_step = 6\nseq_len = 9"
+    )
     (tmp_path / "run.toml").write_text(f'[model]\nname_or_path = "org/model"\n{stages}\n')
     flags = [
         "--data.dataset",

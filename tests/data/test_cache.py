@@ -12,13 +12,13 @@ from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError, logger
-from lacuna.config.documents import PackingConfig, Source
+from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.cache import fingerprint, made_once
 from lacuna.data.document import Span
 from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.packing import pack
-from lacuna.data.plan import Plan, make_plan
+from lacuna.data.plan import RowPlan, make_row_plan
 from lacuna.data.rows import open_rows
 from lacuna.data.sources import open_source
 from lacuna.data.tokenize import TokenTable, token_table
@@ -29,7 +29,7 @@ TEXTS = [f"text {n}" * (n % 7) for n in range(2500)]
 
 
 def table_of(path: Path, tokenizer: PreTrainedTokenizerFast, limit: int = 0) -> TokenTable:
-    source = open_source(Source(dataset=str(path)), Config())
+    source = open_source(Source(dataset=str(path)), DataConfig())
     return token_table([source], tokenizer, limit)
 
 
@@ -103,7 +103,7 @@ def test_rows_are_slices_of_all_documents_laid_end_to_end(
 ) -> None:
     table = table_of(write_lines(tmp_path / "rows.jsonl", TEXTS[:40]), tokenizer)
     order = Mixture(0, (Pool(40, key=None),), (1.0,), lanes=1)
-    plan = Plan(Config(training=TrainingConfig(seq_len=50)), tokenizer, order, (), table)
+    plan = RowPlan(Config(training=TrainingConfig(seq_len=50)), tokenizer, order, (), table)
     laid = [token for index in range(40) for token in tokens_of(table, index)] * 3
     for row in (open_rows(made, {}, []) for made in (plan, pickle.loads(pickle.dumps(plan)))):
         for number in (0, 1, 3, 25):
@@ -118,7 +118,7 @@ def test_the_documents_of_several_sources_stand_behind_each_other(
     paths = [
         write_lines(tmp_path / f"{number}.jsonl", TEXTS[number : 3 * number]) for number in (1, 3)
     ]
-    sources = [open_source(Source(dataset=str(path)), Config()) for path in paths]
+    sources = [open_source(Source(dataset=str(path)), DataConfig()) for path in paths]
     table = token_table(sources, tokenizer, most_broken=0)
     found = [table.document(index) for index in range(8)]
     assert [source for _, source in found] == [0] * 2 + [1] * 6
@@ -138,7 +138,9 @@ def test_rows_are_fitted_once_for_each_length_and_nothing_is_tokenised_again(
 
     def rows(seq_len: int, mode: str = "best_fit") -> list[list[list[int]]]:
         config = Config(training=TrainingConfig(seq_len=seq_len), packing=PackingConfig(mode=mode))
-        return [pieces.tolist() for pieces in make_plan(config, tokenizer, settings, lanes=1).bins]
+        return [
+            pieces.tolist() for pieces in make_row_plan(config, tokenizer, settings, lanes=1).bins
+        ]
 
     def written() -> dict[Path, int]:
         return {
@@ -169,7 +171,7 @@ def test_a_cache_that_cannot_be_written_to_is_one_message(
         UserError,
         match=f"tokens, {cache}, cannot be written to: .*; set the env.*HF_DATASETS_CACHE",
     ):
-        make_plan(Config(), tokenizer, [source], lanes=1)
+        make_row_plan(Config(), tokenizer, [source], lanes=1)
     with pytest.raises(UserError, match="cannot be written to"):
         load_tokenizer("python-stdlib")
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from lacuna.config import UserError
-from lacuna.config.documents import ChatConfig
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.fields import Words, read_value
 from lacuna.data.chat import conversation_columns, encode, end_of_turn, use_template
 from lacuna.data.document import Document

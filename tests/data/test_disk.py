@@ -9,10 +9,11 @@ import torch
 
 from lacuna.config.adapters import LoraConfig
 from lacuna.data.disk import replace_text
-from lacuna.export.huggingface import export_adapter, export_model
-from lacuna.model.lora import add_adapters
+from lacuna.formats.adapter import export_adapter
+from lacuna.formats.huggingface import export_model
+from lacuna.formats.writer import write_checkpoint
+from lacuna.model.layers.lora import add_adapters
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import write_checkpoint
 from tiny import random_model, tiny_config, tokenizer_of_words
 
 

@@ -14,8 +14,9 @@ from test_chat import HI, YES, shipped
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
-from lacuna.config.documents import ChatConfig, DataConfig, Source
-from lacuna.data import BatchPlan, build_loader
+from lacuna.config.conversations import ChatConfig
+from lacuna.config.documents import DataConfig, Source
+from lacuna.data import BatchSizes, build_loader
 from lacuna.data.document import Document
 from lacuna.data.faults import is_damage, may_pass
 from lacuna.data.sources import Documents, open_source
@@ -28,7 +29,7 @@ GOOD = '{"text": "good"}\n'
 def documents(
     path: Path, tokenizer: PreTrainedTokenizerFast, streaming: bool = False
 ) -> list[Document]:
-    found = open_source(Source(dataset=str(path)), Config(data=DataConfig(streaming=streaming)))
+    found = open_source(Source(dataset=str(path)), DataConfig(streaming=streaming))
     return [
         document_of(record, number, found, tokenizer) for number, record in enumerate(found.dataset)
     ]
@@ -81,26 +82,26 @@ def test_tables_of_tokens_that_are_no_whole_numbers_are_refused(tmp_path: Path) 
     for number, ids in enumerate(([1.5], ["a"], [[1]])):
         Dataset.from_dict({"input_ids": [ids]}).to_parquet(tmp_path / f"{number}.parquet")
         with pytest.raises(UserError, match="input_ids must be lists of whole numbers, but has"):
-            open_source(Source(dataset=str(tmp_path / f"{number}.parquet")), Config())
+            open_source(Source(dataset=str(tmp_path / f"{number}.parquet")), DataConfig())
 
 
 def test_a_folder_of_several_kinds_of_files_is_refused_by_name(tmp_path: Path) -> None:
     write_lines(tmp_path / "a.jsonl", ["a"])
     (tmp_path / "README.md").write_text("mine")
     (tmp_path / "picture.png").write_bytes(b"x")
-    assert len(open_source(Source(dataset=str(tmp_path)), Config()).dataset) == 1
+    assert len(open_source(Source(dataset=str(tmp_path)), DataConfig()).dataset) == 1
     Dataset.from_dict({"text": ["b"]}).to_parquet(tmp_path / "b.parquet")
     with pytest.raises(
         UserError, match=r"several kinds, json \(a.jsonl\), parquet \(b.parquet\); name those"
     ):
-        open_source(Source(dataset=str(tmp_path)), Config())
-    assert open_source(Source(dataset=str(tmp_path), files=("*.parquet",)), Config()).dataset[
+        open_source(Source(dataset=str(tmp_path)), DataConfig())
+    assert open_source(Source(dataset=str(tmp_path), files=("*.parquet",)), DataConfig()).dataset[
         "text"
     ][:] == ["b"]
     (tmp_path / "README.md").write_text(
         "---\nconfigs:\n- config_name: mine\n  data_files: '*.jsonl'\n---\n"
     )
-    assert open_source(Source(dataset=str(tmp_path)), Config()).dataset["text"][:] == ["a"]
+    assert open_source(Source(dataset=str(tmp_path)), DataConfig()).dataset["text"][:] == ["a"]
 
 
 def damaged(folder: Path) -> list[Path]:
@@ -145,7 +146,7 @@ def test_damaged_tables_are_refused_at_once(
         with pytest.raises(
             UserError, match=rf"{path.name} .*is damaged, or not in UTF-8: .*; write or download it"
         ):
-            token_table([open_source(Source(dataset=str(path)), Config())], tokenizer, 0)
+            token_table([open_source(Source(dataset=str(path)), DataConfig())], tokenizer, 0)
         assert time.monotonic() - begun < 15, path
 
 
@@ -174,12 +175,12 @@ def test_names_that_look_like_patterns_are_names(tmp_path: Path) -> None:
             Source(dataset="json", files=(str(tmp_path / name),)),
             Source(dataset=str(tmp_path), files=(name,)),
         ):
-            assert open_source(source, Config()).dataset["text"][:] == [str(number)], name
+            assert open_source(source, DataConfig()).dataset["text"][:] == [str(number)], name
     (tmp_path / "folder[1]").mkdir()
     with pytest.raises(
         UserError, match=r"folder\[1\] is a pattern to `datasets`; give it a name without brackets"
     ):
-        open_source(Source(dataset=str(tmp_path / "folder[1]")), Config())
+        open_source(Source(dataset=str(tmp_path / "folder[1]")), DataConfig())
 
 
 def test_other_encodings_are_named_and_marks_of_byte_order_are_none_of_the_text(
@@ -191,7 +192,7 @@ def test_other_encodings_are_named_and_marks_of_byte_order_are_none_of_the_text(
             with pytest.raises(
                 UserError, match=f"{name}: is in {encoding.upper()}; write it in UTF-8"
             ):
-                open_source(Source(dataset=str(tmp_path / name)), Config())
+                open_source(Source(dataset=str(tmp_path / name)), DataConfig())
     for name, text in (("b.jsonl", GOOD), ("b.json", f"\n[{GOOD},\n{GOOD}]"), ("b.txt", "good")):
         (tmp_path / name).write_bytes(text.encode("utf-8-sig"))
         assert {len(one.tokens) for one in documents(tmp_path / name, tokenizer)} == {5}, name
@@ -221,7 +222,7 @@ def test_scripts_and_broken_cards_are_refused(
     for name, content in files.items():
         (folder / name).write_text(content)
     with pytest.raises(UserError, match=rf"data .*cannot be opened: .*{reason}"):
-        open_source(Source(dataset=str(folder)), Config())
+        open_source(Source(dataset=str(folder)), DataConfig())
 
 
 @pytest.mark.parametrize(
@@ -273,7 +274,7 @@ def test_a_source_of_nothing_but_broken_records_ends_soon(
         Config(data=DataConfig(dataset=(str(path),), num_workers=0, **way)),
     )
     with pytest.raises(UserError, match=said):
-        next(iter(build_loader(config, tokenizer, BatchPlan(1, 1, 1), 0)))
+        next(iter(build_loader(config, tokenizer, BatchSizes(1, 1, 1), 0)))
     assert time.monotonic() - begun < 10
 
 
@@ -286,5 +287,5 @@ def test_damaged_tables_end_a_stream_at_once(
         with pytest.raises(
             UserError, match=f"{path.name} .*is damaged, or not in UTF-8: .*; write or download it"
         ):
-            next(iter(build_loader(Config(data=data), tokenizer, BatchPlan(1, 1, 1), 0)))
+            next(iter(build_loader(Config(data=data), tokenizer, BatchSizes(1, 1, 1), 0)))
         assert time.monotonic() - begun < 10, path

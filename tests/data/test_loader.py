@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
-from lacuna.data import Batch, BatchPlan, Loader, build_loader, merge_states
+from lacuna.data import Batch, BatchSizes, Loader, build_loader, merge_states
 from texts import write_lines
 
 GLOBAL_BATCH = 8
@@ -65,7 +65,7 @@ def loader_of(
     config: Config, tokenizer: PreTrainedTokenizerFast, rank: int, world: int, micro: int = 1
 ) -> Loader:
     return build_loader(
-        config, tokenizer, BatchPlan(micro, GLOBAL_BATCH // world // micro, GLOBAL_BATCH), rank
+        config, tokenizer, BatchSizes(micro, GLOBAL_BATCH // world // micro, GLOBAL_BATCH), rank
     )
 
 
@@ -336,7 +336,7 @@ def test_what_is_left_for_the_last_step_is_shared_alike(
         training=TrainingConfig(seq_len=32, epochs=1),
     )
     for rank, left in enumerate([2, 1]):
-        loader = build_loader(config, tokenizer, BatchPlan(2, 2, 8), rank)
+        loader = build_loader(config, tokenizer, BatchSizes(2, 2, 8), rank)
         assert [int(batch.columns["real"].any(1).sum()) for batch in islice(loader, 2)] == [
             2,
             2,

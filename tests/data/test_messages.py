@@ -10,7 +10,7 @@ from datasets import Dataset, Features, Json, List, Value
 from test_chat import HI, prepared
 from test_template import AS_JSON
 
-from lacuna.config import Config
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import DataConfig, Source
 from lacuna.data.sources import open_source
 from lacuna.data.tokenize import document_of
@@ -29,8 +29,9 @@ TALKS = [talk({"at": "Graz", "unit": None}), talk({"days": 2})]
 
 
 def texts(path: Path, streaming: bool = False) -> list[str]:
-    config = Config(job={"task": "sft"}, data=DataConfig(streaming=streaming))
-    documents, tokenizer = open_source(Source(dataset=str(path)), config), prepared(AS_JSON)
+    settings = DataConfig(streaming=streaming)
+    documents = open_source(Source(dataset=str(path)), settings, ChatConfig())
+    tokenizer = prepared(AS_JSON)
     found = [
         document_of(record, number, documents, tokenizer).tokens
         for number, record in enumerate(documents.dataset)

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from lacuna.config import Config, UserError
 from lacuna.config.documents import CurriculumConfig, DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
-from lacuna.data import BatchPlan, Loader, build_loader
+from lacuna.data import BatchSizes, Loader, build_loader
 
 LEVELS = [5, 3.5, 9, 1, 7, 2, 8, 4, 6, 0]
 PACKINGS = {"concatenate": 0, "best_fit": 1, "none": 0}
@@ -45,7 +45,7 @@ def loader_of(
         training=TrainingConfig(seq_len=length),
         curriculum=CurriculumConfig(**{"difficulty_column": "level"} | settings),
     )
-    return build_loader(config, tokenizer, BatchPlan(1, 1, 1), dp_rank=0)
+    return build_loader(config, tokenizer, BatchSizes(1, 1, 1), dp_rank=0)
 
 
 def letters(loader: Loader, tokenizer: PreTrainedTokenizerFast, rows: int) -> str:
@@ -109,4 +109,4 @@ def test_a_column_that_cannot_be_sorted_by_is_refused(
         curriculum=CurriculumConfig(rank_every=5),
     )
     with pytest.raises(UserError, match="mixed by weight have no common order"):
-        build_loader(config, tokenizer, BatchPlan(1, 1, 1), dp_rank=0)
+        build_loader(config, tokenizer, BatchSizes(1, 1, 1), dp_rank=0)

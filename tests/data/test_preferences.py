@@ -12,13 +12,13 @@ from test_chat import CALL, DEFAULT_SYSTEM, HI, MARKED, PLAIN, WEATHER, YES, pre
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
-from lacuna.config.documents import ChatConfig
-from lacuna.data import Batch, BatchPlan, Loader, build_loader, build_validation, merge_states
+from lacuna.config.conversations import ChatConfig
+from lacuna.data import Batch, BatchSizes, Loader, build_loader, build_validation, merge_states
 from lacuna.data.chat import encode
 from lacuna.data.document import Document
 from lacuna.data.judged import read_judged
 from lacuna.data.packing import IGNORED
-from lacuna.data.plan import make_plan
+from lacuna.data.plan import make_row_plan
 from lacuna.data.preferences import encode_pair
 from texts import tokenizer_of_bytes
 
@@ -220,7 +220,7 @@ def config_of(
 
 
 def loaders(config: Config, tokenizer: PreTrainedTokenizerFast, world: int = 1) -> list[Loader]:
-    plan = BatchPlan(2, 2 // world, 4)
+    plan = BatchSizes(2, 2 // world, 4)
     return [build_loader(config, tokenizer, plan, rank) for rank in range(world)]
 
 
@@ -314,7 +314,7 @@ def test_an_epoch_and_the_validation_set_have_every_pair_once(
     while loader.rows_left:
         seen += [batch for batch in islice(loader, 2)]
     held_out = [
-        list(build_validation(config, words, BatchPlan(2, 1, 4), rank)()) for rank in (0, 1)
+        list(build_validation(config, words, BatchSizes(2, 1, 4), rank)()) for rank in (0, 1)
     ]
     for batches in (seen, held_out[0] + held_out[1]):
         found = [str(one) for batch in batches for one in sequences_in(batch)]
@@ -359,7 +359,7 @@ def test_settings_that_part_pairs_are_refused(
 
 
 def table_of(config: Config, tokenizer: PreTrainedTokenizerFast) -> list[Document]:
-    plan = make_plan(config, tokenizer, config.data.resolved_sources(), 1)
+    plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), 1)
     return [plan.table.document(number)[0] for number in range(len(plan.table.lengths))]
 
 
@@ -368,6 +368,33 @@ def labelled(count: int) -> list[dict[str, Any]]:
         {"prompt": f"{number}:", "completion": f"<{number}>", "label": number % 3 == 0}
         for number in range(count)
     ]
+
+
+@pytest.mark.parametrize("way", [{}, {"tokenization": "online"}])
+def test_an_answer_sees_all_of_its_prompt(
+    way: dict, tmp_path: Path, words: PreTrainedTokenizerFast
+) -> None:
+    rows = [*pairs(8), {"prompt": "?" * 90, "chosen": "a", "rejected": "b"}]
+
+    def open_with(context_len: int) -> list[Batch]:
+        packing = {"long_examples": "drop"}
+        sight = {"context_len": context_len, "varlen": True}
+        config = config_of(tmp_path, rows, data=way, packing=packing, **sight)
+        return list(islice(loaders(config, words)[0], 8))
+
+    assert len(open_with(24)) == 8
+    with pytest.raises(UserError, match="training.context_len: an answer has 24 tokens"):
+        open_with(23)
+
+
+@pytest.mark.parametrize("first", ["a pair", "a label"])
+def test_pairs_among_labelled_answers_are_refused(
+    first: str, tmp_path: Path, words: PreTrainedTokenizerFast
+) -> None:
+    rows = [*pairs(2), *labelled(2)]
+    rows = rows if first == "a pair" else rows[::-1]
+    with pytest.raises(UserError, match=r"row 3, .*give all rows the same form"):
+        table_of(config_of(tmp_path, rows, "kto"), words)
 
 
 def test_a_labelled_answer_lies_beside_that_of_the_next_row(

@@ -1,4 +1,4 @@
-"""A GGUF file is a model to start from: read once, whoever asks, and refused where it is not understood."""
+"""A GGUF file is a model to start from: read once, and refused where it is not understood."""
 
 import multiprocessing
 import os
@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer
 
 from gguf_models import python_source, tiny_gguf_model, tokenizer_like
 from lacuna.config import UserError
-from lacuna.data.gguf import hf_folder
-from lacuna.export.gguf import export_gguf
+from lacuna.data.unpacked import hf_folder
+from lacuna.formats.gguf import export_gguf
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def rewritten(
     endianess: Any = gguf.GGUFEndian.LITTLE,
     **changes: Any,
 ) -> str:
-    """A copy of a GGUF file with other fields, without a tensor, a tensor's shape turned, or of another endianess."""
+    """A copy of a GGUF file: other fields, a tensor gone or its shape turned, another endianess."""
     reader = gguf.GGUFReader(file)
     fields = {key: field for key, field in reader.fields.items() if not key.startswith("GGUF.")}
     values = {key: field.contents() for key, field in fields.items()} | changes
@@ -154,7 +154,7 @@ def test_half_a_file_is_refused(file: str, tmp_path: Path) -> None:
 
 
 def claiming(tensors: int = 0, fields: int = 1, value: bytes = b"") -> bytes:
-    """A GGUF file of so many tensors and fields, of which it holds at most one, whose value this is."""
+    """A GGUF file that claims so many tensors and fields; it holds at most one, with this value."""
     name = b"general.architecture"
     field = struct.pack("<Q", len(name)) + name + value if value else b""
     return struct.pack("<4sIQQ", b"GGUF", 3, tensors, fields) + field

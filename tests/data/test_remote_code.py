@@ -8,14 +8,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from lacuna.config import Config, UserError
-from lacuna.config.documents import ChatConfig
+from lacuna.config import UserError
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data.chat import end_of_turn, use_template
 from lacuna.data.tokenizer import load_tokenizer
-from lacuna.export.huggingface import export_model
+from lacuna.formats.convert import convert
+from lacuna.formats.huggingface import export_model
+from lacuna.formats.opening import load_any_model
 from lacuna.model.architecture import load_model_config
-from lacuna.train.forms import convert, load_any_model
 from runs import refused
 from texts import tokenizer_of_bytes
 from tiny import random_model, tiny_config, tokenizer_of_words
@@ -106,8 +107,7 @@ def test_code_of_a_tokenizer_does_not_run_unless_it_is_trusted(
 
 def test_a_trusted_model_is_opened_written_with_its_code_and_opened_again(own: Path) -> None:
     model_config = load_model_config(
-        Config(model=ModelConfig(name_or_path=str(own), trust_remote_code=True)),
-        tokenizer_of_words(),
+        ModelConfig(name_or_path=str(own), trust_remote_code=True), tokenizer_of_words()
     )
     assert type(AutoModelForCausalLM.from_config(model_config)).__name__ == "OwnModel"
     model, tokenizer = load_any_model(str(own), "cpu", trust_remote_code=True)

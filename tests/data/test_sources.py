@@ -11,7 +11,7 @@ import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.config.documents import DataConfig, Source
 from lacuna.data.files import BROKEN
 from lacuna.data.sources import open_source
@@ -21,7 +21,7 @@ TEXTS = ["first", "zweites äöü", "three\nlines\n", ""]
 
 
 def read(source: Source, streaming: bool = False, **settings: object) -> list[object]:
-    documents = open_source(source, Config(data=DataConfig(streaming=streaming, **settings)))
+    documents = open_source(source, DataConfig(streaming=streaming, **settings))
     assert isinstance(documents.dataset, datasets.IterableDataset) == streaming
     return [record[documents.column] for record in documents.dataset]
 
@@ -116,7 +116,7 @@ def test_the_column_is_chosen_or_the_columns_are_listed(tmp_path: Path) -> None:
 def test_tokens_that_are_there_already_are_used(tmp_path: Path) -> None:
     path = tmp_path / "tokens.jsonl"
     path.write_text('{"input_ids": [1, 2, 3]}\n{"input_ids": [4]}\n')
-    documents = open_source(Source(dataset=str(path)), Config())
+    documents = open_source(Source(dataset=str(path)), DataConfig())
     assert documents.column == "input_ids" and documents.dataset["input_ids"][:] == [[1, 2, 3], [4]]
 
 
@@ -129,7 +129,7 @@ def test_unreadable_lines_become_records_that_say_where_they_are(
         b'{"text": "good"}\n{"text": 7}\n{"text"\n\n"text"\n{"text": "\xff"}\n'
         b'{"text": "also good"}\n{}'
     )
-    documents = open_source(Source(dataset=str(path)), Config(data=DataConfig(streaming=streaming)))
+    documents = open_source(Source(dataset=str(path)), DataConfig(streaming=streaming))
     records = list(documents.dataset)
     assert [record["text"] for record in records] == [
         "good",

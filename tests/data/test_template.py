@@ -21,7 +21,7 @@ from test_chat import (
 )
 
 from lacuna.config import UserError
-from lacuna.config.documents import ChatConfig
+from lacuna.config.conversations import ChatConfig
 from lacuna.data.chat import encode, end_of_turn, use_template
 from lacuna.data.document import Document
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerFast
 from lacuna.config import Config
 from lacuna.config.documents import DataConfig, ValidationConfig
 from lacuna.config.sections import TrainingConfig
-from lacuna.data import Batch, BatchPlan, build_validation
+from lacuna.data import Batch, BatchSizes, build_validation
 from lacuna.data.packing import IGNORED
 from texts import END, write_lines
 
@@ -26,7 +26,7 @@ def batches(
     )
     ranks = []
     for rank in range(world):
-        validation = build_validation(config, tokenizer, BatchPlan(2, 3, 6 * world), rank)
+        validation = build_validation(config, tokenizer, BatchSizes(2, 3, 6 * world), rank)
         ranks.append(list(validation()))
         assert all(map(same, ranks[-1], validation())), "every pass is the same"
     return ranks

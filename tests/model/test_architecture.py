@@ -1,4 +1,4 @@
-"""Sizes and FLOPs are those worked out by hand, and a model that does not fit the run is refused."""
+"""Sizes and FLOPs are as worked out by hand, and a model that does not fit the run is refused."""
 
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from lacuna.model.architecture import (
     non_embedding_parameters,
     step_flops,
 )
-from lacuna.model.build import check_layout
+from lacuna.model.checks import check_layout
 from lacuna.parallel.mesh import Layout
 from tiny import VOCABULARY, tiny_config, tokenizer_of_words
 
@@ -119,7 +119,7 @@ def test_a_long_row_of_short_documents_fits_a_model_with_few_positions() -> None
 
 def read(folder: Path, key: str = "config") -> PretrainedConfig:
     config = Config(model=ModelConfig(**{key: str(folder)}), training=TrainingConfig(seq_len=32))
-    return load_model_config(config, tokenizer_of_words())
+    return load_model_config(config.model, tokenizer_of_words())
 
 
 def test_a_new_model_gets_a_vocabulary_that_holds_every_token(tmp_path: Path) -> None:
@@ -149,13 +149,13 @@ def test_what_is_no_causal_language_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_model_of_which_transformers_makes_no_causal_one_is_refused(tmp_path: Path) -> None:
-    """Emu3's language model, which its causal class is made of, is of no class that could be made again."""
+    """Emu3's language model, in its causal class, is of no class that could be made again."""
     Emu3Config().save_pretrained(tmp_path)
     config = Config(model=ModelConfig(config=str(tmp_path)))
     with pytest.raises(
         UserError, match=r"model\.config: .* is a 'emu3' model, which is no causal LM"
     ):
-        load_model_config(config, tokenizer_of_words())
+        load_model_config(config.model, tokenizer_of_words())
 
 
 def test_a_model_of_several_lists_of_layers_is_refused(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_model_of_several_lists_of_layers_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         UserError, match=r"model\.config: .* is a 'blt' model, which has no single list"
     ):
-        load_model_config(config, tokenizer_of_words())
+        load_model_config(config.model, tokenizer_of_words())
 
 
 def test_the_layers_of_what_sees_are_not_those_of_the_language_model() -> None:

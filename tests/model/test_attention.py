@@ -1,4 +1,4 @@
-"""No document of a packed batch sees another, and the attention chosen is one that the run can have."""
+"""No packed document sees another, and the attention chosen is one that the run can have."""
 
 import inspect
 from collections.abc import Iterator
@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig
-from lacuna.config.sections import ModelConfig
+from lacuna.config import UserError
 from lacuna.model import attention as attention_module
-from lacuna.model.attention import PACKED, attention_choices, packed_attention
+from lacuna.model.attention import PACKED, packed_attention
+from lacuna.model.attention_choice import attention_choices
 from lacuna.model.forward import attach_forward, hidden_states, loss_sums
 from lacuna.model.head import Head, probe_head
 from lacuna.model.inputs import Inputs, packing_arguments
@@ -84,7 +83,7 @@ def packed_results(model: PreTrainedModel, head: Head) -> tuple[Tensor, float, d
 
 
 def results_alone(model: PreTrainedModel) -> tuple[Tensor, float, dict[str, Tensor]]:
-    """The same of every document alone, by transformers' own forward pass with its own loss."""
+    """The same for every document alone, by transformers' own forward pass and loss."""
     ids, _, labels, _ = packed_batch()
     states = torch.empty(*ids.shape, model.config.hidden_size)
     total = 0.0
@@ -140,7 +139,7 @@ def plain_varlen(
     window_size: tuple[int, int] = (-1, -1),
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What `varlen_attn` computes on a GPU, by the book: document by document, [tokens, heads, width]."""
+    """Computes what `varlen_attn` does on a GPU, document by document: [tokens, heads, width]."""
     assert (
         max_q >= int(cu_seq_q.diff().max())
         and max_k >= int(cu_seq_k.diff().max())
@@ -190,9 +189,9 @@ def test_the_kernel_for_gpus_is_told_what_the_mask_for_others_says(
     for part in causal_parts(bounds, LENGTH, ranks, rank, 10):
         query = torch.randn(2, 4, LENGTH // 2 // ranks, 8, generator=generator)
         seen = (query, key[:, :, : part.stop], value[:, :, : part.stop], part, 0.3, window)
-        expected = attention_module._plain(*seen, None, 0.0, module)
-        assert torch.allclose(attention_module._flash(*seen), expected, atol=1e-6)
-        capped = attention_module._plain(*seen, 1e6, 0.0, module)
+        expected = attention_module._plain_attention(*seen, None, 0.0, module)
+        assert torch.allclose(attention_module._flash_attention(*seen), expected, atol=1e-6)
+        capped = attention_module._plain_attention(*seen, 1e6, 0.0, module)
         assert torch.allclose(capped, expected, atol=1e-5), "a soft cap far away changes nothing"
 
 
@@ -202,11 +201,11 @@ def chosen(
     device: str,
     dtype: torch.dtype = torch.bfloat16,
     layout: Layout = ALONE,
-    **settings: bool,
+    document_mask: bool = True,
 ) -> str:
     changes = {"attn_pdrop": 0.1} if architecture == "gpt2" else {}
-    config = Config(model=ModelConfig(attention=attention), data=DataConfig(**settings))
-    return attention_choices(config, tiny_config(architecture, **changes), device, dtype, layout)[0]
+    model_config = tiny_config(architecture, **changes)
+    return attention_choices(attention, document_mask, model_config, device, dtype, layout)[0]
 
 
 def test_auto_tries_the_fastest_first() -> None:
@@ -262,7 +261,7 @@ def test_shared_sequences_and_layers_have_our_attention_or_none(layout: Layout) 
 
 
 def change_by_dropout() -> float:
-    """How far a mean of ones is from one on a rank of a ring that is asked to drop half of the weights."""
+    """How far a mean of ones is from one on a rank of a ring that drops half of the weights."""
     group, bounds = dist.group.WORLD, torch.tensor([0, 64], dtype=torch.int32)
     query, key, value = torch.zeros(3, 1, 2, 64 // group.size(), 8).unbind()
     parts = tuple(causal_parts(bounds, 64, group.size(), group.rank(), 64))

@@ -1,4 +1,4 @@
-"""A layout that the model or the data cannot have is refused with the arithmetic, before anything is built."""
+"""A layout that the model or the data cannot have is refused before anything is built."""
 
 from functools import partial, partialmethod
 from pathlib import Path
@@ -15,10 +15,13 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.build import build_model, check_layout, check_ties, embeds_on_cpu, look_up_on_cpu
-from lacuna.model.lora import add_adapters, merged_tensor
-from lacuna.model.quantization import dequantize, quantize
-from lacuna.parallel.fsdp import local
+from lacuna.model.build import build_model
+from lacuna.model.checks import check_layout, check_ties
+from lacuna.model.layers.bits import dequantize, quantize
+from lacuna.model.layers.lora import add_adapters
+from lacuna.model.layers.wrapping import plain_tensor
+from lacuna.model.vocabulary import embeds_on_cpu, look_up_on_cpu
+from lacuna.parallel.fsdp import is_alone, local
 from lacuna.parallel.mesh import Layout, build_mesh
 from tiny import CPU, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words
 
@@ -90,7 +93,8 @@ def test_one_gpu_has_no_frozen_embedding_beside_quantised_weights() -> None:
             tiny_config(architecture, tie_word_embeddings=tied), "sdpa", torch.float32
         )
         add_adapters(model, config.lora, torch.float32)
-        return embeds_on_cpu(config, Layout(dp_shard=shards), model, device)
+        alone = is_alone(config.training, Layout(dp_shard=shards))
+        return embeds_on_cpu(model, base, alone, device)
 
     assert decided()
     assert not decided(base="none") and not decided(device="cpu") and not decided(shards=2)
@@ -120,7 +124,7 @@ def test_rows_that_are_looked_up_on_the_cpu_are_those_of_the_embedding(device: s
 
 
 def _places(folder: Path, device: str, **settings: Any) -> set[str]:
-    """The kinds of devices that hold the parameters of a model that is loaded to be trained on `device`."""
+    """The device types that hold the parameters of a model loaded to be trained on `device`."""
     config = Config(
         model={"name_or_path": str(folder)},
         training={"seq_len": 8, "enable_cpu_offload": True},
@@ -178,9 +182,9 @@ def _quantized(folder: Path, shards: int, **lora: Any) -> PreTrainedModel:
 
 
 def _begun(folder: Path, names: list[str], shards: int, **lora: Any) -> dict[str, Tensor]:
-    """Parameters of a model of which all that is quantised is merged with adapters that nothing has trained."""
+    """The parameters of a quantised model that is merged with adapters that nothing has trained."""
     model = _quantized(folder, shards, init="loftq", **lora)
-    return {name: merged_tensor(model, name) for name in names}
+    return {name: plain_tensor(model, name) for name in names}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
@@ -230,14 +234,17 @@ def test_an_adapter_can_learn_where_quantisation_took_nothing(tmp_path: Path) ->
 
 
 def _learning_or_not(folder: Path, name: str, shards: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits of a model with gradients and without, and its weight `name`, trained whole, as it is exported."""
+    """A model's logits with and without gradients, and its weight `name` as it is exported.
+
+    That weight is trained whole.
+    """
     model, logits = _quantized(folder, shards, rank=4, modules=("o_proj", "down_proj")), []
     for learns in (True, False):
         with torch.set_grad_enabled(learns):
             logits.append(
                 model(input_ids=torch.arange(8)[None], use_cache=False).logits.detach().clone()
             )
-    return *logits, merged_tensor(model, name)
+    return *logits, plain_tensor(model, name)
 
 
 @pytest.mark.parametrize("shards", [1, 2])

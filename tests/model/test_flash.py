@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from lacuna.model import attention as attention_module
-from lacuna.model.attention import PACKED, install_fastest_kernels, use_flash_attention_4
+from lacuna.model import flash
+from lacuna.model.attention import PACKED
+from lacuna.model.flash import install_fastest_kernels, use_flash_attention_4
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 
@@ -27,13 +28,14 @@ def documents(query, key, bounds, scale, left):
 
 
 def _flash_attn_fwd(
-    query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal,
-    window_size_left, window_size_right, return_lse,
+    query, key, value, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
+    causal, window_size_left, window_size_right, return_lse,
 ):
     assert return_lse and max_seqlen_q == max_seqlen_k == 9 and (causal or window_size_right == 0)
     assert window_size_left is None or window_size_left >= 0, "no window is None, not -1"
     output, lse = torch.empty_like(query), query.new_empty(query.shape[1::-1])
-    key, value = (tensor.repeat_interleave(query.shape[1] // key.shape[1], dim=1) for tensor in (key, value))
+    groups = query.shape[1] // key.shape[1]
+    key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
     for part, scores in documents(query, key, cu_seqlens_q, softmax_scale, window_size_left):
         output[part] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[part])
         lse[:, part] = scores.logsumexp(-1)
@@ -41,8 +43,8 @@ def _flash_attn_fwd(
 
 
 def _flash_attn_bwd(
-    query, key, value, output, grad, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale,
-    causal, window_size_left, window_size_right, deterministic,
+    query, key, value, output, grad, lse, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    softmax_scale, causal, window_size_left, window_size_right, deterministic,
 ):
     assert max_seqlen_q == max_seqlen_k == 9 and not deterministic
     groups, grads = query.shape[1] // key.shape[1], [torch.empty_like(query) for _ in range(3)]
@@ -50,7 +52,8 @@ def _flash_attn_bwd(
     for part, scores in documents(query, key, cu_seqlens_q, softmax_scale, window_size_left):
         weights = (scores - lse[:, part, None]).exp()
         inner = torch.einsum("qhd,khd->hqk", grad[part], value[part])
-        inner = weights * (inner - (grad[part] * output[part]).sum(-1).T[:, :, None]) * softmax_scale
+        of_output = (grad[part] * output[part]).sum(-1).T[:, :, None]
+        inner = weights * (inner - of_output) * softmax_scale
         grads[0][part] = torch.einsum("hqk,khd->qhd", inner, key[part])
         grads[1][part] = torch.einsum("hqk,qhd->khd", inner, query[part])
         grads[2][part] = torch.einsum("hqk,qhd->khd", weights, grad[part])
@@ -125,7 +128,7 @@ def test_the_package_is_used_where_it_is_installed_and_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     used: list[bool] = []
-    monkeypatch.setattr(attention_module, "use_flash_attention_4", lambda: used.append(True))
+    monkeypatch.setattr(flash, "use_flash_attention_4", lambda: used.append(True))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.syspath_prepend(tmp_path)

@@ -72,7 +72,7 @@ def test_the_transform_matters_in_these_tests(architecture: str) -> None:
 
 
 def replaced_forward(model: PreTrainedModel, function: Callable[[Tensor], Tensor]) -> None:
-    """Makes a subclass of the model that does `function` to its logits, as some architectures do."""
+    """Makes a subclass of the model that applies `function` to its logits, as some models do."""
 
     class Changed(type(model)):
         def forward(self, *arguments: Any, **named: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Initial weights do not depend on how a model is sharded: they are those that transformers draws itself."""
+"""Initial weights are those that transformers draws itself, however a model is sharded."""
 
 import pytest
 import torch
@@ -7,9 +7,10 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.lora import trained_names
+from lacuna.model.layers.lora import trained_names
 from lacuna.model.weights import fill_model
 from tiny import CPU, differing, run_ranks, sharded_model, tiny_config, whole
 
@@ -18,7 +19,7 @@ ARCHITECTURES = ("llama", "llama_tied", "qwen3", "gemma", "mistral", "gpt2", "ne
 
 
 def transformers_model(model_config: PretrainedConfig) -> PreTrainedModel:
-    """An unsharded model initialised by transformers alone, right after seeding: drawn first, tied then."""
+    """An unsharded model that transformers initialises right after seeding: drawn, then tied."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     model.to_empty(device="cpu")
@@ -70,7 +71,11 @@ def test_another_seed_gives_other_weights() -> None:
 
 
 ODD = ("apertus", "data2vec-text", "falcon_h1", "modernbert-decoder", "openai-gpt", "xlm-roberta")
-"""Whose weights or buffers come from constructors, are drawn anew by outer modules, or are tied to what comes later."""
+"""Kinds of models that are harder to initialise.
+
+Their weights or buffers come from constructors, are drawn anew by outer modules, or are tied to
+what comes later.
+"""
 
 
 def otherwise(own: Tensor, ours: Tensor) -> bool:
@@ -95,12 +100,13 @@ def otherwise(own: Tensor, ours: Tensor) -> bool:
 
 
 def made_otherwise(kind: str) -> list[str]:
-    """The tensors of a kind of model in small that are not drawn as its own constructor draws them."""
+    """The tensors of a small model of a kind that are not drawn as its constructor draws them."""
     model_config = small_config(configuration_class(kind))
     torch.manual_seed(1)
     own = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
     model = meta_model(model_config, "eager", torch.float32)
-    fill_model(model, trained_names(model), Config(model=ModelConfig(config="any")), CPU, fill=True)
+    source = ModelConfig(config="any")
+    fill_model(model, trained_names(model), source, LoraConfig(), TrainingConfig(), CPU, fill=True)
     expected = own.state_dict() | dict(own.named_buffers())
     found = model.state_dict() | dict(model.named_buffers())
     assert found.keys() == expected.keys()

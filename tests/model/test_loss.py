@@ -1,4 +1,4 @@
-"""The chunked loss and its gradients are those of torch's cross-entropy over the whole matrix of logits."""
+"""The chunked loss and its gradients are those of torch's cross-entropy over all logits at once."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ TOKENS, WIDTH, WORDS = 50, 24, 97
 
 
 def problem(seed: int = 0, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
-    """Hidden states, weight and bias of a head whose logits are large enough for a soft cap to bend."""
+    """Hidden states, weight and bias of a head whose logits are large enough to be soft-capped."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {"hidden": (TOKENS, WIDTH), "weight": (WORDS, WIDTH), "bias": (WORDS,)}
     return {

@@ -1,4 +1,7 @@
-"""Before a run a model is tried in small: what is not computed as by transformers' own code is refused, or avoided."""
+"""Before a run a model is tried in small.
+
+What is not computed as by transformers' own code is refused, or avoided.
+"""
 
 import pytest
 import torch
@@ -10,7 +13,7 @@ from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.attention import PACKED
-from lacuna.model.probe import find_attention
+from lacuna.model.probe import find_attention, rows_of
 from lacuna.model.specimen import specimen
 from tiny import CPU, tiny_config
 
@@ -28,7 +31,7 @@ def found(
     own = small_config(configuration_class(kind), **changes) if isinstance(kind, str) else kind
     data, packing = DataConfig(document_mask=masked), PackingConfig(mode=mode)
     config = Config(training=TrainingConfig(seq_len=64), data=data, packing=packing)
-    return find_attention(names or ALL, own, config, CPU, torch.float32)
+    return find_attention(names or ALL, own, rows_of(config), 64, CPU, torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -122,12 +125,11 @@ def test_a_model_that_runs_in_float32_alone_is_refused_in_another_precision_by_t
     None
 ):
     own = small_config(configuration_class("openai-gpt"))
-    config = Config(training=TrainingConfig(seq_len=64), packing=PackingConfig(mode="none"))
-    find_attention(("eager",), own, config, CPU, torch.float32)
+    find_attention(("eager",), own, "padded", 64, CPU, torch.float32)
     with pytest.raises(
         UserError, match=r"mixed_precision_param: OpenAIGPTLMHeadModel computes in float32 only"
     ):
-        find_attention(("eager",), own, config, CPU, torch.bfloat16)
+        find_attention(("eager",), own, "padded", 64, CPU, torch.bfloat16)
 
 
 def test_a_soft_cap_is_part_of_what_a_model_computes_by_itself(

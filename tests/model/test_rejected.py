@@ -1,4 +1,4 @@
-"""What transformers rejects of a model's configuration is one message, and a vocabulary that grows is said."""
+"""What transformers rejects of a configuration is one message, and a grown vocabulary is logged."""
 
 import json
 import logging
@@ -11,7 +11,7 @@ import pytest
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
 from lacuna.data import run_tokenizer
-from lacuna.model.build import plan_model
+from lacuna.model.build import build_meta_model
 from lacuna.parallel.mesh import Layout
 
 REJECTED = {
@@ -36,7 +36,8 @@ REJECTED = {
 def plan(folder: Path, world: Path, apart: bool) -> None:
     model = ModelConfig(config=str(folder), tokenizer_path=str(world / "model") if apart else None)
     config = Config(model=model, training={"seq_len": 32})
-    plan_model(config, run_tokenizer(config), Layout(), "cpu")
+    tokenizer = run_tokenizer(config.model, config.conversations)
+    build_meta_model(config, tokenizer, Layout(), "cpu")
 
 
 def changed(world: Path, folder: Path, changes: dict[str, Any]) -> Path:

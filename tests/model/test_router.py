@@ -1,4 +1,4 @@
-"""The load-balancing loss that a configuration asks for is trained as transformers trains it, or refused."""
+"""A load-balancing loss that is asked for is trained as transformers trains it, or refused."""
 
 from pathlib import Path
 
@@ -9,11 +9,12 @@ from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
-from lacuna.config.machine import CompileConfig
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.architecture import load_model_config
-from lacuna.model.build import build_model, required_router
+from lacuna.model.build import build_model
+from lacuna.model.checks import required_router
 from lacuna.model.router import check_router_loss, find_router, router_loss
 from lacuna.model.specimen import specimen
 from lacuna.objective.language_modelling import LanguageModelling
@@ -46,7 +47,7 @@ def saved(kind: str, folder: Path) -> Path:
 
 
 def whole_rows(padded: bool) -> Batch:
-    """Two rows of one document each; of the second the last quarter is padding if so."""
+    """Two rows of one document each; if `padded`, the last quarter of the second is padding."""
     batch = micro_batch(slice(0, 2))
     positions = torch.arange(LENGTH).expand(2, LENGTH)
     real = positions < torch.tensor([[LENGTH], [LENGTH * 3 // 4 if padded else LENGTH]])
@@ -118,6 +119,11 @@ def test_ranks_that_share_a_step_share_its_load(tmp_path: Path) -> None:
             {"training": TrainingConfig(gradient_accumulation_steps=2)},
         ),
         ("compile.enable", Layout(), {"compile": CompileConfig(enable=True)}),
+        (
+            "activation_checkpoint.mlp_chunks",
+            Layout(),
+            {"activation_checkpoint": ActivationCheckpointConfig(mlp_chunks=2)},
+        ),
     ],
 )
 def test_what_would_be_another_loss_is_refused(
@@ -127,14 +133,23 @@ def test_what_would_be_another_loss_is_refused(
         UserError,
         match=rf"model\.output_router_logits, {setting}: the load-balancing loss.*= false",
     ):
-        check_router_loss(Config(**changes), layout)
+        config = Config(**changes)
+        check_router_loss(
+            config.training,
+            config.curriculum,
+            config.compile,
+            config.activation_checkpoint,
+            layout,
+        )
 
 
 def asked(folder: Path, **settings: object) -> object:
     config = Config(
         model=ModelConfig(name_or_path=str(folder), **settings), training=TrainingConfig(seq_len=8)
     )
-    return required_router(config, load_model_config(config, tokenizer_of_words()), Layout(), CPU)
+    return required_router(
+        config, load_model_config(config.model, tokenizer_of_words()), Layout(), CPU
+    )
 
 
 def test_settings_ask_for_it_or_leave_it_out(tmp_path: Path) -> None:
@@ -186,7 +201,7 @@ def test_padding_counts_for_nothing() -> None:
 def test_a_loss_that_transformers_own_code_cannot_make_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As Granite-MoE's of transformers 5.17, which takes a list of no logits for a tensor."""
+    """Granite-MoE's code in transformers 5.17 takes an empty list of logits for a tensor."""
     own = tiny_config("qwen3_moe", output_router_logits=True)
 
     def fails(*_: object, **__: object) -> None:

@@ -1,4 +1,4 @@
-"""A vocabulary grows as transformers grows it, in any layout, and never shrinks; the export has it."""
+"""A vocabulary grows as transformers grows it in any layout, never shrinks, and is exported."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import run_tokenizer
-from lacuna.export.huggingface import export_model
+from lacuna.formats.huggingface import export_model
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout, build_mesh
@@ -31,7 +31,10 @@ NEW = ("<think>", "</think>", "w5")
 
 
 class Growth(NamedTuple):
-    """A model with `rows` rows in its files, and how many it has with the two tokens that its tokenizer lacks."""
+    """A model with `rows` rows in its files, and its number of rows with two tokens more.
+
+    Its tokenizer lacks the two.
+    """
 
     architecture: str
     rows: int
@@ -62,7 +65,10 @@ def folder_of(growth: Growth, root: Path) -> Path:
 
 
 def resized(model: PreTrainedModel, growth: Growth) -> PreTrainedModel:
-    """The model as transformers resizes it, its new rows then filled with the mean of those of the tokens before."""
+    """The model as transformers resizes it, with its new rows then set.
+
+    They are the mean of those of the tokens before.
+    """
     model.resize_token_embeddings(growth.grown, mean_resizing=False)
     head = model.get_output_embeddings()
     with torch.no_grad():
@@ -88,7 +94,7 @@ def loaded(case: Case, growths: list[Growth], root: Path) -> list[dict[str, Tens
             parallelism=case.parallelism,
         )
         mesh = build_mesh(case.layout, "cpu")
-        tokenizer = run_tokenizer(config)
+        tokenizer = run_tokenizer(config.model, config.conversations)
         built = build_model(config, tokenizer, mesh, CPU)
         assert built.model.config.vocab_size == growth.grown
         export_model(built.model, tokenizer, f"{folder}-out", torch.float32)
@@ -130,7 +136,8 @@ def vocabulary(folder: Path, key: str, **settings: object) -> int:
     config = Config(
         model=ModelConfig(**{key: str(folder)}, **settings), training=TrainingConfig(seq_len=32)
     )
-    return load_model_config(config, run_tokenizer(config)).vocab_size
+    tokenizer = run_tokenizer(config.model, config.conversations)
+    return load_model_config(config.model, tokenizer).vocab_size
 
 
 def test_the_vocabulary_only_grows(tmp_path: Path) -> None:

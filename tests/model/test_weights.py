@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, 
 from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig
-from lacuna.export import huggingface
-from lacuna.export.huggingface import export_model, save_model_description
+from lacuna.formats import huggingface
+from lacuna.formats.huggingface import export_model, save_model_description
 from lacuna.model.forward import loss_sums
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
@@ -74,7 +74,7 @@ def check_loaded(folder: Path, model: PreTrainedModel) -> None:
 
 
 def load_and_export(root: Path) -> None:
-    """Loads every architecture from `root`/<name> into shards, compares, and exports to `root`/<name>-out."""
+    """Loads each model in `root` into shards, compares, and exports it beside itself."""
     huggingface.FILE_BYTES = 20_000
     for name in ARCHITECTURES:
         model = sharded_model(tiny_config(name), from_folder(root / name))
@@ -210,7 +210,7 @@ def test_an_export_leaves_the_configuration_of_the_model_alone(tmp_path: Path) -
 
 
 def refusals(folders: list[Path]) -> list[str]:
-    """What loading from each of the folders is refused with."""
+    """The messages with which loading from the folders is refused."""
     messages = []
     for folder in folders:
         with pytest.raises(UserError) as caught:
@@ -258,11 +258,11 @@ def test_half_precision_files_become_float32_master_weights(tmp_path: Path) -> N
 
 
 JOINED = ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")
-"""Kinds of models with weights that are several tensors in files, joined along the dimension that shards cut."""
+"""Kinds of models with weights joined, along the dimension that shards cut, of several in files."""
 
 
 def loaded_otherwise(root: str, kinds: list[str]) -> dict[str, list[str]]:
-    """Of models in folders of `root`, the tensors that are others in shards than transformers loads."""
+    """The tensors of models in folders of `root` that differ in shards from transformers'."""
     wrong = {}
     for kind in kinds:
         own = AutoModelForCausalLM.from_pretrained(f"{root}/{kind}", dtype=torch.float32)

@@ -1,15 +1,18 @@
-"""Divergences are the papers' formulas, mixed with cross-entropy; a teacher has the student's vocabulary."""
+"""Divergences are the papers' formulas; a teacher has the student's vocabulary."""
 
 from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
 from lacuna.config.objectives import DistillationConfig
 from lacuna.data.packing import IGNORED
 from lacuna.objective.distillation import Distillation, distillation_sums
+from lacuna.objective.top_k import outcomes
 from runs import curve, train
 from tiny import random_model, tiny_config, tokenizer_of_words
 
@@ -73,6 +76,20 @@ def test_logits_of_no_token_are_left_out() -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-12)
 
 
+def test_tokens_above_ids_that_are_left_out_are_learnt(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = Tokenizer(models.WordLevel({"<end>": 0, "cat": 1, "dog": 7}, unk_token="<end>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<end>")
+    monkeypatch.setattr("lacuna.objective.distillation.stored_by", lambda settings: {})
+    objective = Distillation()
+    settings = DistillationConfig(teacher_logprobs="said")
+    objective.check(Config(distillation=settings), tokenizer)
+    logits = torch.randn(1, 8)
+    ids = torch.tensor([[7, 1, 0]])
+    said = {"teacher_ids": ids, "teacher_logprobs": outcomes(logits, ids)}
+    sums = objective.loss.of(logits, said | {"labels": torch.tensor([7])})
+    assert sums["divergence"].item() == pytest.approx(0, abs=1e-6)
+
+
 def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     tokenizer = tokenizer_of_words()
     tokenizer.save_pretrained(tmp_path)
@@ -82,6 +99,13 @@ def test_a_teacher_of_another_vocabulary_is_refused(tmp_path: Path) -> None:
     other.add_tokens(["<think>"])
     with pytest.raises(UserError, match=r"'<think>' for the model alone"):
         Distillation().check(settings, other)
+
+
+def test_a_teacher_without_a_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
+    settings = Config(distillation=DistillationConfig(teacher=str(tmp_path)))
+    with pytest.raises(UserError, match=r"^distillation.teacher: no tokenizer .*") as refusal:
+        Distillation().check(settings, tokenizer_of_words())
+    assert "model.tokenizer_path" not in str(refusal.value)
 
 
 def test_a_student_learns_from_a_teacher_and_is_refused_a_stranger(

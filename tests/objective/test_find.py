@@ -1,4 +1,4 @@
-"""What the loop asks of an objective, it uses: columns and counts of its own, its report, and its state on a resume."""
+"""The loop uses an objective's columns, counts and report, and its state on a resume."""
 
 from pathlib import Path
 
@@ -37,7 +37,8 @@ class Weighted(LanguageModelling):
         labels = batch.columns["labels"]
         weight = 1.0 + torch.arange(labels.numel()).view_as(labels) % 2
         total = (weight * (labels != -100)).sum().item()
-        return replace(batch, columns=batch.columns | {"weight": weight}, counts=batch.counts | {"weight": total})
+        columns = batch.columns | {"weight": weight}
+        return replace(batch, columns=columns, counts=batch.counts | {"weight": total})
 
     def report(self, sums, counts):
         return {"loss": sums["loss"] / counts["weight"], "steps_seen": self.steps}

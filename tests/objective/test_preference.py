@@ -1,6 +1,5 @@
-"""Losses of preference are the papers' formulas, a reference is what training begins with, and a run resumes."""
+"""Losses are the papers' formulas, a reference is what training begins with, a run resumes."""
 
-import json
 import math
 import random
 from pathlib import Path
@@ -9,10 +8,11 @@ import pytest
 import torch
 
 from lacuna.config import Config, UserError
+from lacuna.config.contradictions import contradictions_of
 from lacuna.config.objectives import PreferenceConfig
-from lacuna.objective.preference import Preference, preference_sums
+from lacuna.objective.preference import Preference, odds_ratio_losses, preference_sums
 from lacuna.objective.reference import reference_kind
-from runs import WORDS, curve, train, weights
+from runs import curve, train, weights, write_pairs
 from tiny import tokenizer_of_words
 
 LOGPROBS = torch.tensor([-3.0, -5.0, -2.0, -1.5])
@@ -69,6 +69,14 @@ def test_orpo_learns_the_chosen_text_and_the_odds() -> None:
     assert sums(columns, loss="orpo", beta=0.5)["loss"] == pytest.approx(wanted, rel=1e-6)
 
 
+def test_orpo_learns_nothing_more_from_an_answer_that_is_certain() -> None:
+    chosen, rejected = torch.tensor([0.0, -1.0], requires_grad=True), torch.tensor([-1.0, 0.0])
+    losses = odds_ratio_losses(chosen, rejected)
+    losses.sum().backward()
+    assert losses.isfinite().all() and chosen.grad.isfinite().all()
+    assert losses[0] < 1e-6 and chosen.grad[1] < -0.9
+
+
 def test_kto_leaves_out_what_its_divergence_is_made_of() -> None:
     columns = {"mismatched": torch.tensor([0.0, 1.0, 0.0, 1.0])}
     columns |= {"chosen": torch.tensor([1.0, 1.0, 0.0, 0.0]), "divergence": torch.full((4,), 0.3)}
@@ -108,16 +116,34 @@ def test_the_reference_is_what_training_begins_with(tmp_path: Path) -> None:
         kind()
 
 
+@pytest.mark.parametrize(
+    ("sections", "other"),
+    [
+        ({"data": {"tokenization": "online"}}, "data.tokenization"),
+        ({"data": {"streaming": True}}, "data.streaming"),
+        (
+            {
+                "packing": {"long_examples": "drop"},
+                "training": {"seq_len": 64},
+                "curriculum": {"stages": ({"from_step": 2, "seq_len": 128},)},
+            },
+            "curriculum.stages",
+        ),
+    ],
+)
+def test_what_cannot_be_read_before_training_is_not_cached(sections: dict, other: str) -> None:
+    def problems(reference: str) -> list[str]:
+        config = Config(preference={"reference": reference}, **sections)
+        return [one for one in contradictions_of(config) if other in one]
+
+    assert not problems("auto")
+    assert problems("cached")[0].startswith("preference.reference")
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    draws = random.Random(0)
-    rows = []
-    for _ in range(60):
-        prompt, chosen, rejected = (" ".join(draws.choices(WORDS, k=5)) for _ in range(3))
-        rows.append({"prompt": prompt, "chosen": f" cat {chosen}", "rejected": f" dog {rejected}"})
     file = tmp_path_factory.mktemp("pairs") / "pairs.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return file
+    return write_pairs(file, random.Random(0), 60)
 
 
 def flags(pairs: Path, reference: str) -> list[object]:
@@ -145,9 +171,33 @@ def test_a_stopped_run_goes_on_to_the_bit(
     assert weights(straight) == weights(resumed)
 
 
+def test_a_resumed_run_is_measured_from_the_adapter_that_it_began_with(
+    world: Path, pairs: Path, tmp_path: Path
+) -> None:
+    learning = [*flags(pairs, "copy"), "--lora.rank", 4, "--optimizer.lr", 0.02]
+    train(world, tmp_path / "first", *learning)
+    learning += ["--lora.adapter", tmp_path / "first" / "hf" / "adapter"]
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    train(world, straight, *learning)
+    train(world, resumed, *learning, "--training.steps", 4)
+    train(world, resumed, *learning)
+    rows = curve(straight, "loss", "reward_margin")
+    assert rows[0][1] == pytest.approx(math.log(2), rel=1e-6)
+    assert rows == curve(resumed, "loss", "reward_margin")
+    assert weights(straight) == weights(resumed)
+
+
 def test_a_run_that_began_without_a_cached_reference_gets_none(
     world: Path, pairs: Path, tmp_path: Path
 ) -> None:
     train(world, tmp_path / "run", *flags(pairs, "copy"), "--training.steps", 4)
     message = train(world, tmp_path / "run", *flags(pairs, "cached"), status=2)
     assert "this run began without one" in message
+
+
+def test_a_run_of_another_task_is_not_gone_on_with(
+    world: Path, pairs: Path, tmp_path: Path
+) -> None:
+    train(world, tmp_path / "run", "--training.steps", 1)
+    message = train(world, tmp_path / "run", *flags(pairs, "copy"), status=2)
+    assert "job.task (was 'pretrain', is 'preference')" in message

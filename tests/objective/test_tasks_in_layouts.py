@@ -1,44 +1,39 @@
-"""Preference and distillation train the same in every layout: three steps beside those of one process."""
+"""Preference and distillation train in every layout as in one process: steps beside its own.
 
+The layouts and tasks are those of the table of parity, and the losses that it leaves out.
+"""
+
+import json
 from pathlib import Path
 
 import pytest
 
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
-from lacuna.config.sections import LoraConfig
-from lacuna.parallel.mesh import Layout
-from layouts import Case, pipelined
-from tasks import Task, steps_of
-from tiny import random_model, tiny_config, tokenizer_of_words
+from lacuna.data.teacher import DESCRIPTION, FORMAT
+from layouts import Case
+from parity import ADAPTERS, EXACT, TASK_ARCHITECTURES, TASK_CASES, tasks_taught_by, write_models
+from tasks import STEPS, Task, steps_of
 
-ADAPTERS = {"lora": LoraConfig(rank=2, alpha=4.0)}
-LAYOUTS = {
-    "accumulation": Case(Layout(), 4),
-    "dp_shard": Case(Layout(dp_shard=2), 2),
-    "tp": Case(Layout(tp=2), 2),
-    "tp, whole loss": Case(Layout(tp=2), 2, parallelism={"disable_loss_parallel": True}),
-    "cp": Case(Layout(cp=2), 2),
-    "pp": pipelined(Layout(pp=2), 4),
-    "pp, zero bubble": pipelined(Layout(pp=2), 4, "InterleavedZeroBubble"),
-    "cp x tp": Case(Layout(cp=2, tp=2), 2),
-    "cp x pp": pipelined(Layout(cp=2, pp=2), 4),
-}
+BRIEFLY = (
+    "accumulation 4",
+    "dp_shard 2, ZeRO-3",
+    "tp 2",
+    "cp 2, all-gather",
+    "pp 2, 1F1B",
+    "pp 2, InterleavedZeroBubble",
+    "cp 2 × tp 2",
+)
+"""The layouts of tests that are not slow."""
 
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("model"), 1, num_hidden_layers=4)
+IN_TABLE = tasks_taught_by(Path())
 
 
-@pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("teacher"), 2, num_hidden_layers=4, hidden_size=64)
-
-
-def saved(folder: Path, seed: int, **changes: int) -> Path:
-    random_model(tiny_config("llama", **changes), seed=seed).save_pretrained(folder)
-    tokenizer_of_words().save_pretrained(folder)
-    return folder
+@pytest.fixture(scope="module", params=TASK_ARCHITECTURES)
+def models(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Path, Path]:
+    """A model and its teacher."""
+    return write_models(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def preference(loss: str, reference: str = "auto", **changes: object) -> Task:
@@ -46,22 +41,35 @@ def preference(loss: str, reference: str = "auto", **changes: object) -> Task:
     return Task("preference", preference=settings, changes=changes)
 
 
-def check(model: Path, task: Task) -> None:
-    cases = [(case, task) for case in (Case(Layout()), *LAYOUTS.values())]
-    alone, *others = steps_of(model, cases)
+def check(model: Path, task: Task, cases: dict[str, Case]) -> None:
+    """Fails where a layout comes to other losses or gradients than one process."""
+    alone, *others = steps_of(model, [(case, task) for case in (Case(), *cases.values())])
     assert isinstance(alone, list), alone
-    assert len({loss for loss, _ in alone}) == 3, "nothing is learnt"
-    for name, other in zip(LAYOUTS, others, strict=True):
+    assert len({loss for loss, _ in alone}) == STEPS, "nothing is learnt"
+    for name, other in zip(cases, others, strict=True):
         assert isinstance(other, list), (name, other)
         for (loss, norm), (own_loss, own_norm) in zip(other, alone, strict=True):
-            assert loss == pytest.approx(own_loss, rel=2e-6), name
-            assert norm == pytest.approx(own_norm, rel=2e-6), name
+            assert loss == pytest.approx(own_loss, rel=EXACT), name
+            assert norm == pytest.approx(own_norm, rel=EXACT), name
 
 
-PREFERENCES = {
-    "dpo": preference("sigmoid"),
+@pytest.mark.parametrize("models", ["llama"], indirect=True)
+@pytest.mark.parametrize("name", ["DPO", "distillation"])
+def test_tasks_train_the_same_in_some_layouts(name: str, models: tuple[Path, Path]) -> None:
+    model, teacher = models
+    cases = {layout: TASK_CASES[layout] for layout in BRIEFLY}
+    check(model, tasks_taught_by(teacher)[name], cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", IN_TABLE)
+def test_tasks_train_the_same_in_every_layout(name: str, models: tuple[Path, Path]) -> None:
+    model, teacher = models
+    check(model, tasks_taught_by(teacher)[name], TASK_CASES)
+
+
+OTHER_PREFERENCES = {
     "dpo, cached": preference("sigmoid", "cached"),
-    "dpo, adapters": preference("sigmoid", **ADAPTERS),
     "ipo": preference("ipo"),
     "hinge": preference("hinge"),
     "orpo": preference("orpo"),
@@ -69,20 +77,33 @@ PREFERENCES = {
     "kto": preference("kto"),
     "kto, adapters": preference("kto", **ADAPTERS),
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in PREFERENCES if name != "dpo"]
 
 
-@pytest.mark.parametrize("name", ["dpo", *SLOW])
-def test_preferences_are_learnt_the_same_in_every_layout(name: str, model: Path) -> None:
-    check(model, PREFERENCES[name])
+@pytest.mark.slow
+@pytest.mark.parametrize("models", ["llama"], indirect=True)
+@pytest.mark.parametrize("name", OTHER_PREFERENCES)
+def test_other_preferences_are_learnt_the_same(name: str, models: tuple[Path, Path]) -> None:
+    check(models[0], OTHER_PREFERENCES[name], TASK_CASES)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("models", ["llama"], indirect=True)
+@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
+def test_a_teacher_teaches_the_same(divergence: str, models: tuple[Path, Path]) -> None:
+    model, teacher = models
+    settings = DistillationConfig(teacher=str(teacher), divergence=divergence, alpha=0.7)
+    check(model, Task("distill", distillation=settings), TASK_CASES)
+
+
+@pytest.mark.parametrize("models", ["llama"], indirect=True)
 @pytest.mark.parametrize(
     "divergence",
     ["forward_kl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("reverse_kl", "jsd"))],
 )
-def test_a_teacher_teaches_the_same_in_every_layout(
-    divergence: str, model: Path, teacher: Path
+def test_what_a_teacher_said_teaches_the_same(
+    divergence: str, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    settings = DistillationConfig(teacher=str(teacher), divergence=divergence, alpha=0.7)
-    check(model, Task("distill", distillation=settings))
+    (tmp_path / DESCRIPTION).write_text(json.dumps({"format": FORMAT, "teacher": "", "files": {}}))
+    settings = DistillationConfig(teacher_logprobs=str(tmp_path), divergence=divergence, alpha=0.7)
+    cases = {layout: TASK_CASES[layout] for layout in BRIEFLY}
+    check(models[0], Task("distill", distillation=settings), cases)

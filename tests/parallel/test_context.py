@@ -64,7 +64,10 @@ def test_a_part_is_no_longer_than_the_longest_document() -> None:
 
 
 def whole_rows() -> tuple[Tensor, ...]:
-    """Queries with 4 heads, keys and values with 2, and the gradient of the output: float64 [B, heads, T, 8]."""
+    """Queries with 4 heads, keys and values with 2, and the gradient of the output.
+
+    All are float64 [B, heads, T, 8].
+    """
     torch.manual_seed(0)
     return tuple(
         torch.randn(len(ROWS), heads, LENGTH, 8, dtype=torch.float64) for heads in (4, 2, 2, 4)
@@ -107,7 +110,10 @@ def output_and_gradients(
 def error(
     attend: Callable[..., Tensor], window: int | None = None, dtype: torch.dtype = torch.float32
 ) -> float:
-    """Of output and gradients over all ranks, gathered, relative to one device's in float64: the largest."""
+    """The largest difference of output and gradients, gathered from all ranks, from one device's.
+
+    It is relative, to float64.
+    """
     group = dist.group.WORLD
     shards = tuple(
         shard_sequence(tensor, 2, group.size(), group.rank()).to(dtype) for tensor in whole_rows()

@@ -1,4 +1,4 @@
-"""A step's loss, gradients and update are the same on any number of ranks, in any layout, cut in any way."""
+"""A step's loss, gradients and update are the same on any number of ranks, in any layout."""
 
 from dataclasses import replace
 from pathlib import Path

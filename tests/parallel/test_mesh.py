@@ -13,7 +13,7 @@ def resolved(replicate: int, shard: int, processes: int) -> Layout:
     parallelism = ParallelismConfig(
         data_parallel_replicate_degree=replicate, data_parallel_shard_degree=shard
     )
-    return resolve_layout(Config(parallelism=parallelism), processes)
+    return resolve_layout(Config(parallelism=parallelism).parallelism, processes)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Stages share the layers evenly, and a pipeline that a model cannot have is refused with its reason."""
+"""Stages share the layers evenly, and a pipeline that a model cannot have is refused, and why."""
 
 import gc
 import weakref
@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.build import build_model
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.parallel.pipeline import balanced_stages, check_pipeline, keep_own_stages, stage_ranges
+from lacuna.parallel.stages import balanced_stages, check_pipeline, keep_own_stages, stage_ranges
 from lacuna.train.step import accumulate_gradients, sums_of, total_counts
 from layouts import Case, check_same, configuration, outcomes, own_batches, pipeline, pipelined
 from tiny import CPU, run_ranks, tiny_config, tokenizer_of_words
@@ -60,7 +60,7 @@ def refusal_of_a_projection() -> str:
         build_mesh(Layout(pp=2), "cpu"),
     )
     with pytest.raises(UserError) as raised:
-        keep_own_stages(model, decoder_layers(model), mesh, Config(parallelism=pipeline("1F1B", 2)))
+        keep_own_stages(model, decoder_layers(model), mesh, pipeline("1F1B", 2))
     return str(raised.value)
 
 
@@ -72,7 +72,7 @@ def test_a_model_with_unknown_parts_before_its_layers_is_refused() -> None:
 
 
 def shapes_of_the_loss(model_config: Path) -> tuple[list[int], list[int]]:
-    """Without gradients: what the last stage gives to the schedule, and what a validation gets."""
+    """The shapes of what the last stage gives to the schedule, and of what a validation gets."""
     case = pipelined(Layout(pp=2), 2)
     mesh = build_mesh(case.layout, "cpu")
     built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU)
@@ -90,9 +90,17 @@ def test_a_schedule_that_learns_shapes_without_gradients_gets_a_loss_alone(tmp_p
     assert last == ([], [2])  # torch 2.11 does so, and holds training to what it learnt
 
 
-def refused(model_config: PretrainedConfig, schedule: str, ranks: int, **sections: object) -> str:
+def refused(
+    model_config: PretrainedConfig,
+    schedule: str,
+    ranks: int,
+    compiled: CompileConfig | None = None,
+    recomputed: ActivationCheckpointConfig | None = None,
+) -> str:
+    compiled = compiled or CompileConfig()
+    recomputed = recomputed or ActivationCheckpointConfig()
     with pytest.raises(UserError) as raised:
-        check_pipeline(Config(parallelism=pipeline(schedule, ranks), **sections), model_config)
+        check_pipeline(pipeline(schedule, ranks), compiled, recomputed, model_config)
     return str(raised.value)
 
 
@@ -102,14 +110,17 @@ def test_pipelines_that_cannot_run_are_refused() -> None:
     assert "cannot share the model's tied embedding" in refused(tied, "ZBVZeroBubble", 2)
     compiled = CompileConfig(enable=True)
     assert "leave compile.enable out" in refused(
-        untied, "InterleavedZeroBubble", 2, compile=compiled
+        untied, "InterleavedZeroBubble", 2, compiled=compiled
     )
-    recomputed = ActivationCheckpointConfig(mode="full")
-    assert 'mode = "none"' in refused(
-        untied, "InterleavedZeroBubble", 2, activation_checkpoint=recomputed
-    )
+    for recomputed in (
+        ActivationCheckpointConfig(mode="full"),
+        ActivationCheckpointConfig(mlp_chunks=2),
+    ):
+        assert 'mode = "none"' in refused(untied, "InterleavedZeroBubble", 2, recomputed=recomputed)
     for schedule, model_config in (("1F1B", tied), ("ZBVZeroBubble", untied)):
-        check_pipeline(Config(parallelism=pipeline(schedule, 2)), model_config)
+        check_pipeline(
+            pipeline(schedule, 2), CompileConfig(), ActivationCheckpointConfig(), model_config
+        )
 
 
 def test_with_fewer_microbatches_than_stages_no_gradient_is_lost(tmp_path: Path) -> None:
@@ -129,7 +140,7 @@ class Kept:
 
 
 def most_kept(model_config: Path) -> tuple[float, int]:
-    """How many graphs of a micro-batch a step with a zero-bubble schedule keeps at most, and how many tensors after."""
+    """The most graphs of a micro-batch that a zero-bubble step keeps, and the tensors left."""
     case = pipelined(Layout(pp=2), 8, "InterleavedZeroBubble")
     mesh = build_mesh(case.layout, "cpu")
     built = build_model(configuration(model_config, case), tokenizer_of_words(), mesh, CPU)

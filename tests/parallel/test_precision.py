@@ -1,4 +1,4 @@
-"""Tensors that transformers keeps in float32 stay so: in memory, in what is computed, and in every file."""
+"""Tensors that transformers keeps in float32 stay so in memory, in computation and in files."""
 
 from pathlib import Path
 
@@ -11,11 +11,11 @@ from transformers import AutoModelForCausalLM
 from every_model import configuration_class, small_config
 from lacuna.config import UserError
 from lacuna.config.adapters import LoraConfig
-from lacuna.export.huggingface import export_model
+from lacuna.formats.checkpoint import model_tensors
+from lacuna.formats.huggingface import export_model
 from lacuna.model.architecture import meta_model
-from lacuna.model.build import BuiltModel, build_model, plan_model
+from lacuna.model.build import BuiltModel, build_meta_model, build_model
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.train.checkpoint import model_tensors
 from layouts import Case, configuration, outcomes, relative_error
 from tiny import CPU, differing, random_model, run_ranks, tokenizer_of_words
 
@@ -34,7 +34,10 @@ KEPT = (
     "nemotron_h",
     "solar_open",
 )
-"""Kinds of models with tensors that transformers keeps in float32, as buffers, weights and weights of parts."""
+"""Kinds of models with tensors that transformers keeps in float32.
+
+They are buffers, weights, and weights of parts.
+"""
 
 
 def saved(kind: str, folder: Path) -> Path:
@@ -67,7 +70,7 @@ def built(folder: Path, case: Case) -> BuiltModel:
 
 
 def kept_and_written(folder: str) -> tuple[list[str], list[str]]:
-    """Of a model in bfloat16 with adapters, what is otherwise than in its files: in memory, and in what leaves."""
+    """What differs from its files in a bfloat16 model with adapters, in memory and exported."""
     model = built(
         Path(folder), Case(precision="bfloat16", lora=LoraConfig(rank=2, targets=("o_proj",)))
     ).model
@@ -115,8 +118,8 @@ def test_routers_in_float32_compute_in_it_alone_and_sharded(kind: str, tmp_path:
 def test_sharded_weights_of_two_dtypes_are_refused(tmp_path: Path) -> None:
     saved("ernie4_5_moe", tmp_path)
     config = configuration(tmp_path, Case(dtype="bfloat16", precision="bfloat16"))
-    plan_model(config, tokenizer_of_words(), Layout(), "cpu")
+    build_meta_model(config, tokenizer_of_words(), Layout(), "cpu")
     with pytest.raises(
         UserError, match=r"training\.dtype: transformers keeps .*gate\.weight in float32"
     ):
-        plan_model(config, tokenizer_of_words(), Layout(dp_shard=2), "cpu")
+        build_meta_model(config, tokenizer_of_words(), Layout(dp_shard=2), "cpu")

@@ -8,7 +8,6 @@ import torch
 import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor
 
-from lacuna.config import Config
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.architecture import decoder_layers
@@ -54,7 +53,7 @@ def test_a_recomputed_compiled_step_is_the_same_step(model_config: Path) -> None
 def saved_bytes(settings: ActivationCheckpointConfig) -> int:
     """What a forward pass keeps for the backward pass, weights apart."""
     model = random_model(tiny_config("llama", num_hidden_layers=4)).train()
-    recompute(decoder_layers(model), Config(activation_checkpoint=settings))
+    recompute(decoder_layers(model), settings)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 

@@ -1,4 +1,4 @@
-"""Tensor parallelism splits every part of a layer as transformers' plan says, or says what that leaves open."""
+"""Tensor parallelism splits all of a layer as transformers' plan says, or says what is left out."""
 
 import pytest
 import torch

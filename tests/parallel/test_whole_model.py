@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from lacuna.model.architecture import decoder_layers
-from lacuna.parallel.precision import compute_in
+from lacuna.model.layers.casting import compute_in
 from tiny import random_model, tiny_config
 
 IDS = (torch.arange(32) * 7 % 89).view(2, 16)

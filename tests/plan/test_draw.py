@@ -1,4 +1,4 @@
-"""The drawing shows what each rank holds and when it works, on a screen of any width and whole in the picture.
+"""The drawing shows what each rank holds and when it works, on any screen and in the picture.
 
 Its timeline keeps to the schedule's order and waits for inputs; its bubble is the textbook's.
 """
@@ -28,7 +28,7 @@ LAYERS = 8
 def drawn(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> Drawing:
-    """Draws a run of a tiny model of eight layers; returns the lines printed on a screen of so many columns."""
+    """Draws a run of a tiny model of eight layers; returns lines for a screen of some width."""
 
     def lines(
         processes: int,

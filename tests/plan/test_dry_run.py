@@ -1,4 +1,4 @@
-"""The memory estimate knows every way of spreading a model: each divides what it divides, and nothing else."""
+"""The memory estimate knows what each way of spreading a model divides, and what it does not."""
 
 from pathlib import Path
 
@@ -10,11 +10,11 @@ from every_model import configuration_class, small_config
 from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.lora import add_adapters
-from lacuna.model.quantization import quantize_layers, quantized_modules
+from lacuna.model.layers.lora import add_adapters
+from lacuna.model.layers.quantized import quantize_layers, quantized_modules
+from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import Layout
-from lacuna.plan.dry_run import estimate_memory
-from lacuna.train.setup import plan_batch
+from lacuna.plan.memory import estimate_memory
 from runs import make_world, refused
 
 MODEL = LlamaConfig(
@@ -27,14 +27,22 @@ MODEL = LlamaConfig(
 )
 
 
-def estimate(layout: Layout, compiled: bool = True, **parallelism: object) -> dict[str, float]:
+def estimate(
+    layout: Layout,
+    compiled: bool = True,
+    pieces: int = 1,
+    optimizer_name: str = "AdamW",
+    **parallelism: object,
+) -> dict[str, float]:
     config = Config(
+        optimizer={"name": optimizer_name},
         training={"seq_len": 2048, "batch_size": 16},
+        activation_checkpoint={"mlp_chunks": pieces},
         compile={"enable": compiled},
         parallelism=ParallelismConfig(pipeline_parallel_degree=layout.pp, **parallelism),
     )
     model = meta_model(MODEL, "sdpa", torch.float32)
-    return estimate_memory(config, layout, plan_batch(config, layout), model, "cuda")
+    return estimate_memory(config, layout, resolve_batch(config, layout), model, "cuda")
 
 
 def test_one_rank_holds_everything() -> None:
@@ -54,6 +62,12 @@ def test_one_rank_holds_everything() -> None:
     )
 
 
+def test_muon_keeps_one_value_for_each_weight_of_a_layers_matrix() -> None:
+    matrices = 16 * (4 * 512**2 + 3 * 512 * 2048)
+    saved = estimate(Layout())["optimizer"] - estimate(Layout(), optimizer_name="Muon")["optimizer"]
+    assert saved == pytest.approx(4 * matrices)
+
+
 @pytest.mark.parametrize(
     "layout", [Layout(dp_shard=4), Layout(cp=4), Layout(dp_shard=2, tp=2), Layout(1, 1, 2, 2)]
 )
@@ -61,6 +75,12 @@ def test_what_is_stored_is_shared_by_shards_and_tensor_parallel_ranks(layout: La
     alone, spread = estimate(Layout()), estimate(layout)
     for part in ("weights", "optimizer"):
         assert spread[part] == pytest.approx(alone[part] / 4)
+
+
+def test_of_feed_forward_blocks_in_pieces_one_piece_remains() -> None:
+    tokens, wide, layers = 16 * 2048, 3 * MODEL.intermediate_size, MODEL.num_hidden_layers
+    whole, pieces = (estimate(Layout(), pieces=count)["activations"] for count in (1, 8))
+    assert whole - pieces == pytest.approx(tokens * 2 * wide * (layers - 1 / 8))
 
 
 def test_context_parallelism_divides_activations_and_tensor_parallelism_most_of_them() -> None:
@@ -95,7 +115,7 @@ def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
     frozen = model.num_parameters()
     add_adapters(model, config.lora, torch.float32)
     added = model.num_parameters() - frozen
-    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
+    parts = estimate_memory(config, Layout(), resolve_batch(config, Layout()), model, "cuda")
     assert parts["weights"] == pytest.approx(2 * frozen + 4 * added)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * added, 8 * added))
 
@@ -114,20 +134,20 @@ def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None
         model.num_parameters(),
         sum(one.numel() for one in model.parameters() if one.requires_grad),
     )
-    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
+    parts = estimate_memory(config, Layout(), resolve_batch(config, Layout()), model, "cuda")
     expected = 4.13 / 8 * dense + 2 * (plain - dense - learning) + 4 * learning
     embedding = 2 * model.get_input_embeddings().weight.numel()
     assert parts["weights"] == pytest.approx(expected - embedding, rel=0.01)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * learning, 8 * learning))
     shared = estimate_memory(
-        config, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda"
+        config, Layout(dp_shard=2), resolve_batch(config, Layout(dp_shard=2)), model, "cuda"
     )
     assert shared["weights"] == pytest.approx(expected / 2, rel=0.01), "shards are whole"
     two_layers = 2 * (expected - 2 * embedding) / MODEL.num_hidden_layers
     assert shared["gathered"] == pytest.approx(two_layers + 2 * embedding, rel=0.05)
     narrow = Config(training=training | {"dtype": "bfloat16"}, **adapted)
     narrow_shared = estimate_memory(
-        narrow, Layout(dp_shard=2), plan_batch(config, Layout(dp_shard=2)), model, "cuda"
+        narrow, Layout(dp_shard=2), resolve_batch(config, Layout(dp_shard=2)), model, "cuda"
     )
     assert narrow_shared["gathered"] < shared["gathered"], (
         "adapters are gathered as they are stored"
@@ -137,7 +157,7 @@ def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None
 def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
     config = Config(training={"seq_len": 2048, "batch_size": 16, "enable_cpu_offload": True})
     model = meta_model(MODEL, "sdpa", torch.float32)
-    parts = estimate_memory(config, Layout(), plan_batch(config, Layout()), model, "cuda")
+    parts = estimate_memory(config, Layout(), resolve_batch(config, Layout()), model, "cuda")
     assert parts["gathered"] < 2 * model.num_parameters() / 2
 
 

@@ -1,4 +1,4 @@
-"""Sampling text in the middle of training leaves the training as it was, and says what transformers would say."""
+"""Sampling text leaves a training as it was, and says what transformers would say."""
 
 import logging
 

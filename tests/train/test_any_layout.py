@@ -1,4 +1,4 @@
-"""A checkpoint belongs to no layout: what one saves, every other loads, optimizer included, and exports alike."""
+"""A checkpoint belongs to no layout: any other loads it, optimizer included, and exports alike."""
 
 import itertools
 from pathlib import Path
@@ -9,13 +9,16 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from lacuna.config import Config
+from lacuna.config.optimizers import OptimizerConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
-from lacuna.export.huggingface import export_model
+from lacuna.formats.checkpoint import model_tensors
+from lacuna.formats.huggingface import export_model
+from lacuna.formats.reader import read_tensors
+from lacuna.formats.writer import write_checkpoint
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import model_tensors, read_tensors, write_checkpoint
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from layouts import pipelined
 from tiny import CPU, differing, random_model, run_ranks, tiny_config, tokenizer_of_words, whole
@@ -45,18 +48,21 @@ SAMPLE = [
 ]
 
 
-def built_in(name: str, model_config: Path) -> tuple[BuiltModel, dict[str, Tensor], Process]:
+def built_in(
+    name: str, model_config: Path, optimizer_name: str
+) -> tuple[BuiltModel, dict[str, Tensor], Process]:
     """The model in a layout, and everything of it and its optimizer that a checkpoint holds."""
     case = CASES[name]
     config = Config(
         model=ModelConfig(config=str(model_config)),
         training=TrainingConfig(seq_len=24),
+        optimizer=OptimizerConfig(name=optimizer_name),
         parallelism=case.parallelism,
     )
     group = torch.distributed.group.WORLD
     process = Process(group.rank(), group.size(), CPU, group, group)
     built = build_model(config, tokenizer_of_words(), build_mesh(case.layout, "cpu"), CPU)
-    optimizer = build_optimizer(built.model, config)
+    optimizer = build_optimizer(built.model, config.optimizer)
     return built, model_tensors(built.model) | optimizer_tensors(built.model, optimizer), process
 
 
@@ -71,36 +77,43 @@ def fill(tensors: dict[str, Tensor]) -> None:
             tensor.fill_(7.0)
 
 
-def save(name: str, model_config: Path, path: Path) -> None:
-    _, tensors, process = built_in(name, model_config)
+def save(name: str, model_config: Path, optimizer_name: str, path: Path) -> None:
+    _, tensors, process = built_in(name, model_config, optimizer_name)
     with torch.no_grad():
         fill(tensors)
     write_checkpoint(str(path), tensors, {"step": 1}, lambda folder: None, process)
 
 
-def load(name: str, model_config: Path, paths: list[Path], target: Path) -> list[bool]:
-    """Whether each checkpoint comes out as it went in; the last is exported to `target`."""
-    built, tensors, process = built_in(name, model_config)
+def load(
+    name: str, model_config: Path, optimizer_name: str, paths: list[Path], target: Path
+) -> list[bool]:
+    """Whether this rank's part of each checkpoint comes out as it went in.
+
+    The last is exported to `target`.
+    """
+    built, tensors, process = built_in(name, model_config, optimizer_name)
+    parts = {key: local(tensor) for key, tensor in tensors.items()}
     equal = []
     for path in paths:
         with torch.no_grad():
             fill(tensors)
-            expected = {key: whole(tensor).clone() for key, tensor in tensors.items()}
-            for tensor in tensors.values():
-                tensor.zero_()
+            expected = {key: part.clone() for key, part in parts.items()}
+            for part in parts.values():
+                part.zero_()
         read_tensors(str(path), tensors, process)
-        equal.append(all(torch.equal(whole(tensors[key]), expected[key]) for key in expected))
+        equal.append(differing(parts, expected) == [])
     export_model(built.model, tokenizer_of_words(), str(target), torch.float32)
     return equal
 
 
-def check(pairs: list[tuple[str, str]], architecture: str, folder: Path) -> None:
+def check(
+    pairs: list[tuple[str, str]], architecture: str, folder: Path, optimizer_name: str = "AdamW"
+) -> None:
     tiny_config(architecture, num_hidden_layers=4).save_pretrained(folder / "model")
     for source in dict.fromkeys(source for source, _ in pairs):
         layout = CASES[source].layout
-        run_ranks(
-            layout.data_parallel * layout.sharing, save, source, folder / "model", folder / source
-        )
+        arguments = source, folder / "model", optimizer_name, folder / source
+        run_ranks(layout.data_parallel * layout.sharing, save, *arguments)
     exported = {}
     for target in dict.fromkeys(target for _, target in pairs):
         layout, sources = (
@@ -108,7 +121,8 @@ def check(pairs: list[tuple[str, str]], architecture: str, folder: Path) -> None
             [folder / source for source, other in pairs if other == target],
         )
         ranks = layout.data_parallel * layout.sharing
-        results = run_ranks(ranks, load, target, folder / "model", sources, folder / f"{target}-hf")
+        arguments = target, folder / "model", optimizer_name, sources, folder / f"{target}-hf"
+        results = run_ranks(ranks, load, *arguments)
         assert all(itertools.chain(*results)), (target, results)
         exported[target] = load_file(folder / f"{target}-hf" / "model.safetensors")
     first, *others = exported.values()
@@ -120,6 +134,11 @@ def check(pairs: list[tuple[str, str]], architecture: str, folder: Path) -> None
 
 def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
     check(SAMPLE, "llama_tied", tmp_path)
+
+
+def test_a_checkpoint_of_muon_loads_in_another_layout(tmp_path: Path) -> None:
+    pairs = [("dp_shard 2", "tp 2"), ("tp 2, pp 2", "dp_shard 3"), ("dp_replicate 2", "alone")]
+    check(pairs, "llama_tied", tmp_path, "Muon")
 
 
 def loaded(name: str, folder: Path) -> dict[str, Tensor]:

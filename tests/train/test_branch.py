@@ -1,12 +1,11 @@
-"""Going back to an earlier step leaves the later ones aside, and the same command goes on from what it made since."""
+"""Going back to a step sets the later ones aside; the same command goes on from what is new."""
 
 import signal
 from pathlib import Path
 
 import pytest
 
-from lacuna.config import Config, UserError
-from lacuna.config.sections import JobConfig
+from lacuna.config import UserError
 from lacuna.train.branch import goes_back
 from runs import ended, rows, start, steps, stop_after, wait_until
 
@@ -16,7 +15,7 @@ INTERVAL = ("--training.steps", 2000, "--checkpoint.interval", 10)
 
 
 def stop_once(text: str, world: Path, folder: Path, *flags: object) -> str:
-    """Starts a run, stops it once its settings hold `text` and it has saved anew; returns what it printed."""
+    """Starts a run, stops it once its settings hold `text` and it has saved; returns its output."""
     settings, before = folder / "config.toml", {*steps(folder)}
     with ended(
         start("train", world / "run.toml", "--job.dump_folder", folder, *INTERVAL, *flags)
@@ -79,16 +78,10 @@ def test_a_run_goes_back_unless_the_start_before_did(
 ) -> None:
     if before is not None:
         (tmp_path / "config.toml").write_text(f"[checkpoint]\n{before}\n")
-    assert goes_back(asking(tmp_path, asked)) == expected
+    assert goes_back(str(tmp_path), asked) == expected
 
 
 def test_settings_that_cannot_be_read_are_told(tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[checkpoint]\nload_step = ")
     with pytest.raises(UserError, match="cannot be read from .*; remove that file"):
-        goes_back(asking(tmp_path, 4))
-
-
-def asking(folder: Path, step: int) -> Config:
-    return Config.model_validate(
-        {"job": JobConfig(dump_folder=str(folder)), "checkpoint": {"load_step": step}}
-    )
+        goes_back(str(tmp_path), 4)

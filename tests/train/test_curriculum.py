@@ -1,4 +1,4 @@
-"""Stages and rankings change what a step trains on when they should, and a run goes on within them exactly."""
+"""Stages and rankings change what is trained when they should; a run goes on in them exactly."""
 
 import json
 import shutil
@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.config import load_config
 from lacuna.config.documents import CurriculumConfig
-from lacuna.data import BatchPlan, build_loader
+from lacuna.data import BatchSizes, build_loader
 from reference import texts_of
 from runs import curve, rows, together, train, weights
 
@@ -46,7 +46,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def staged(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs of four stages, of which the last begins with the validation after step 6, on one rank and on two."""
+    """Runs of four stages, the last from the validation after step 6 on, on one rank and on two."""
     folder = tmp_path_factory.mktemp("staged")
     both = f'["{world}/train.jsonl", "{world}/validation.jsonl"]\ndata_probs = [1, 0]'
     text = (world / "run.toml").read_text().replace(f'"{world}/train.jsonl"', both)
@@ -123,7 +123,8 @@ def test_a_run_goes_on_within_any_stage_exactly(staged: Path) -> None:
 def test_what_is_wrong_with_a_stage_is_said_of_its_table(
     world: Path, tmp_path: Path, wrong: str, said: str
 ) -> None:
-    tables = f"[[curriculum.stages]]\nfrom_step = 2\nseq_len = 16\n[[curriculum.stages]]\nfrom_step = 4\n{wrong}\n"
+    stage = "[[curriculum.stages]]"
+    tables = f"{stage}\nfrom_step = 2\nseq_len = 16\n{stage}\nfrom_step = 4\n{wrong}\n"
     (tmp_path / "run.toml").write_text((world / "run.toml").read_text() + tables)
     printed = train(tmp_path, tmp_path / "run", status=2)
     assert (
@@ -215,14 +216,17 @@ def test_what_no_pass_begins_does_not_stand_in_the_way_of_a_ranking(
 
 
 def test_stages_draw_in_orders_of_their_own(staged: Path) -> None:
-    tokenizer, first = AutoTokenizer.from_pretrained(staged / "single" / "hf"), BatchPlan(4, 1, 4)
+    tokenizer, first = AutoTokenizer.from_pretrained(staged / "single" / "hf"), BatchSizes(4, 1, 4)
     config = load_config(
         str(staged / "run.toml"), ["--training.seq_len", "16", "--data.data_probs", "1,1"]
     )
     config = config.model_copy(
         update={"curriculum": CurriculumConfig(stages=({"from_step": 1, "batch_size": 2},))}
     )
-    batches = [next(build_loader(stage, tokenizer, first, dp_rank=0)) for stage in config.stages()]
+    batches = [
+        next(build_loader(stage, tokenizer, first, dp_rank=0))
+        for stage in config.curriculum_stages()
+    ]
     assert not torch.equal(batches[0].columns["input_ids"], batches[1].columns["input_ids"])
 
 

@@ -1,4 +1,4 @@
-"""Epochs are passes: each sample is trained once in each, and the last step is smaller, alike on any layout."""
+"""Epochs are passes: each trains every sample once, its last step smaller, on any layout."""
 
 import shutil
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A run sends its models to the Hub when asked, tells its token to nobody else, and ends well whatever the Hub does."""
+"""A run sends models to the Hub, keeps its token secret, and ends well whatever the Hub does."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""A run that is killed, wherever and however often, goes on to the same end and leaves nobody behind."""
+"""A run that is killed, however often, goes on to the same end and leaves no process behind."""
 
 import os
 import random
@@ -82,7 +82,7 @@ def nobody_left(folder: Path) -> bool:
 
 
 def wait_for_moment(moment: str, process: Process, folder: Path, generator: random.Random) -> None:
-    """Returns at a random instant of the given kind; all but the first two come after a checkpoint of this process."""
+    """Returns at a random instant of this kind, mostly after a checkpoint of this process."""
     before = max(steps(folder), default=0)
     began = time.monotonic()
 
@@ -123,7 +123,7 @@ def log(folder: Path) -> Path:
 
 
 def kill(process: Process, folder: Path, rank: int | None) -> None:
-    """SIGKILL to a worker, by rank, or with None to the process itself; checks what becomes of the others."""
+    """Kills a worker, or with None the process itself, and checks what becomes of the others."""
     started = workers(process)
     if rank is None or rank >= len(started):  # too early for a worker
         process.kill()
@@ -139,7 +139,7 @@ def kill(process: Process, folder: Path, rank: int | None) -> None:
 def kill_until_done(
     world: Path, folder: Path, ranks: int, mode: str, flags: tuple[object, ...], rounds: int
 ) -> None:
-    """Starts a run again and again, kills it `rounds` times at random, and lets it come to its end at last."""
+    """Starts a run again and again, kills it `rounds` times at random, then lets it end."""
     generator = random.Random(f"{ranks} {mode}")
     flags = (*flags, "--cpus", ranks, "--checkpoint.async_mode", mode)
     moments = [*generator.sample(MOMENTS[:-1] * 4, rounds - 1), MOMENTS[-1]]

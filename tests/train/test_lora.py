@@ -1,4 +1,4 @@
-"""A run that trains adapters: what it saves, resumes and exports is what peft makes of the same files."""
+"""A run that trains adapters saves, resumes and exports what peft makes of the same files."""
 
 import json
 import shutil
@@ -13,16 +13,16 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from lacuna.config import UserError
 from lacuna.config.adapters import LoraConfig as Settings
-from lacuna.export.huggingface import export_adapter
-from lacuna.model.lora import (
+from lacuna.formats.adapter import export_adapter
+from lacuna.formats.opening import open_model
+from lacuna.model.layers.adapter_files import load_adapters
+from lacuna.model.layers.casting import compute_in
+from lacuna.model.layers.lora import (
     adapted_modules,
     add_adapters,
-    load_adapters,
     trained_names,
     without_adapters,
 )
-from lacuna.parallel.precision import compute_in
-from lacuna.train.forms import open_model
 from runs import (
     checkpoint,
     curve,

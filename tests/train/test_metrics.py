@@ -16,7 +16,7 @@ STEPS = 120
 
 
 class Reported(NamedTuple):
-    """Runs on a mixture of two sources, one of two ranks that logs every step, one of one rank that does seldom.
+    """Runs on a mixture of two sources: two ranks that log every step, and one that seldom does.
 
     The second was started again from the middle, after it had come to its end.
     """

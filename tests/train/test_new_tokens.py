@@ -1,4 +1,4 @@
-"""With `train_new_tokens_only`, only the new rows of the vocabulary move, in any layout and in a run that goes on."""
+"""`train_new_tokens_only` moves only new rows of the vocabulary, in any layout and on a resume."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +9,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from lacuna.config import Config
-from lacuna.config.sections import ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch, run_tokenizer
 from lacuna.model.build import build_model
 from lacuna.objective.language_modelling import LanguageModelling
@@ -46,7 +47,7 @@ def thinking(batch: Batch) -> Batch:
 def trained(
     case: Case, folder: Path, implementation: str
 ) -> tuple[dict[str, Tensor], list[float], float]:
-    """Whole weights after two steps, the norms of their gradients, and the first one's, of trained rows alone."""
+    """Weights after two steps, the gradients' norms, and the first norm of trained rows alone."""
     config = Config(
         model=ModelConfig(name_or_path=str(folder), new_tokens=NEW, train_new_tokens_only=True),
         training=TrainingConfig(seq_len=LENGTH, max_norm=0.5),
@@ -54,8 +55,8 @@ def trained(
         parallelism=case.parallelism,
     )
     mesh = build_mesh(case.layout, "cpu")
-    built = build_model(config, run_tokenizer(config), mesh, CPU)
-    optimizer = build_optimizer(built.model, config)
+    built = build_model(config, run_tokenizer(config.model, config.conversations), mesh, CPU)
+    optimizer = build_optimizer(built.model, config.optimizer, decay_head=False)
     norms, square = [], 0.0
     for step in range(2):
         batches = [thinking(batch) for batch in own_batches(case, mesh)]

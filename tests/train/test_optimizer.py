@@ -1,6 +1,5 @@
-"""AdamW on shards is torch's AdamW on the whole model; what is skipped leaves no trace; rates as by hand."""
+"""AdamW on shards is torch's AdamW on the whole model; what is skipped leaves no trace."""
 
-import math
 import re
 from pathlib import Path
 
@@ -11,18 +10,16 @@ from torch import Tensor, nn
 
 from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config
-from lacuna.config.sections import LRSchedulerConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import (
     build_optimizer,
     clip_gradients,
-    learning_rate,
     optimizer_tensors,
-    peak_step,
     update,
-    warmup_steps,
 )
 from tiny import (
     CPU,
@@ -62,9 +59,7 @@ def build(config: Config) -> BuiltModel:
 def undecayed(architecture: str) -> set[str]:
     """The names of the parameters without weight decay."""
     model = random_model(tiny_config(architecture))
-    groups = build_optimizer(
-        model, Config(optimizer=OptimizerConfig(weight_decay=0.3))
-    ).param_groups
+    groups = build_optimizer(model, OptimizerConfig(weight_decay=0.3)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert sum(len(group["params"]) for group in groups) == len(list(model.parameters()))
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -123,7 +118,7 @@ def test_what_decays_is_a_matrix_however_many_dimensions_others_have(kind: str) 
     names = {parameter: name for name, parameter in model.named_parameters()}
     decayed, free = (
         [names[one] for one in group["params"]]
-        for group in build_optimizer(model, Config()).param_groups
+        for group in build_optimizer(model, OptimizerConfig()).param_groups
     )
     for wanted, others, ends in (
         (free, decayed, NO_MATRICES.get(kind, ())),
@@ -139,7 +134,10 @@ def test_of_every_causal_model_no_bias_norm_or_state_decays() -> None:
     for kind in model_types():
         model = meta_model(small_config(configuration_class(kind)), "eager", torch.float32)
         names = {parameter: name for name, parameter in model.named_parameters()}
-        decayed = [names[one] for one in build_optimizer(model, Config()).param_groups[0]["params"]]
+        decayed = [
+            names[one]
+            for one in build_optimizer(model, OptimizerConfig()).param_groups[0]["params"]
+        ]
         states = re.compile(r"bias$|norm\.?(weight)?$|A_log$|\.D$|\.embed_tokens\.weight$")
         wrong = [name for name in decayed if states.search(name)]
         assert wrong == [], kind
@@ -148,7 +146,7 @@ def test_of_every_causal_model_no_bias_norm_or_state_decays() -> None:
 def test_frozen_parameters_are_left_alone() -> None:
     model = random_model(tiny_config("llama"))
     model.model.requires_grad_(False)
-    groups = build_optimizer(model, Config()).param_groups
+    groups = build_optimizer(model, OptimizerConfig()).param_groups
     assert [parameter for group in groups for parameter in group["params"]] == [
         model.lm_head.weight
     ]
@@ -178,7 +176,7 @@ def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], d
     others = [p for name, p in plain.named_parameters() if p.ndim == 1 or "embed" in name]
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
     reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    optimizer = build_optimizer(built.model, config)
+    optimizer = build_optimizer(built.model, config.optimizer)
     for step in range(3):
         give_gradients(built.model, step + 0.5)
         for group in (*optimizer.param_groups, *reference.param_groups):
@@ -216,8 +214,8 @@ def skipped_steps(folder: Path, implementation: str) -> None:
     config = configuration(folder, implementation, skip_nan_inf=True)
     built, untroubled = build(config), build(config)
     optimizer, calm = (
-        build_optimizer(built.model, config),
-        build_optimizer(untroubled.model, config),
+        build_optimizer(built.model, config.optimizer),
+        build_optimizer(untroubled.model, config.optimizer),
     )
     nothing_trained = torch.zeros_like(TRAINED)
 
@@ -266,7 +264,7 @@ def test_a_skipped_step_leaves_parameters_state_and_step_count_untouched(
 def broken_step(folder: Path) -> tuple[float, bool]:
     config = configuration(folder, "fused", skip_nan_inf=False)
     built = build(config)
-    optimizer = build_optimizer(built.model, config)
+    optimizer = build_optimizer(built.model, config.optimizer)
     give_gradients(built.model)
     poison(built.model)
     _, skip = update(built, optimizer, TRAINED)
@@ -317,9 +315,13 @@ def test_clipping_shards_is_clipping_the_whole(model_config: Path) -> None:
 def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None:
     model = random_model(tiny_config("llama"))
     config = Config(optimizer=OptimizerConfig(implementation=implementation))
-    allocated, stepped = build_optimizer(model, config), build_optimizer(model, config)
+    allocated, stepped = (
+        build_optimizer(model, config.optimizer),
+        build_optimizer(model, config.optimizer),
+    )
     give_gradients(model)
     stepped.step()
+    stepped.zero_grad()
     ours, theirs = (optimizer_tensors(model, optimizer) for optimizer in (allocated, stepped))
     described = [
         {name: (t.shape, t.dtype, t.device) for name, t in state.items()}
@@ -331,81 +333,8 @@ def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None
 
 def test_an_early_step_is_taken_after_one_that_was_skipped() -> None:
     model = random_model(tiny_config("llama"))
-    optimizer = build_optimizer(
-        model, Config(optimizer=OptimizerConfig(early_step_in_backward=True))
-    )
+    optimizer = build_optimizer(model, OptimizerConfig(early_step_in_backward=True))
     optimizer.found_inf = torch.ones(())  # as `update` leaves it
     before = model.lm_head.weight.detach().clone()
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
     assert not torch.equal(model.lm_head.weight, before)
-
-
-ROOT = math.sqrt(0.5)
-RATES = {
-    # 2 steps of warmup to a third and two thirds, then 8 of decay: 1 - p with p = 1/9 ... 8/9
-    "linear": (
-        {"warmup_steps": 2},
-        [1 / 3, 2 / 3, 8 / 9, 7 / 9, 6 / 9, 5 / 9, 4 / 9, 3 / 9, 2 / 9, 1 / 9],
-    ),
-    "linear with a floor": (
-        {"warmup_steps": 2, "lr_min": 0.1},
-        [1 / 3, 2 / 3, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2],
-    ),
-    # 2 steps of warmup, 5 at the top, 3 of decay: p = 1/4, 2/4, 3/4
-    "wsd": (
-        {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "wsd"},
-        [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.75, 0.5, 0.25],
-    ),
-    "wsd without a ratio": ({"warmup_steps": 0, "decay_type": "wsd"}, [1.0] * 9 + [0.5]),
-    "cosine": (
-        {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "cosine"},
-        [1 / 3, 2 / 3, 1, 1, 1, 1, 1, (1 + ROOT) / 2, 0.5, (1 - ROOT) / 2],
-    ),
-    "sqrt": (
-        {"warmup_steps": 2, "decay_ratio": 0.3, "decay_type": "sqrt"},
-        [1 / 3, 2 / 3, 1, 1, 1, 1, 1, 0.5, 1 - ROOT, 1 - math.sqrt(0.75)],
-    ),
-    "sqrt with a floor": (
-        {"warmup_steps": 0, "decay_ratio": 0.1, "decay_type": "sqrt", "lr_min": 0.5},
-        [1.0] * 9 + [0.5 + 0.5 * (1 - ROOT)],
-    ),
-    "constant": ({"warmup_steps": 3, "decay_type": "constant"}, [0.25, 0.5, 0.75] + [1.0] * 7),
-    "no decay": ({"warmup_steps": 0, "decay_ratio": 0.0}, [1.0] * 10),
-    "no warmup": ({"warmup_steps": 0, "decay_ratio": 0.2}, [1.0] * 8 + [2 / 3, 1 / 3]),
-    # half of the steps should decay, but only 2 are left after the warmup: p = 1/3, 2/3
-    "clamped": (
-        {"warmup_steps": 8, "decay_ratio": 0.5},
-        [n / 9 for n in range(1, 9)] + [2 / 3, 1 / 3],
-    ),
-    "warmup longer than the run": ({"warmup_steps": 19}, [n / 20 for n in range(1, 11)]),
-}
-
-
-@pytest.mark.parametrize(("settings", "expected"), RATES.values(), ids=RATES.keys())
-def test_the_learning_rate_of_every_step(settings: dict, expected: list[float]) -> None:
-    config = Config(lr_scheduler=LRSchedulerConfig(**settings), optimizer=OptimizerConfig(lr=0.02))
-    rates = [learning_rate(config, step, total=10) for step in range(10)]
-    assert rates == pytest.approx([0.02 * factor for factor in expected], rel=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("total", "warmup"), [(1, 0), (9, 0), (60, 6), (1_999, 199), (2_000, 200), (10**6, 200)]
-)
-def test_a_warmup_that_nobody_gave_is_a_tenth_of_the_run_and_at_most_200_steps(
-    total: int, warmup: int
-) -> None:
-    config = Config(
-        optimizer=OptimizerConfig(lr=0.02), lr_scheduler=LRSchedulerConfig(decay_type="constant")
-    )
-    assert warmup_steps(config, total) == warmup
-    assert peak_step(config, total) == min(warmup, total - 1)
-    assert learning_rate(config, peak_step(config, total), total) == 0.02
-    assert warmup_steps(Config(lr_scheduler=LRSchedulerConfig(warmup_steps=7)), total) == 7
-
-
-@pytest.mark.parametrize("name", RATES)
-def test_the_peak_is_the_highest_rate_of_the_run(name: str) -> None:
-    settings, factors = RATES[name]
-    assert factors[peak_step(Config(lr_scheduler=LRSchedulerConfig(**settings)), 10)] == max(
-        factors
-    )

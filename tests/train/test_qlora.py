@@ -1,4 +1,4 @@
-"""A run that trains adapters beside quantised weights: what it saves, resumes, exports and merges."""
+"""What a run with adapters beside quantised weights saves, resumes, exports and merges."""
 
 import json
 import shutil
@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from lacuna.model.quantization import dequantize, packed_sizes, quantize
+from lacuna.model.layers.bits import dequantize, packed_sizes, quantize
 from runs import (
     checkpoint,
     curve,
@@ -32,7 +32,7 @@ FORMS = ("nf4", "int8")
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Data, a run, and a base of random weights, as it is, dequantised, and quantised as bitsandbytes' files are."""
+    """Data, a run, and a base: as it is, dequantised, and quantised as in bitsandbytes' files."""
     folder = make_world(tmp_path_factory.mktemp("qlora"))
     model = random_model(AutoConfig.from_pretrained(folder / "model"))
     model.save_pretrained(folder / "base")

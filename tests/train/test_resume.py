@@ -14,7 +14,7 @@ STEPS = 60
 
 
 class Resumed(NamedTuple):
-    """A straight run, one that was stopped by SIGTERM, and a copy of that one which went on to the end."""
+    """A straight run, one that SIGTERM stopped, and a copy of that one which went on to the end."""
 
     straight: Path
     stopped: Path

@@ -1,4 +1,4 @@
-"""Checkpoints are written when they should be, before or behind the training, and the right ones stay."""
+"""Checkpoints are written when they should be, also behind the training; the right ones stay."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from lacuna.config import Config
 from lacuna.parallel.processes import Process
-from lacuna.train.checkpoint import CheckpointSaver
+from lacuna.train.saver import CheckpointSaver
 from runs import checkpoint, curve, ended, rows, start, steps, together, train, wait_until, weights
 
 pytestmark = pytest.mark.slow  # whole runs of the command line
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow  # whole runs of the command line
 
 @pytest.fixture(scope="module")
 def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A run that only wrote a seed, one that saved every step behind the training, and one that saved every second."""
+    """Runs: one only wrote a seed, one saved each step behind the training, one each second."""
     folder = tmp_path_factory.mktemp("saver")
     runs = {name: folder / name for name in ("seed", "async", "timed")}
     together(
@@ -111,16 +111,18 @@ def test_the_latest_the_best_and_step_0_are_kept(
 
 def test_checkpoints_of_skipped_steps_push_none_out(tmp_path: Path) -> None:
     config = Config.model_validate({"checkpoint": {"keep_latest_k": 2}})
-    saver = CheckpointSaver(config, str(tmp_path / "checkpoint"), os.mkdir, Process())
+    saver = CheckpointSaver(config.checkpoint, str(tmp_path / "checkpoint"), os.mkdir, Process())
     for step, skipped in [(1, 0), (2, 0), (3, 0), (4, 1), (6, 3)]:
         saver.save(
             step,
             {"model.weight": torch.ones(2)},
-            {"step": step, "skipped_in_a_row": skipped},
+            {"loop": {"step": step, "skipped_in_a_row": skipped}},
             wait=True,
         )
     assert steps(tmp_path) == [2, 3, 4, 6]
-    saver.save(7, {"model.weight": torch.ones(2)}, {"step": 7, "skipped_in_a_row": 0}, wait=True)
+    saver.save(
+        7, {"model.weight": torch.ones(2)}, {"loop": {"step": 7, "skipped_in_a_row": 0}}, wait=True
+    )
     assert steps(tmp_path) == [6, 7], "what followed from them was trained further"
 
 
@@ -164,7 +166,7 @@ def test_asynchronous_checkpoints_are_the_synchronous_ones_to_the_byte(
 
 
 def manifest(run: Path, step: int) -> dict[str, list[int]]:
-    """Size and checksum of every file of a checkpoint but those in which the folder and the settings are noted."""
+    """Size and checksum of a checkpoint's files, but those that name the folder and settings."""
     checksums = json.loads((checkpoint(run, step) / "manifest.json").read_text())
     return {
         name: checksum

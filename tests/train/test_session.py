@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from lacuna.config import Config, UserError
-from lacuna.config.sections import JobConfig
+from lacuna.config import UserError
+from lacuna.config.sections import TrainingConfig
 from lacuna.train.metrics import _open_rows
 from lacuna.train.session import finished_step, lock
 
@@ -41,15 +41,13 @@ def test_lines_that_are_no_rows_are_told_and_left_out(
 def test_a_damaged_note_of_the_end_is_told_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = Config.model_validate(
-        {"job": JobConfig(dump_folder=str(tmp_path)), "training": {"steps": 8}}
-    )
+    wanted = TrainingConfig(steps=8)
     note = tmp_path / "finished.json"
     note.write_text('{"step": 8, "steps": 8, "epochs": null}')
-    assert finished_step(config) == 8
+    assert finished_step(str(tmp_path), -1, wanted) == 8
     for odd in ('{"step": 8, "st', "[]", '{"step": 8}', ""):
         note.write_text(odd)
-        assert finished_step(config) is None
+        assert finished_step(str(tmp_path), -1, wanted) is None
     assert caplog.text.count(f"{note} is damaged: the run goes on from its newest checkpoint") == 4
 
 

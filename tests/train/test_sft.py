@@ -1,4 +1,4 @@
-"""Fine-tuning on conversations: answers alone are trained, packed or not, on any layout, and the result stops."""
+"""Fine-tuning trains answers alone, packed or not, in any layout; the model learns to stop."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A step whose gradients are not finite is left out and counted, or ends the run; it never reaches the weights."""
+"""A step whose gradients are not finite is skipped and counted, or ends the run."""
 
 import json
 import math

@@ -57,7 +57,7 @@ def halt(process: Process, folder: Path, case: Case) -> None:
 
 
 def said_of(world: Path, folder: Path, case: Case) -> str:
-    """What a run says after a rank of it was halted; it must end while only the shorter of two bounds has passed."""
+    """What a run says after one of its ranks was halted; it must end by the shorter time limit."""
     flags = (
         "--cpus",
         case.ranks,

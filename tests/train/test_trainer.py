@@ -1,4 +1,4 @@
-"""A run is what a plain loop would do, however it is cut into micro-batches and spread over ranks."""
+"""A run does what a plain loop would, however it is cut into micro-batches and over ranks."""
 
 import json
 import math
@@ -58,7 +58,7 @@ FOUR_RANKS = (
 
 
 def write_uneven_documents(path: Path) -> Path:
-    """Rows of 32 tokens of which half are trained (one-letter documents), and rows of which nearly all are."""
+    """Rows of 32 tokens of which half are trained (one-letter documents), and of which most are."""
     generator = random.Random(1)
     long = lambda: " ".join(generator.choices(WORDS, k=30))  # noqa: E731
     texts = [text for _ in range(40) for text in (*generator.choices("abcdefgh", k=33), long())]
@@ -67,7 +67,7 @@ def write_uneven_documents(path: Path) -> Path:
 
 
 class Uneven(NamedTuple):
-    """Weights to start from, documents of very uneven lengths, and the flags that train on them in their order."""
+    """Weights to start from, documents of uneven lengths, and flags that train on them in order."""
 
     start: Path
     data: Path

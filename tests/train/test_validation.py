@@ -16,7 +16,7 @@ PROMPTS = ("the cat", "then a dog")
 
 @pytest.fixture(scope="module")
 def runs(world: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """Folder and output of a run that is validated now and then, and of one that does not get better."""
+    """Folder and output of a run that is validated, and of one that does not get better."""
     folder = tmp_path_factory.mktemp("validated")
     held_out = (
         "--validation.dataset",

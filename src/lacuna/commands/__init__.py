@@ -1,1 +1,5 @@
-"""One file per command, whose docstring begins with usage and purpose; `run(words)` may return an exit status."""
+"""One file per command.
+
+The file's docstring begins with the command's usage and purpose. Its `run(words)` runs the command
+and may return an exit status.
+"""

@@ -1,14 +1,14 @@
-"""The words after a command: its options, those that describe a run, and the help of all of these."""
+"""The words after a command: its options, the settings of a run, and the help for both."""
 
 import argparse
 import os
-import re
 import textwrap
 from collections.abc import Iterable
 
 from lacuna.config import Config, UserError, load_config
-from lacuna.config.errors import did_you_mean, refuse
+from lacuna.config.errors import did_you_mean
 from lacuna.config.fields import RECIPES, shown
+from lacuna.config.sections import SECTIONS
 
 _TYPES = {
     "boolean": "true|false",
@@ -30,27 +30,30 @@ class CommandParser(argparse.ArgumentParser):
 def parse_run(
     command: str, doc: str, words: list[str], *flag: str
 ) -> tuple[argparse.Namespace, Config]:
-    """The options of `words`, which are `flag` (under all its names), `gpus` and `cpus`, and the run of the rest.
+    """The options among `words`, and the configuration of the run that the other words describe.
 
-    The file comes first or, as with flame, after `--job.config_file`, if there is one. With
-    `--cpus` this process and those it starts use no GPU. Prints what follows the first paragraph of
-    `doc`, and ends, where help is asked for. Raises `UserError` for whatever is wrong.
+    The options are `gpus`, `cpus`, and the command's own `flag` in all its spellings. A TOML file
+    comes first or, as with flame, after `--job.config_file`. With `--cpus`, this process and those
+    that it starts use no GPU. Where the words ask for help, this prints all paragraphs of `doc` but
+    the first, and exits. Raises `UserError` for whatever is wrong.
     """
-    if asked := [place for place, word in enumerate(words) if word in ("-h", "--help")]:
+    asked = [place for place, word in enumerate(words) if word in ("-h", "--help")]
+    if asked:
         _print_help(command, doc, words[asked[0] + 1 :])
         raise SystemExit
     parser = CommandParser(prog=f"lacuna {command}", add_help=False, allow_abbrev=False)
     if flag:
         parser.add_argument(*flag, action="store_true")
     processes = parser.add_mutually_exclusive_group()
-    processes.add_argument("--gpus", type=_count)
-    processes.add_argument("--cpus", type=_count)
+    processes.add_argument("--gpus", type=_process_count)
+    processes.add_argument("--cpus", type=_process_count)
     parser.add_argument("--job.config_file", "--job.config-file", dest="file")
     options, rest = parser.parse_known_args(words)
     file = rest.pop(0) if rest and not rest[0].startswith("-") else options.file
     if options.file and os.path.normpath(options.file) != os.path.normpath(file):
         raise UserError(
-            f"--job.config_file: there are different TOML files, {options.file} and {file}: give one."
+            f"--job.config_file: there are different TOML files, {options.file} and {file}: give "
+            "one."
         )
     config = load_config(file, rest)
     if options.cpus:
@@ -59,16 +62,18 @@ def parse_run(
 
 
 def _print_help(command: str, doc: str, words: list[str]) -> None:
-    """Prints the usage, which for `train` lists all settings; or those of the section that is asked for, alone."""
+    """Prints the help of a command, or of the section of settings that `words` ask for.
+
+    The help of `train` lists all settings.
+    """
     if words and not words[0].startswith("-"):
-        section, known = words[0].replace("-", "_").partition(".")[0], Config.model_fields
-        guess = did_you_mean(section, known) or ";"
-        refuse(
-            {
-                f"--help {section}: there is no such section{guess} there are {', '.join(known)}": section
-                not in known
-            }
-        )
+        section = words[0].replace("-", "_").partition(".")[0]
+        known = Config.model_fields
+        if section not in known:
+            guess = did_you_mean(section, known) or ";"
+            raise UserError(
+                f"--help {section}: there is no such section{guess} there are {', '.join(known)}."
+            )
         print(help_text(sections=[section]).strip(), flush=True)
         return
     recipes = sorted(file.name for file in RECIPES.glob("*.toml"))
@@ -79,39 +84,34 @@ def _print_help(command: str, doc: str, words: list[str]) -> None:
     )
     if command == "train":
         print(
-            "In the TOML file or as flags; the word none is the default, where it is no value itself."
+            "In the TOML file or as flags; the word none is the default, where it is no value "
+            "itself."
         )
         print(help_text(), flush=True)
         print(
-            "\nThe names that flame and torchtitan use (training.dataset, experimental.*, ...) work too."
+            "\nThe names that flame and torchtitan use (training.dataset, experimental.*, ...) "
+            "work too."
         )
 
 
 def help_text(width: int = 100, sections: Iterable[str] = Config.model_fields) -> str:
-    """Every flag of the sections with its type, default and description as plain text, a group per section."""
+    """The flags of the sections with type, default and description, as lines of this width."""
     lines = []
     for section in sections:
-        schema = Config.model_fields[section].annotation.model_json_schema()
+        schema = SECTIONS[section].model_json_schema()
         lines += ["", f"[{section}]  {schema['description']}"]
         for name, field in schema["properties"].items():
-            default = (
-                ""
-                if field.get("default") in (None, [])
-                else f" (default: {shown(field['default'])})"
-            )
             kind = field.get("anyOf", [field])[0]
             words = kind.get("enum", [kind.get("const", _TYPES[kind["type"]])])
             lines.append(f"  --{section}.{name} {'|'.join(map(str, words))}")
-            lines.append(
-                textwrap.indent(
-                    textwrap.fill(re.sub(r"\s+", " ", field["description"] + default), width - 6),
-                    " " * 6,
-                )
-            )
+            about = " ".join(field["description"].split())
+            if field.get("default") not in (None, []):
+                about += f" (default: {shown(field['default'])})"
+            lines.append(textwrap.indent(textwrap.fill(about, width - 6), " " * 6))
     return "\n".join(lines)
 
 
-def _count(text: str) -> int:
+def _process_count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"wants a number of processes of at least 1, not {text!r}")
     return int(text)

@@ -8,32 +8,70 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 7200  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7700  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
-# All else is in modules of their own: what they add -> these modules, in the package.
+# Name of an extension -> its modules in the package.
 EXTENSIONS = {
-    "quantisation": ("model/quantization.py",),
-    "GGUF": ("data/gguf.py", "export/gguf.py"),
+    "quantisation": (
+        "model/layers/bits.py",
+        "model/layers/quantized.py",
+        "model/layers/quantized_files.py",
+    ),
+    "adapters": ("model/layers/dora.py", "model/layers/stacks.py", "model/layers/loftq.py"),
+    "GGUF-read": ("data/gguf.py", "data/gguf_tokenizer.py"),
+    "GGUF-written": ("formats/gguf.py", "formats/gguf_fields.py"),
+    "conversion": ("commands/convert.py", "formats/opening.py", "formats/convert.py"),
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
-    "experts": ("model/router.py",),
-    "plans": ("plan/dry_run.py", "plan/examples.py"),
+    "curriculum": ("train/curriculum.py",),
+    "profiling": ("train/profiling.py",),
     "preference": (
         "data/judged.py",
         "data/preferences.py",
         "objective/preference.py",
         "objective/reference.py",
     ),
-    "distillation": ("objective/distillation.py",),
-    "rollouts": ("rollout/generate.py",),
+    "distillation": (
+        "data/teacher.py",
+        "objective/distillation.py",
+        "objective/teacher.py",
+        "objective/top_k.py",
+    ),
+    "teaching": (
+        "commands/teach.py",
+        "data/questions.py",
+        "objective/accepted_answers.py",
+        "objective/teaching.py",
+        "rollout/answers.py",
+    ),
+    "experts": ("model/router.py",),
+    "pieces": ("model/pieces.py",),
+    "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
+    "optimizers": ("model/parameter_groups.py", "parallel/homes.py", "train/muon.py"),
+    "plans": (
+        "commands/data.py",
+        "commands/plan.py",
+        "plan/dry_run.py",
+        "plan/examples.py",
+        "plan/memory.py",
+    ),
+    "rollouts": ("commands/generate.py", "rollout/generate.py"),
+    "bench": (
+        "commands/bench.py",
+        "commands/bench_report.py",
+        "train/bench.py",
+        "train/kernels.py",
+        "train/peers.py",
+    ),
+    "size": ("commands/bloat.py",),
 }
 
 
 def statements(source: str) -> int:
-    """How many statements there are, however they are laid out.
+    """How many statements `source` has, however they are laid out.
 
-    A string that stands alone is documentation, of a setting as of a function, and is not counted.
+    A string that stands alone documents a setting or a function, and is not counted.
     """
     found = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.stmt))
     return sum(not _is_documentation(statement) for statement in found)

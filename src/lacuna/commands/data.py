@@ -13,8 +13,7 @@ from lacuna.commands.arguments import parse_run
 def run(words: list[str]) -> None:
     """Runs the command."""
     options, config = parse_run("data", str(__doc__), words)
-    from lacuna.plan.examples import (
-        show_data,
-    )  # torch takes seconds to import: not before it is needed
+    # torch takes seconds to import, so mistakes above are told first.
+    from lacuna.plan.examples import show_data
 
     show_data(config, options.gpus or options.cpus or 1)

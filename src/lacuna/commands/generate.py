@@ -1,21 +1,22 @@
-"""`lacuna generate MODEL --prompt TEXT`: text from a Hugging Face model, a checkpoint step or a run folder."""
+"""`lacuna generate MODEL --prompt TEXT`: text from a model, a checkpoint step or a run folder."""
 
 import signal
 import sys
+from argparse import Namespace
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 from lacuna.commands.arguments import TRUST, CommandParser
-from lacuna.config import explained, refuse
+from lacuna.config import UserError, explained
 
-ABOUT = """Prints the completion of a prompt while it is made, and nothing else. With --chat and no prompt it is a
-conversation: a line of standard input is a message, until its end (Ctrl-D) or Ctrl-C."""
+ABOUT = """Prints the completion of a prompt while it is made, and nothing else. With --chat and no
+prompt it is a conversation: a line of standard input is a message, until its end (Ctrl-D) or
+Ctrl-C."""
 
 
-def run(words: list[str]) -> None:
-    """Runs the command."""
+def _build_parser() -> CommandParser:
+    """The parser of the command's arguments."""
     parser = CommandParser(prog="lacuna generate", description=ABOUT)
     parser.add_argument(
         "model", metavar="MODEL", help="HF folder or Hub id, checkpoint step, or run folder"
@@ -40,80 +41,95 @@ def run(words: list[str]) -> None:
     parser.add_argument(
         "--trust-remote-code", "--trust_remote_code", action="store_true", help=TRUST
     )
-    given = parser.parse_args(words)
-    refuse(
-        {
-            "generate: --max-new-tokens must be at least 1 and --temperature not negative": given.max_new_tokens
-            < 1
-            or given.temperature < 0,
-            "generate: --top-p must be above 0 and at most 1, and --top-k not negative": not 0
-            < given.top_p
-            <= 1
-            or given.top_k < 0,
-            "generate: --top-p and --top-k are for drawing: give --temperature above 0 as well": given.temperature
-            == 0
-            and (given.top_p < 1 or given.top_k > 0),
-            "generate: give --prompt TEXT, or --chat for a conversation": given.prompt is None
-            and not given.chat,
-        }
-    )
+    return parser
+
+
+def _check_options(given: Namespace) -> None:
+    """Raises `UserError` for numbers out of range, and options that do not go together."""
+    if given.max_new_tokens < 1 or given.temperature < 0:
+        raise UserError(
+            "generate: --max-new-tokens must be at least 1 and --temperature not negative."
+        )
+    if not 0 < given.top_p <= 1 or given.top_k < 0:
+        raise UserError(
+            "generate: --top-p must be above 0 and at most 1, and --top-k not negative."
+        )
+    if given.temperature == 0 and (given.top_p < 1 or given.top_k > 0):
+        raise UserError(
+            "generate: --top-p and --top-k are for drawing: give --temperature above 0 as well."
+        )
+    if given.prompt is None and not given.chat:
+        raise UserError("generate: give --prompt TEXT, or --chat for a conversation.")
+
+
+def run(words: list[str]) -> None:
+    """Runs the command."""
+    given = _build_parser().parse_args(words)
+    _check_options(given)
+    # torch takes seconds to import, so the arguments are checked first.
     from lacuna.data.template import require_questions
-    from lacuna.parallel.processes import (
-        device_type,
-    )  # torch takes seconds to import: not before the words are right
+    from lacuna.formats.opening import load_any_model
+    from lacuna.parallel.processes import device_type
     from lacuna.rollout.generate import Printer, generate_text
-    from lacuna.train.forms import load_any_model
 
     model, tokenizer = load_any_model(given.model, device_type(), given.trust_remote_code)
     if given.chat:
-        absent = "generate: --chat: the tokenizer has no chat template: drop it, or train with job.task = sft"
-        refuse({absent: not tokenizer.chat_template})
+        if not tokenizer.chat_template:
+            raise UserError(
+                "generate: --chat: the tokenizer has no chat template: drop it, or train with "
+                "job.task = sft."
+            )
         require_questions(tokenizer)
 
-    def say(prompt: str | list[dict[str, str]]) -> str:
-        sampling = (
+    def say(prompt: str | list[dict[str, Any]]) -> str:
+        return generate_text(
+            model,
+            tokenizer,
+            prompt,
             given.max_new_tokens,
             given.temperature,
             given.seed,
-            False,
-            given.top_k,
-            given.top_p,
+            top_k=given.top_k,
+            top_p=given.top_p,
+            streamer=Printer(tokenizer),
         )
-        return generate_text(model, tokenizer, prompt, *sampling, streamer=Printer(tokenizer))
 
     if not given.chat:
-        say(_readable(given.prompt))
+        say(_valid_text(given.prompt))
     elif given.prompt is not None:
-        say([{"role": "user", "content": _readable(given.prompt)}])
+        say([{"role": "user", "content": _valid_text(given.prompt)}])
     else:
-        _converse(say)
+        _answer_each_line(say)
 
 
-def _readable(text: str) -> str:
-    """A text of the user's. Raises UserError where it is no UTF-8."""
+def _valid_text(text: str) -> str:
+    """The text that a user gave. Raises UserError where it cannot be written in UTF-8."""
     with explained("generate: a prompt is no valid text", UnicodeError, mend="give it in UTF-8"):
         text.encode()
     return text
 
 
-def _converse(answer: Callable[[list[dict[str, Any]]], str]) -> None:
-    """Has each line of standard input answered, until its end, or on a terminal until Ctrl-C."""
+def _answer_each_line(answer: Callable[[list[dict[str, Any]]], str]) -> None:
+    """Answers each line of standard input, until its end, or on a terminal until Ctrl-C."""
     said: list[dict[str, Any]] = []
     here = sys.stdin.isatty()
-    # To standard error: the other output is for what the model says.
-    note = partial(print, end="", file=sys.stderr, flush=True) if here else lambda _: None
+
+    # Standard output is only for what the model says.
+    def note(text: str) -> None:
+        if here:
+            print(text, end="", file=sys.stderr, flush=True)
+
+    good_ends: list[type[BaseException]] = [EOFError]
     if here:
-        signal.signal(
-            signal.SIGINT, signal.default_int_handler
-        )  # which raises, and here that is a good end
-    with suppress(EOFError, *[KeyboardInterrupt] * here):
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # it raises KeyboardInterrupt
+        good_ends.append(KeyboardInterrupt)
+    unreadable = "generate: standard input cannot be read"
+    with suppress(*good_ends):
         while True:
             note("> ")
-            with explained(
-                "generate: standard input cannot be read", UnicodeError, mend="give it in UTF-8"
-            ):
+            with explained(unreadable, UnicodeError, mend="give it in UTF-8"):
                 line = input()
             if line.strip():
-                said.append({"role": "user", "content": _readable(line)})
+                said.append({"role": "user", "content": _valid_text(line)})
                 said.append({"role": "assistant", "content": answer(said)})
     note("\n")

@@ -1,11 +1,14 @@
-"""`lacuna plan RUN.toml [--draw]`: says before the run what it takes, or draws which rank holds what and works when.
+"""`lacuna plan RUN.toml [--draw]`: says before the run what it takes, or draws its layout.
 
 usage: lacuna plan [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--draw]
 
-Checks the run of RUN.toml and shows its sizes, steps and memory, as lacuna train --dry-run does; starts nothing.
+Checks the run of RUN.toml and shows its sizes, steps and memory, as lacuna train --dry-run does;
+starts nothing.
 
-  --gpus N, --cpus N  processes to plan for, here or not (default: the product of the degrees, -1 counted as 1)
-  --draw              draw instead, here and in job.dump_folder/plan.svg, which rank holds what, and the pipeline
+  --gpus N, --cpus N  processes to plan for, here or not (default: the product of the degrees, -1
+                      counted as 1)
+  --draw              draw instead which rank holds what, and when the ranks of a pipeline work,
+                      here and in job.dump_folder/plan.svg
 """
 
 import math
@@ -16,7 +19,8 @@ from lacuna.commands.arguments import parse_run
 def run(words: list[str]) -> None:
     """Runs the command."""
     options, config = parse_run("plan", str(__doc__), words, "--draw")
-    from lacuna.parallel.mesh import AXES  # torch takes seconds to import: not before it is needed
+    # torch takes seconds to import, so mistakes above are told first.
+    from lacuna.parallel.mesh import AXES
     from lacuna.parallel.processes import device_type
     from lacuna.plan.draw import draw
     from lacuna.plan.dry_run import dry_run

@@ -1,4 +1,4 @@
-"""`lacuna train [RUN.toml] [--section.key value ...]`: trains, or with --dry-run says what would be trained.
+"""`lacuna train [RUN.toml] [--section.key value ...]`: trains, or says what would be trained.
 
 usage: lacuna train [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--dry-run]
 
@@ -15,22 +15,21 @@ stopped goes on where its last checkpoint left it when it is started again.
 import os
 
 from lacuna.commands.arguments import parse_run
-from lacuna.launch import launch, runs_here
+from lacuna.launch import launch, processes_to_start
 
 
 def run(words: list[str]) -> int | None:
     """Runs the command; returns the exit status of the run, if there is one."""
     options, config = parse_run("train", str(__doc__), words, "--dry-run", "--dry_run")
-    processes = runs_here(options.gpus, options.cpus)
-    if (
-        options.dry_run or config.memory_estimation.enabled
-    ):  # torch takes seconds to import: not before it is needed
+    processes = processes_to_start(options.gpus, options.cpus)
+    # torch takes seconds to import, so mistakes above are told first.
+    if options.dry_run or config.memory_estimation.enabled:
         from lacuna.plan.dry_run import dry_run
 
         dry_run(config, int(os.environ.get("WORLD_SIZE", processes)))
-    elif processes > 1:
+        return None
+    if processes > 1:
         return launch(["train", *words], processes, str(config.job.dump_folder))
-    else:
-        from lacuna.train.session import train_here
+    from lacuna.train.session import train_here
 
-        return train_here(config)
+    return train_here(config)

@@ -7,10 +7,9 @@ from lacuna.config.errors import (
     UnansweredError,
     UserError,
     explained,
+    in_curriculum_stage,
     logger,
     make_folder,
-    of_stage,
-    refuse,
 )
 from lacuna.config.parse import load_config, to_toml
 from lacuna.config.sections import Config
@@ -26,7 +25,6 @@ __all__ = [
     "load_config",
     "logger",
     "make_folder",
-    "of_stage",
-    "refuse",
+    "in_curriculum_stage",
     "to_toml",
 ]

@@ -16,7 +16,7 @@ from lacuna.config.fields import Names, Paths, Section, read_value
 ADAPTER_FILE = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
-# Our settings of an adapter -> peft's names of them.
+# Our name of an adapter's setting -> peft's name.
 ADAPTER_FIELDS = {
     "rank": "r",
     "alpha": "lora_alpha",
@@ -30,14 +30,15 @@ ADAPTER_FIELDS = {
 
 # With one of these (not empty) an adapter of peft's computes something that lacuna does not.
 _UNKNOWN = ("alpha_pattern", "rank_pattern", "lora_bias", "alora_invocation_tokens")
-# Ways of peft's to begin an adapter that change the weights of the base as well.
+# peft's ways to initialise an adapter that also change the weights of the base.
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq")
-# With one of these target_modules is not the whole choice of layers: the file of weights tells it.
+# Where one of these is set, target_modules alone does not tell which layers have an adapter: the
+# file of weights does.
 _CHOICES = {"exclude_modules", "layers_to_transform"}
 
 
 def described_adapter(folder: str) -> dict[str, Any]:
-    """What peft's description says of the LoRA adapter in a folder, its layers as a list of names.
+    """What peft's description says of the LoRA adapter in a folder; its layers are listed by name.
 
     Raises `UserError` where it cannot be read, or describes something that lacuna does not know.
     """
@@ -66,9 +67,9 @@ def described_adapter(folder: str) -> dict[str, Any]:
 
 
 def _move_layers_to_modules(stated: dict[str, Any]) -> None:
-    """Lists layers that are named by their weight as modules, which is what they are to us.
+    """Moves layers from the list of parameters, where they are named by their weight, to modules.
 
-    Users of peft write them so where peft would mistake the layers' own names.
+    Users of peft list them as parameters where peft would misread the layers' own names.
     """
     named = stated.get("target_parameters", ())
     chosen = stated.get("target_modules", ())
@@ -90,8 +91,8 @@ class LoraConfig(Section):
 
     adapter: Paths = ()
     """Folder of an adapter, peft's or a run's hf/adapter, that training starts from; the settings
-    below are by default its own. Of several, which must be for the same layers, the sum: one of
-    their ranks together."""
+    below are by default those of that adapter. Several, which must be for the same layers, are
+    added up to one adapter; its rank is the sum of their ranks."""
 
     rank: NonNegativeInt = 0
     """Width of the adapters; 0 trains the model itself."""
@@ -100,35 +101,35 @@ class LoraConfig(Section):
     """The adapters' part of a layer's output is multiplied by alpha / rank."""
 
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the inputs that adapters are not shown."""
+    """Share of the inputs, drawn at random, that adapters are not shown."""
 
     targets: Names = ("all-linear",)
-    """Linear layers that get one: names or patterns; all-linear is all but the head and gates of
-    one output."""
+    """Linear layers that get an adapter: names or patterns. all-linear means all but the head and
+    gates that have a single output."""
 
     parameters: Names = ()
-    """Stacks of weights, as of experts, that get one: names or patterns of parameters (peft's
-    target_parameters)."""
+    """Stacks of weights, such as those of experts, that get an adapter: names or patterns of
+    parameters (peft's target_parameters)."""
 
     modules: Names = ()
     """Modules that are trained whole beside the adapters, by name or pattern (peft's
     modules_to_save)."""
 
     rslora: bool = False
-    """Multiply by alpha / sqrt(rank) instead."""
+    """Multiply the adapters' part by alpha / sqrt(rank) instead of alpha / rank (rsLoRA)."""
 
     dora: bool = False
     """Learn the lengths of the rows of weights apart from their directions (DoRA)."""
 
     init: Literal["zero", "loftq"] = "zero"
-    """What new adapters begin as: zero changes nothing; loftq is the low-rank part of what
-    quantization.base took from the weights beside them (LoftQ), which learns best at a somewhat
-    lower rate."""
+    """What new adapters begin as: zero changes nothing; loftq gives back as much of what
+    quantization.base rounds off as their rank can hold (LoftQ), and learns best at a somewhat lower
+    rate."""
 
     @model_validator(mode="before")
     @classmethod
     def _as_described(cls, given: Any) -> Any:
-        """Settings that are not given are those of the adapters that training starts from."""
+        """Takes settings that are not given from the adapters that training starts from."""
         if not isinstance(given, dict) or not given.get("adapter"):
             return given
         if given.keys() >= ADAPTER_FIELDS.keys():
@@ -137,10 +138,8 @@ class LoraConfig(Section):
         stated = [{"target_modules": ()} | described_adapter(folder) for folder in folders]
         for description, (setting, name) in product(stated, ADAPTER_FIELDS.items()):
             cls._check_described(setting, name, description)
-        adapters = [
-            {ours: one[name] for ours, name in ADAPTER_FIELDS.items() if name in one}
-            for one in stated
-        ]
+        fields = ADAPTER_FIELDS.items()
+        adapters = [{ours: one[name] for ours, name in fields if name in one} for one in stated]
         settings = adapters[0]
         if len(adapters) > 1:
             settings["rank"] = sum(adapter["rank"] for adapter in adapters)
@@ -159,9 +158,9 @@ class LoraConfig(Section):
 
 
 class QuantizationConfig(Section):
-    """Fewer bits for weights that stay as they are (QLoRA)."""
+    """Fewer bits for weights that are not trained (QLoRA)."""
 
     base: Literal["none", "int8", "nf4"] = "none"
-    """How the linear layers beside adapters are kept, all but the head: nf4 takes 4.13 bits a
-    weight, int8 a little more than 8. On a GPU nf4 needs bitsandbytes. On a lone one, an embedding
-    that is frozen and not also the head stays in CPU memory."""
+    """How the linear layers beside adapters are stored, all but the head: nf4 takes 4.13 bits a
+    weight, int8 a little more than 8. On a GPU nf4 needs bitsandbytes. With a single GPU, a frozen
+    embedding that is not also the head stays in CPU memory."""

@@ -1,4 +1,4 @@
-"""Names that other trainers use for our settings, names that are refused, and settings still to come."""
+"""Names that other trainers use for our settings, and names that are refused with a reason."""
 
 from lacuna.config.documents import DataConfig
 from lacuna.config.machine import ParallelismConfig
@@ -27,8 +27,8 @@ RENAMED: dict[str, str] = {
     "debug.deterministic": "training.deterministic",
 }
 
-# Last part of names that are written elsewhere, also where the setting works otherwise -> the
-# setting to propose.
+# Last part of a name in other trainers, even if it means something a little different there -> the
+# setting of ours to propose.
 MEANT: dict[str, str] = {
     "learning_rate": "optimizer.lr",
     "warmup_ratio": "lr_scheduler.warmup_steps",
@@ -70,13 +70,12 @@ MEANT: dict[str, str] = {
     "bf16": "training.mixed_precision_param",
 }
 
-# Those of them that are true where ours is false.
+# Names that other trainers set to true where our setting is false.
 OPPOSITE = frozenset(("metrics.save_for_all_ranks",))
 
 _ARCHITECTURE = ("model.norm_type", "model.name", "model.flavor")
 
-# Pattern of a name that nothing here answers to -> why it cannot be had; leaving it out is the
-# mending.
+# Pattern of a name for which there is no setting -> the reason. The user is told to leave it out.
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
         _ARCHITECTURE,
@@ -86,8 +85,12 @@ REFUSED: dict[str, str] = {
     "job.use_for_integration_test": "no test suite is chosen by configuration",
     "training.pin_memory": "batches are always pinned on a GPU",
     "training.persistent_workers": "data workers always stay alive",
-    "checkpoint.initial_load_model_*only": "checkpoint.initial_load_path loads weights only; to resume, start again",
+    "checkpoint.initial_load_model_*only": (
+        "checkpoint.initial_load_path loads weights only; to resume, start again"
+    ),
     "checkpoint.initial_load_in_hf": "give the Hugging Face folder as model.name_or_path",
-    "checkpoint.*_hf*": "the final model is always exported to hf/; `lacuna convert` exports any other",
+    "checkpoint.*_hf*": (
+        "the final model is always exported to hf/; `lacuna convert` exports any other"
+    ),
     **{f"{section}*": f"the section {section} is not available yet" for section in ("grpo", "ppo")},
 }

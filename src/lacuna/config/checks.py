@@ -1,4 +1,4 @@
-"""What is wrong with a configuration before the machine is looked at, all of it at once."""
+"""Finds everything that is wrong with a configuration, whatever machine it is for."""
 
 import os
 import sys
@@ -7,22 +7,33 @@ from glob import has_magic
 from pathlib import Path
 
 from lacuna.config.contradictions import contradictions_of
-from lacuna.config.documents import READERS, CurriculumConfig, Source, Stage, ValidationConfig
+from lacuna.config.documents import (
+    READERS,
+    CurriculumConfig,
+    CurriculumStage,
+    Source,
+    ValidationConfig,
+)
 from lacuna.config.errors import UserError, nearby
 from lacuna.config.fields import shown
-from lacuna.config.sections import Config, JobConfig, LRSchedulerConfig, TrainingConfig
+from lacuna.config.optimizers import LRSchedulerConfig
+from lacuna.config.sections import Config, JobConfig, TrainingConfig
 
-# What ends like this is a file of texts, or one that is packed or holds a model.
+# Endings of names that can only be those of files: texts, packed ones, models.
 _TEXTS = (".json", ".jsonl", ".csv", ".tsv", ".parquet", ".arrow", ".txt")
 _ENDINGS = (*_TEXTS, ".gz", ".zst", ".xz", ".bz2", ".gguf")
 
 
 def problems_of(config: Config) -> list[str]:
-    """A message for everything that is wrong, which begins with the names of its settings."""
+    """A message for each thing that is wrong; each begins with the names of its settings."""
     training = config.training
-    problems = [*_folder(config.job), *contradictions_of(config), *_batch(training)]
+    problems = [
+        *_folder_problems(config.job),
+        *contradictions_of(config),
+        *_batch_problems(training),
+    ]
     source_count = len(config.data.sources or config.data.dataset)
-    problems += _stages(config.curriculum, config.validation, source_count)
+    problems += _curriculum_problems(config.curriculum, config.validation, source_count)
     # How many steps training.epochs takes is only known with the data.
     problems += long_warmup(config.lr_scheduler, training.steps or sys.maxsize)
     sources: tuple[Source, ...] = ()
@@ -30,10 +41,10 @@ def problems_of(config: Config) -> list[str]:
         sources = config.data.resolved_sources()
     except UserError as error:
         problems.append(str(error))
-    return [*problems, *_data(config, sources), *_missing(config, sources)]
+    return [*problems, *_data_problems(config, sources), *_missing_paths(config, sources)]
 
 
-def _folder(job: JobConfig) -> Iterator[str]:
+def _folder_problems(job: JobConfig) -> Iterator[str]:
     """What is wrong with a name that makes the run's folder."""
     folder = f"outputs/{job.name}"
     is_inside = os.path.normpath(folder).startswith("outputs/") and "\0" not in folder
@@ -44,7 +55,7 @@ def _folder(job: JobConfig) -> Iterator[str]:
         )
 
 
-def _batch(training: TrainingConfig) -> Iterator[str]:
+def _batch_problems(training: TrainingConfig) -> Iterator[str]:
     """What does not fit together among the numbers that make a batch."""
     is_shorter = training.context_len < training.seq_len
     if training.context_len > training.seq_len or (is_shorter and not training.varlen):
@@ -72,7 +83,7 @@ def long_warmup(lr_scheduler: LRSchedulerConfig, steps: int) -> Iterator[str]:
         )
 
 
-def _data(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
+def _data_problems(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
     """What is wrong with the choice of data, and with the shares of several sources."""
     data = config.data
     epochs = config.training.epochs
@@ -91,7 +102,7 @@ def _data(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
         )
 
 
-def _stages(
+def _curriculum_problems(
     curriculum: CurriculumConfig, validation: ValidationConfig, source_count: int
 ) -> Iterator[str]:
     """What is wrong with the tables of the curriculum."""
@@ -100,7 +111,7 @@ def _stages(
         where = f"curriculum.stages, table {number}:"
         if stage.from_step is None and stage.from_loss is None:
             yield f"{where} does not say when it begins; give from_step or from_loss"
-        if stage.model_copy(update={"from_step": None, "from_loss": None}) == Stage():
+        if stage.model_copy(update={"from_step": None, "from_loss": None}) == CurriculumStage():
             yield (
                 f"{where} changes nothing; give data_probs, seq_len, batch_size or "
                 "global_batch_size, or drop it"
@@ -121,18 +132,18 @@ def _stages(
         steps = stage.from_step or steps
 
 
-def _missing(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
+def _missing_paths(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
     """Paths that can only be local (not the Hub's, no address, no pattern) and are not there."""
-    for setting, path in _paths(config, sources):
+    for setting, path in _named_paths(config, sources):
         is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_ENDINGS)
         if is_local and "://" not in path and not has_magic(path) and not os.path.exists(path):
             yield f"{setting}: {path} does not exist; {nearby(Path(path))}"
 
 
-def _paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[str, str]]:
-    """Each setting that names something which the run reads, with that name.
+def _named_paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[str, str]]:
+    """Each setting that names a file or folder which the run reads, with the name that it gives.
 
-    Files are told only of datasets that are local, since others are within a dataset of the Hub.
+    Data files are among them only where the dataset is local, and not where it is on the Hub.
     """
     yield "model.name_or_path", config.model.name_or_path or ""
     yield "model.config", config.model.config or ""
@@ -140,7 +151,8 @@ def _paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[str, s
     yield "checkpoint.initial_load_path", os.path.abspath(config.checkpoint.initial_load_path or "")
     setting = "data.sources" if config.data.sources else "data.data_files"
     named = [(setting, source) for source in sources]
-    if validation := config.validation.resolved_source():
+    validation = config.validation.resolved_source()
+    if validation is not None:
         named.append(("validation.data_files", validation))
     for setting, source in named:
         yield setting.replace("data_files", "dataset"), source.dataset

@@ -1,25 +1,12 @@
 """Settings that do not go together, or that cannot be had at all: which, when, and why."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
-from lacuna.config.adapters import LoraConfig
 from lacuna.config.documents import READERS
-from lacuna.config.fields import Section
-from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.config.float8_rules import FLOAT8_RULES
+from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
 from lacuna.config.sections import Config
-from lacuna.config.task import TASKS
-
-Predicate = Callable[[Config], object]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """Settings that are refused where `applies` is true, or neither empty nor 0; and the reason."""
-
-    settings: tuple[str, ...]
-    applies: Predicate
-    reason: str
+from lacuna.config.task_rules import STORED, TASK_RULES
 
 
 def contradictions_of(config: Config) -> Iterator[str]:
@@ -29,17 +16,6 @@ def contradictions_of(config: Config) -> Iterator[str]:
             yield f"{', '.join(rule.settings)}: {rule.reason}"
 
 
-def _given(setting: str, beside: Predicate = lambda _: True) -> Predicate:
-    """Whether a setting is given (not false, empty or 0) where another condition holds as well."""
-    section, name = setting.split(".")
-    return lambda config: getattr(getattr(config, section), name) and beside(config)
-
-
-def _each(settings: tuple[str, ...], other: str, applies: Predicate, reason: str) -> list[Rule]:
-    """For each of the settings a rule: it is refused beside the other one, where it is given."""
-    return [Rule((setting, other), _given(setting, applies), reason) for setting in settings]
-
-
 _NEED_CACHE = ("training.epochs", "curriculum.difficulty_column", "curriculum.rank_every")
 _NO_CACHE = "needs the cache; drop either"
 _NEED_LOSS = ("checkpoint.keep_best", "validation.patience")
@@ -47,6 +23,9 @@ _NEED_DATASET = tuple(
     f"validation.{name}" for name in ("enable", "dataset_name", "data_dir", "data_files")
 )
 _NEED_ADAPTER = ("lora.dropout", "lora.parameters", "lora.modules", "lora.dora", "lora.rslora")
+_OF_MUON = tuple(
+    f"optimizer.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+)
 _UNAVAILABLE = {
     "parallelism.enable_compiled_autograd": (
         "torch's compiled autograd gives wrong gradients under FSDP2; leave it out"
@@ -54,34 +33,7 @@ _UNAVAILABLE = {
     "memory_estimation.disable_fake_mode": (
         "the estimate is computed from shapes, nothing is faked; leave it out"
     ),
-    "float8.enable_float8_linear": "float8 is not available yet; leave it out",
-    "float8.enable_fsdp_float8_all_gather": "float8 is not available yet; leave it out",
-    "float8.precompute_float8_dynamic_scale_for_fsdp": "float8 is not available yet; leave it out",
-    "float8.recipe_name": "float8 is not available yet; leave it out",
 }
-
-
-def _only_for(task: str, section: str, kind: type[Section]) -> list[Rule]:
-    """For each setting of a section a rule: it is refused where another task of ours is trained for."""
-    return [
-        Rule(
-            (f"{section}.{name}", "job.task"),
-            _differs(section, name, lambda config: config.job.task in {*TASKS} - {task}),
-            f"only {task} takes the first; set the second to it, or drop the first",
-        )
-        for name in kind.model_fields
-    ]
-
-
-def _differs(section: str, name: str, beside: Predicate) -> Predicate:
-    """Whether a setting is not as it is by default, where another condition holds as well."""
-
-    def differs(config: Config) -> object:
-        table = getattr(config, section)
-        return getattr(table, name) != getattr(type(table)(), name) and beside(config)
-
-    return differs
-
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -99,9 +51,9 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.training.steps and config.training.epochs,
         "both are given; keep one (--training.steps none takes the file's away)",
     ),
-    *_each(_NEED_CACHE, "data.streaming", _given("data.streaming"), _NO_CACHE),
-    *_each(
-        _NEED_CACHE,
+    *rule_for_each((*_NEED_CACHE, STORED), "data.streaming", is_given("data.streaming"), _NO_CACHE),
+    *rule_for_each(
+        (*_NEED_CACHE, STORED),
         "data.tokenization",
         lambda config: config.data.tokenization == "online",
         _NO_CACHE,
@@ -133,19 +85,19 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.data.streaming and config.data.tokenization == "cache",
         "a stream cannot be cached; keep one of them",
     ),
-    *_each(
+    *rule_for_each(
         _NEED_LOSS,
         "validation.dataset",
         lambda config: not config.validation.dataset,
         "needs the validation loss; set the second",
     ),
-    *_each(
+    *rule_for_each(
         _NEED_LOSS,
         "validation.enable",
         lambda config: config.validation.enable is False,
         "needs the validation; drop the second",
     ),
-    *_each(
+    *rule_for_each(
         _NEED_DATASET,
         "validation.dataset",
         lambda config: not config.validation.dataset,
@@ -166,7 +118,7 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.curriculum.difficulty_column and config.curriculum.rank_every,
         "two orders of the same; keep one",
     ),
-    *_each(
+    *rule_for_each(
         ("checkpoint.keep_best", "checkpoint.create_seed_checkpoint"),
         "checkpoint.enable_checkpoint",
         lambda config: not config.checkpoint.enable_checkpoint,
@@ -177,13 +129,14 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.model.train_new_tokens_only and not config.model.new_tokens,
         "the second names the rows that the first trains; set it",
     ),
-    *_each(
-        ("model.train_new_tokens_only",),
-        "optimizer.early_step_in_backward",
-        lambda config: config.optimizer.early_step_in_backward,
+    Rule(
+        ("model.train_new_tokens_only", "optimizer.early_step_in_backward"),
+        lambda config: (
+            config.model.train_new_tokens_only and config.optimizer.early_step_in_backward
+        ),
         "early steps train all rows; drop one",
     ),
-    *_each(
+    *rule_for_each(
         _NEED_ADAPTER,
         "lora.rank",
         lambda config: not config.lora.rank,
@@ -191,12 +144,12 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("lora.alpha", "lora.rank"),
-        lambda config: config.lora.alpha != LoraConfig().alpha and not config.lora.rank,
+        is_changed("lora.alpha", lambda config: not config.lora.rank),
         "without it there is no adapter; set it",
     ),
     Rule(
         ("lora.targets", "lora.rank"),
-        lambda config: config.lora.targets != LoraConfig().targets and not config.lora.rank,
+        is_changed("lora.targets", lambda config: not config.lora.rank),
         "without it there is no adapter; set it",
     ),
     Rule(
@@ -209,51 +162,7 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.lora.parameters and config.lora.dora,
         "what dropout and DoRA do to layers cannot be done to stacks; drop one of them",
     ),
-    Rule(
-        ("job.task", "distillation.teacher"),
-        lambda config: config.job.task == "distill" and not config.distillation.teacher,
-        "there is nobody to learn from; set the second",
-    ),
-    *_only_for("distill", "distillation", DistillationConfig),
-    *_only_for("preference", "preference", PreferenceConfig),
-    Rule(
-        ("distillation.beta", "distillation.divergence"),
-        _differs("distillation", "beta", lambda config: config.distillation.divergence != "jsd"),
-        "only jsd has a mixture; set the second to it, or drop the first",
-    ),
-    Rule(
-        ("preference.margin", "preference.loss"),
-        _differs("preference", "margin", lambda config: config.preference.loss != "simpo"),
-        "only simpo has a margin; set the second to it, or drop the first",
-    ),
-    *(
-        Rule(
-            (f"preference.{name}", "preference.loss"),
-            _differs("preference", name, lambda config: config.preference.loss != "kto"),
-            "only kto weighs its answers; set the second to it, or drop the first",
-        )
-        for name in ("desirable_weight", "undesirable_weight")
-    ),
-    Rule(
-        ("distillation.teacher_base", "parallelism.tensor_parallel_degree"),
-        lambda config: (
-            config.distillation.teacher_base != "none"
-            and config.parallelism.tensor_parallel_degree != 1
-        ),
-        "packed weights do not split; keep one",
-    ),
-    Rule(
-        ("preference.label_smoothing", "preference.loss"),
-        lambda config: (
-            config.preference.label_smoothing and config.preference.loss not in ("sigmoid", "simpo")
-        ),
-        "only sigmoid and simpo smooth labels; drop the first",
-    ),
-    Rule(
-        ("preference.reference", "data.streaming"),
-        lambda config: config.preference.reference == "cached" and config.data.streaming,
-        "a stream has no pass before training; use copy, or drop the second",
-    ),
+    *TASK_RULES,
     Rule(
         ("quantization.base", "lora.rank"),
         lambda config: config.quantization.base != "none" and not config.lora.rank,
@@ -296,6 +205,20 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.optimizer.early_step_in_backward and config.training.skip_nan_inf,
         "an early step cannot be skipped; drop one",
     ),
+    *rule_for_each(
+        ("optimizer.early_step_in_backward", "lora.parameters"),
+        "optimizer.name",
+        lambda config: "Muon" in config.optimizer.names,
+        "Muon takes whole steps of plain matrices, which these are not; drop one",
+    ),
+    *(
+        Rule(
+            (setting, "optimizer.name"),
+            is_changed(setting, lambda config: "Muon" not in config.optimizer.names),
+            "it is Muon's; set that name, or drop it",
+        )
+        for setting in _OF_MUON
+    ),
     Rule(
         ("activation_checkpoint.mode", "compile.enable"),
         lambda config: (
@@ -303,11 +226,20 @@ RULES: tuple[Rule, ...] = (
         ),
         "needs torch.compile; drop the second",
     ),
-    *_each(
-        ("activation_checkpoint.offload",),
-        "activation_checkpoint.mode",
-        lambda config: config.activation_checkpoint.mode != "full",
+    Rule(
+        ("activation_checkpoint.offload", "activation_checkpoint.mode"),
+        lambda config: (
+            config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full"
+        ),
         "full leaves what is moved; set that mode",
+    ),
+    Rule(
+        ("activation_checkpoint.mlp_chunks", "activation_checkpoint.mode"),
+        lambda config: (
+            config.activation_checkpoint.mlp_chunks > 1
+            and config.activation_checkpoint.mode not in ("none", "full")
+        ),
+        "pieces are computed again whole; set mode none or full",
     ),
     Rule(
         ("parallelism.zero_stage", "parallelism.fsdp_reshard_after_forward"),
@@ -332,16 +264,18 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.checkpoint.keep_latest_k == 1,
         "the only complete checkpoint would be deleted during a save; use 2 or more",
     ),
-    *_each(
-        ("checkpoint.hf_upload_enabled",),
-        "checkpoint.hf_repo_base_name",
-        lambda config: not config.checkpoint.hf_repo_base_name,
+    Rule(
+        ("checkpoint.hf_upload_enabled", "checkpoint.hf_repo_base_name"),
+        lambda config: (
+            config.checkpoint.hf_upload_enabled and not config.checkpoint.hf_repo_base_name
+        ),
         "the second says where to, as organisation/name",
     ),
-    *_each(
-        ("checkpoint.hf_repo_base_name",),
-        "checkpoint.hf_upload_enabled",
-        lambda config: not config.checkpoint.hf_upload_enabled,
+    Rule(
+        ("checkpoint.hf_repo_base_name", "checkpoint.hf_upload_enabled"),
+        lambda config: (
+            config.checkpoint.hf_repo_base_name and not config.checkpoint.hf_upload_enabled
+        ),
         "nothing would be sent there; set the second",
     ),
     Rule(
@@ -349,20 +283,6 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.validation.steps == 0,
         "must be a number of batches, or -1 for all",
     ),
-    Rule(
-        ("float8.scaling_type_input",),
-        lambda config: config.float8.scaling_type_input == "delayed",
-        "torchao removed delayed scaling; use dynamic",
-    ),
-    Rule(
-        ("float8.scaling_type_weight",),
-        lambda config: config.float8.scaling_type_weight == "delayed",
-        "torchao removed delayed scaling; use dynamic",
-    ),
-    Rule(
-        ("float8.scaling_type_grad_output",),
-        lambda config: config.float8.scaling_type_grad_output == "delayed",
-        "torchao removed delayed scaling; use dynamic",
-    ),
-    *(Rule((setting,), _given(setting), reason) for setting, reason in _UNAVAILABLE.items()),
+    *FLOAT8_RULES,
+    *(Rule((setting,), is_given(setting), reason) for setting, reason in _UNAVAILABLE.items()),
 )

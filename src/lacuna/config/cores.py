@@ -1,28 +1,32 @@
-"""How many processor cores there are for this process, and libraries told to use no more."""
+"""How many processor cores this process may use, and how libraries are kept to that number."""
 
 import math
 import os
 from pathlib import Path
 
-# What each library of ours reads, when it is first imported, for its number of threads (or
-# processes that compile).
+# Variables from which libraries take their number of threads, or of processes that compile, when
+# they are first imported.
 _THREADS = ("OMP_NUM_THREADS", "RAYON_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
-_GIVEN = dict(os.environ)  # by whoever started this process, before anything of ours is added
+_GIVEN = dict(os.environ)  # the environment before lacuna adds anything to it
 
 
 def usable_cores() -> int:
-    """The cores that this process may use: those it is bound to, or fewer where its container's quota is less."""
-    bound = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    """How many cores this process may use.
+
+    Those are the cores that it is bound to, or fewer where its container's quota is less.
+    """
+    bound = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        bound = len(os.sched_getaffinity(0))
     return max(1, math.ceil(min(bound, quota())))
 
 
 def quota(memberships: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float:
-    """The cores' worth of time that control groups, of version 1 or 2, grant this process; infinite without a limit.
+    """How many cores' worth of time control groups grant this process; infinite without a limit.
 
-    The least of its group and all that hold it counts. Within a container the group's path is often
-    that of the host, and what is mounted is the group itself: hence the root too.
+    Groups of version 1 and 2 are understood. The smallest quota among the process's group and the
+    groups that hold it counts. Within a container the group's path is often that of the host while
+    the group itself is mounted at the root, so the root is looked at too.
     """
     try:
         lines = Path(memberships).read_text().splitlines()
@@ -36,11 +40,11 @@ def quota(memberships: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") 
         inner = [part for part in path.split("/") if part]
         for mount in mounts:
             groups = (Path(root, mount, *inner[:depth]) for depth in range(len(inner) + 1))
-            limits += [_limit(group) for group in groups]
+            limits += [_quota_of(group) for group in groups]
     return min(limits)
 
 
-def _limit(group: Path) -> float:
+def _quota_of(group: Path) -> float:
     try:
         if (group / "cpu.max").exists():
             allowed, period = (group / "cpu.max").read_text().split()
@@ -53,15 +57,14 @@ def _limit(group: Path) -> float:
 
 
 def thread_settings(processes: int = 1) -> dict[str, str]:
-    """The environment of each of so many processes that share the cores; what was given from outside stands.
+    """Environment variables that keep each of `processes` to its share of the cores.
 
-    Threads that wait for others sleep: beside other work, spinning takes the time from the one that
-    is waited for.
+    Variables that were set when this process was started keep their values.
     """
     cores = str(max(1, usable_cores() // processes))
-    return {name: _GIVEN.get(name, cores) for name in _THREADS} | {
-        "OMP_WAIT_POLICY": _GIVEN.get("OMP_WAIT_POLICY", "passive"),
-        "TOKENIZERS_PARALLELISM": _GIVEN.get(
-            "TOKENIZERS_PARALLELISM", "false"
-        ),  # which forks, and would complain
-    }
+    settings = dict.fromkeys(_THREADS, cores)
+    # A waiting thread that spins takes the time of the one that it waits for.
+    settings["OMP_WAIT_POLICY"] = "passive"
+    # Parallel tokenizers complain when the data workers are forked.
+    settings["TOKENIZERS_PARALLELISM"] = "false"
+    return {name: _GIVEN.get(name, value) for name, value in settings.items()}

@@ -1,9 +1,8 @@
 """The settings of the data: where it comes from, what of it is trained, and in which order."""
 
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import (
-    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -40,8 +39,8 @@ class Source(Section):
     """Share of the samples, relative to the other sources' weights."""
 
 
-# Field of a source -> setting of [data] and [validation]. In [data] it has a value for each
-# dataset, or one for all; without any the field has its default.
+# Field of a source -> setting of [data] and [validation]. In [data] the setting has a value for
+# each dataset, or one for all; where it has none, the field keeps its default.
 _LISTS = {
     "name": "dataset_name",
     "split": "dataset_split",
@@ -110,9 +109,11 @@ class DataConfig(Section):
     """Times that a failed download or read is tried again, with growing pauses."""
 
     def resolved_sources(self) -> tuple[Source, ...]:
-        """The sources, given as tables or lists. Raises `UserError` if lists do not fit together.
+        """The sources, whether they are given as tables or as lists.
 
-        Either all have a weight, or none has: then each document is seen once per epoch."""
+        Either all have a weight, or none has: then each document is seen once per epoch. Raises
+        `UserError` if the lists do not fit together.
+        """
         sources = self.sources or self._sources_of_lists()
         if len({source.weight is None for source in sources}) > 1:
             raise UserError("data.sources: only some have a weight; give every source its weight")
@@ -146,7 +147,7 @@ class DataConfig(Section):
     def _one_for_each_dataset(self, setting: str) -> tuple[Any, ...]:
         """The values of a setting, one for each dataset; empty strings where it is not given."""
         count = len(self.dataset)
-        values = getattr(self, setting)
+        values: tuple[Any, ...] = getattr(self, setting)
         if setting == "data_files" and count == 1:
             values = (values,)
         if len(values) not in (0, 1, count):
@@ -154,58 +155,10 @@ class DataConfig(Section):
                 f"data.{setting}, data.dataset: has {len(values)} values for {count} datasets; "
                 "give one for each, or one for all."
             )
-        return values if len(values) == count else (values or ("",)) * count
-
-
-# Our names of the columns of conversations.
-COLUMNS = (
-    "messages",
-    "prompt",
-    "completion",
-    "instruction",
-    "input",
-    "output",
-    "text",
-    "tools",
-    "chosen",
-    "rejected",
-    "label",
-)
-
-
-def _check_columns(pairs: tuple[str, ...]) -> tuple[str, ...]:
-    renamed = dict(pair.partition("=")[::2] for pair in pairs)
-    is_known_once = renamed.keys() <= set(COLUMNS) and len(renamed) == len(pairs)
-    if not is_known_once or not all(renamed.values()):
-        raise ValueError(
-            f"should be such as messages=dialog, each of {', '.join(COLUMNS)} once at most"
-        )
-    return pairs
-
-
-def _check_roles(pairs: tuple[str, ...]) -> tuple[str, ...]:
-    wrong = [pair for pair in pairs if not all(pair.partition("=")[::2])]
-    if wrong:
-        raise ValueError(f"should be such as user=human,assistant=bot (got {', '.join(wrong)})")
-    return pairs
-
-
-class ChatConfig(Section):
-    """How conversations become tokens, and which of them are trained."""
-
-    template: Path | None = None
-    """Chat template: chatml, llama3, or a Jinja file. Unset: the tokenizer's own."""
-
-    train_on: Literal["all", "last"] = "all"
-    """Train all answers of the assistant, or only the last of each conversation."""
-
-    columns: Annotated[Names, AfterValidator(_check_columns)] = ()
-    """Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are
-    messages, prompt, completion, instruction, input, output, text, tools, chosen, rejected and
-    label. Unset: these, or ShareGPT's conversations."""
-
-    roles: Annotated[Names, AfterValidator(_check_roles)] = ()
-    """Roles that the data calls otherwise, such as user=human,assistant=bot."""
+        if len(values) == count:
+            return values
+        value = values[0] if values else ""
+        return (value,) * count
 
 
 class PackingConfig(Section):
@@ -219,8 +172,8 @@ class PackingConfig(Section):
     """What happens to examples longer than a row, unless texts are concatenated."""
 
     buffer: PositiveInt = 16
-    """Rows whose examples are fitted together where data is tokenised while training; more waste
-    less, but the first step waits for as many of each of its rows."""
+    """Rows whose examples are fitted together where data is tokenised while training. A larger
+    buffer leaves less of the rows empty, but before the first step one is filled for each row."""
 
 
 class ValidationConfig(Section):
@@ -273,14 +226,14 @@ class ValidationConfig(Section):
         )
 
 
-class Stage(Section):
+class CurriculumStage(Section):
     """What changes in a run from a step or a loss on; all else stays as it was."""
 
     from_step: PositiveInt | None = None
-    """Steps done when it begins."""
+    """Number of steps after which the stage begins."""
 
     from_loss: PositiveFloat | None = None
-    """Validation loss at which it begins, or below."""
+    """The stage begins once the validation loss is this low."""
 
     data_probs: Shares = ()
     """As in [data]; 0 leaves a source out for now."""
@@ -289,7 +242,7 @@ class Stage(Section):
     """As in [training]."""
 
     batch_size: PositiveInt | None = None
-    """As in [training]; the sequences of a step stay the same."""
+    """As in [training]; the number of sequences in a step stays the same."""
 
     global_batch_size: PositiveInt | None = None
     """As in [training]."""
@@ -302,10 +255,10 @@ class CurriculumConfig(Section):
     """Column of numbers by which each pass over the data goes from low to high."""
 
     rank_every: PositiveInt | None = None
-    """Steps between two rankings by the model's own loss, from step 0 on: what a pass has left then
-    comes from low to high. Unset: never."""
+    """Steps between two rankings by the model's own loss, from step 0 on: the documents that a pass
+    has left are then taken from low to high loss. Unset: never."""
 
-    stages: tuple[Stage, ...] = Field(default=(), strict=False)
+    stages: tuple[CurriculumStage, ...] = Field(default=(), strict=False)
     """Tables [[curriculum.stages]], each with from_step or from_loss, and data_probs, seq_len,
-    batch_size or global_batch_size to have from then on; TOML only. Each stage draws its data
+    batch_size or global_batch_size that hold from then on; TOML only. Each stage draws its data
     anew."""

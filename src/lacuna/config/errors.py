@@ -22,19 +22,12 @@ class UserError(Exception):
     """
 
 
-def refuse(reasons: dict[str, bool]) -> None:
-    """Raises `UserError` with the first of the `reasons` that applies."""
-    for reason, applies in reasons.items():
-        if applies:
-            raise UserError(f"{reason}.")
-
-
 @contextmanager
 def explained(what: str, *kinds: type[Exception], mend: str) -> Iterator[None]:
-    """Turns errors of these kinds into a `UserError`.
+    """A context that turns errors of these kinds into a `UserError`.
 
-    It says what is wrong, the first line of the error (the second too where that ends in a colon),
-    and how to mend it.
+    Its message says what is wrong, what the error says in its first line (and in its second where
+    the first ends with a colon), and how to mend it.
     """
     try:
         yield
@@ -47,7 +40,7 @@ def explained(what: str, *kinds: type[Exception], mend: str) -> Iterator[None]:
 
 
 def require_writable(folder: str) -> None:
-    """Raises `UserError` if an output folder could not be made or written to; makes nothing."""
+    """Raises `UserError` if an output folder could not be made or written to, but makes nothing."""
     wrong = f"job.dump_folder: cannot write to {folder!r}"
     with explained(wrong, OSError, mend="choose another folder"):
         path = Path(folder).absolute()
@@ -66,8 +59,8 @@ def make_folder(folder: str) -> None:
         os.makedirs(folder, exist_ok=True)
 
 
-def of_stage(number: int) -> AbstractContextManager[None]:
-    """Makes a `UserError` name the table of the curriculum too; 0 stands for none of them."""
+def in_curriculum_stage(number: int) -> AbstractContextManager[None]:
+    """A context in which a `UserError` names the stage of the curriculum too; 0 stands for none."""
     if number == 0:
         return nullcontext()
     where = f"curriculum.stages, table {number}"
@@ -92,7 +85,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def nearby(path: Path) -> str:
-    """A hint at what a missing file should be: what resembles it in its folder, if anything."""
+    """A hint at what was meant by the path of a missing file: a similar name in its folder."""
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
     hint = did_you_mean(path.name, (neighbour.name for neighbour in path.parent.iterdir()))

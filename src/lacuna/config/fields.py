@@ -1,4 +1,4 @@
-"""What all sections share: the strict frozen base class, the kinds of values, and how values are read and shown."""
+"""What all sections share: their base class, the kinds of values, and how values are read."""
 
 import json
 import os
@@ -35,8 +35,8 @@ class Words(tuple[str, ...]):
     """The words after a flag; unlike the elements of a TOML list, each may hold several values."""
 
 
-def _listed(value: Any) -> Any:
-    """A comma-separated string, or words, as a tuple; a list as it is."""
+def _split_list(value: Any) -> Any:
+    """A comma-separated string, or the words after a flag, as a tuple; a list stays as it is."""
     if isinstance(value, Words):
         value = value[0] if len(value) == 1 else ",".join(word.strip(",") for word in value)
     if isinstance(value, str):
@@ -44,34 +44,36 @@ def _listed(value: Any) -> Any:
     return value
 
 
-def also(**spellings: str) -> BeforeValidator:
-    """Values that a setting is given as elsewhere, each with ours; upper and lower case are the same."""
+def other_spellings(**spellings: str) -> BeforeValidator:
+    """Reads other `spellings` of a setting's values, in upper or lower case, as ours."""
     return BeforeValidator(lambda value: spellings.get(str(value).lower(), value))
 
 
 def packaged(name: str) -> str:
-    """The path of the file `name` of the recipes, where there is no such file here; else `name` itself."""
+    """The path of the file of this name that ships with lacuna; one in the present folder wins."""
     if os.path.exists(name):
         return name
     recipe = os.path.basename(name) if os.path.normpath(name) == FLAME_FILE else name
     return str(RECIPES / recipe) if recipe in os.listdir(RECIPES) else name
 
 
-def _path(text: str) -> str:
+def _checked_path(text: str) -> str:
     if not text or "\0" in text:
         raise ValueError("should be a path")
     return os.path.expanduser(text)
 
 
-Path = Annotated[str, AfterValidator(_path)]
-Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_listed)]
+Path = Annotated[str, AfterValidator(_checked_path)]
+Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_split_list)]
 Paths = Annotated[
-    tuple[Annotated[str, AfterValidator(lambda text: text and _path(text))], ...],
+    tuple[Annotated[str, AfterValidator(lambda text: text and _checked_path(text))], ...],
     Strict(False),
-    BeforeValidator(_listed),
+    BeforeValidator(_split_list),
 ]
 Shares = Annotated[
-    tuple[Annotated[NonNegativeFloat, Strict(False)], ...], Strict(False), BeforeValidator(_listed)
+    tuple[Annotated[NonNegativeFloat, Strict(False)], ...],
+    Strict(False),
+    BeforeValidator(_split_list),
 ]
 Texts = Annotated[
     tuple[str, ...],
@@ -81,10 +83,10 @@ Texts = Annotated[
 
 
 def read_value(field: FieldInfo, given: Any) -> Any:
-    """The value that a setting gets from TOML, or from the `Words` after a flag; None means its default.
+    """The value that a setting gets from TOML or from the `Words` after a flag.
 
-    No word at all is true. Raises ValidationError for a wrong value, ValueError for too many or too
-    few words.
+    None means the setting's default. A flag without a word means true. Raises `ValidationError` for
+    a wrong value, and `ValueError` for too many or too few words.
     """
     reader = TypeAdapter(field.rebuild_annotation(), config=Section.model_config)
     if given == Words(("none",)) and "none" not in get_args(field.annotation):
@@ -103,9 +105,8 @@ def read_value(field: FieldInfo, given: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as TOML writes it; the word none for none."""
-    return (
-        "none"
-        if value is None
-        else json.dumps(value, default=str, ensure_ascii=False).replace("\x7f", "\\u007f")
-    )
+    """A value as TOML writes it, or the word none."""
+    if value is None:
+        return "none"
+    text = json.dumps(value, default=str, ensure_ascii=False)
+    return text.replace("\x7f", "\\u007f")  # JSON may hold it as it is, TOML may not

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, WithJsonSchema
 
-from lacuna.config.fields import Names, Path, Section, also
+from lacuna.config.fields import Names, Path, Section, other_spellings
 
 Schedule = Literal[
     "GPipe",
@@ -38,8 +38,8 @@ class ParallelismConfig(Section):
     """Ranks that each matrix is split over, and each sequence in between."""
 
     disable_loss_parallel: bool = False
-    """Take the loss of whole sequences on every tensor-parallel rank, instead of its share on
-    each."""
+    """Compute the loss of whole sequences on every tensor-parallel rank, instead of a share of it
+    on each."""
 
     enable_async_tensor_parallel: bool = False
     """Overlap tensor parallelism's traffic with its matrix products; on GPUs, with
@@ -49,8 +49,9 @@ class ParallelismConfig(Section):
     """Ranks that each sequence is split over."""
 
     context_parallel_rotate_method: Literal["allgather", "alltoall"] = "alltoall"
-    """How a rank gets the keys and values of the others: round a ring, which overlaps and takes
-    less memory, or all at once, as layers with sliding windows, soft caps or dropout always do."""
+    """How a rank gets the keys and values of the others: alltoall sends them round a ring, which
+    overlaps with computation and takes less memory; allgather gets all at once, as layers with
+    sliding windows, soft caps or dropout always do."""
 
     pipeline_parallel_degree: PositiveInt = 1
     """Ranks that the layers are spread over."""
@@ -61,7 +62,7 @@ class ParallelismConfig(Section):
     # The help shows a text: the schedules are too many to list beside the flag.
     pipeline_parallel_schedule: Annotated[
         Schedule,
-        also(afab="GPipe", **{name.lower(): name for name in SCHEDULES}),
+        other_spellings(afab="GPipe", **{name.lower(): name for name in SCHEDULES}),
         WithJsonSchema({"type": "string"}),
     ] = "1F1B"
     """Order in which the stages work: GPipe, 1F1B, Interleaved1F1B, LoopedBFS,
@@ -99,7 +100,11 @@ class ActivationCheckpointConfig(Section):
     """With mode memory_budget: share of the activations that torch.compile may keep."""
 
     offload: bool = False
-    """With mode full: keep the layers' inputs, which are all that is left, in CPU memory."""
+    """With mode full: keep the layers' inputs, the only activations left, in CPU memory."""
+
+    mlp_chunks: PositiveInt = 1
+    """Compute feed-forward blocks in so many pieces of the sequence, one after the other, and again
+    in the backward pass: for rows whose widest activations do not fit."""
 
 
 class CompileConfig(Section):
@@ -111,16 +116,31 @@ class CompileConfig(Section):
 
 
 class Float8Config(Section):
-    """Matrix products in 8 bits; needs torchao and a recent GPU."""
+    """Matrix products of linear layers in 8-bit floats; needs torchao and a recent GPU."""
 
     enable_float8_linear: bool = False
-    """Compute linear layers in float8; not available yet."""
+    """Compute the linear layers that gain by it in float8; the head and stacks of experts stay as
+    they are."""
+
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
+    """What shares a scale: a whole tensor (tensorwise, the fastest and the default), or each row
+    and column (rowwise, more exact); rowwise_with_gw_hp also leaves gradients of weights to
+    bfloat16."""
+
+    filter_fqns: Names = ()
+    """Layers that are left out: parts of their names, or patterns, such as attn or layers.0."""
+
+    filter_small: bool = True
+    """Leave out layers that are too small to gain by float8."""
 
     enable_fsdp_float8_all_gather: bool = False
-    """Gather sharded parameters in float8; not available yet."""
+    """Send sharded weights in float8, which halves that traffic; only with recipe tensorwise."""
 
     precompute_float8_dynamic_scale_for_fsdp: bool = False
-    """Compute the scales of all parameters at once after each step; not available yet."""
+    """Compute the scales of all weights that are sent in float8 at once after each step."""
+
+    emulate: bool = False
+    """Compute float8's values with products of full precision: slow, for tests and CPUs."""
 
     scaling_type_input: Literal["dynamic", "delayed"] = "dynamic"
     """Scaling of the inputs; dynamic is the only one left."""
@@ -130,9 +150,6 @@ class Float8Config(Section):
 
     scaling_type_grad_output: Literal["dynamic", "delayed"] = "dynamic"
     """Scaling of the gradients; dynamic is the only one left."""
-
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
-    """A ready-made choice of scalings; not available yet."""
 
 
 class CheckpointConfig(Section):
@@ -144,7 +161,7 @@ class CheckpointConfig(Section):
     folder: str = "checkpoint"
     """Folder of the checkpoints inside job.dump_folder."""
 
-    interval_type: Annotated[Literal["steps", "seconds"], also(step="steps")] = "steps"
+    interval_type: Annotated[Literal["steps", "seconds"], other_spellings(step="steps")] = "steps"
     """Unit of checkpoint.interval."""
 
     interval: PositiveInt = 500
@@ -177,20 +194,21 @@ class CheckpointConfig(Section):
 
     hf_upload_enabled: bool = False
     """Send models to the Hugging Face Hub, with the token that HF_TOKEN holds or hf auth login
-    keeps. What fails is said, and the run goes on."""
+    keeps. An upload that fails is reported, and the run goes on."""
 
     hf_repo_base_name: Annotated[str, Field(pattern=r"^\w[\w.-]*(/\w[\w.-]*)?$")] | None = None
-    """Repository that they are sent to, as organisation/name. It is made unless it is there, for
-    all to see; make it yourself for a private one."""
+    """Repository that models are sent to, as organisation/name. If it does not exist, a public one
+    is made; make it yourself if it is to be private."""
 
     hf_upload_when: Literal["checkpoint", "end"] = "checkpoint"
-    """After each checkpoint and in the end, or in the end only."""
+    """Upload after each checkpoint and at the end, or only at the end."""
 
     hf_upload_format: Literal["hf", "dcp"] = "hf"
-    """After a checkpoint send the model, exported as the final one is, or the checkpoint itself."""
+    """What is sent after a checkpoint: the model, exported as the final one is, or the checkpoint
+    itself."""
 
     hf_upload_background: bool = True
-    """Train on while a checkpoint is sent; another one that is due meanwhile is left out."""
+    """Train on while a checkpoint is sent; one that is due in the meantime is not sent."""
 
 
 class MetricsConfig(Section):

@@ -1,4 +1,4 @@
-"""Processes that end with the one that started them, however that one dies."""
+"""Ends processes with the process that started them, however that one dies."""
 
 import ctypes
 import os
@@ -9,38 +9,42 @@ import time
 
 POLL_SECONDS = 0.2
 _DIE_WITH_PARENT = 1  # Linux's PR_SET_PDEATHSIG
-_LIBRARY = (
-    ctypes.CDLL(None) if sys.platform == "linux" else None
-)  # opened here: a child should load nothing
+# Opened here, because a process that has just been forked should load nothing.
+_LIBRARY = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
-def end_with(parent: int) -> None:
-    """From now on this process is ended, at once and without writing, when its `parent` is gone, as it may be now."""
+def end_with_parent(parent: int) -> None:
+    """Makes this process end, at once and without writing, when its `parent` is gone.
+
+    If the parent is gone already, this process ends now.
+    """
     if _LIBRARY is None:
-        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+        threading.Thread(target=_exit_after, args=(parent,), daemon=True).start()
         return
     _LIBRARY.prctl(_DIE_WITH_PARENT, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def _watch(parent: int) -> None:
+def _exit_after(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os._exit(1)
 
 
 def end_children_with_us() -> None:
-    """From now on whatever is forked from this process, by any library, ends with it; so do children of children.
+    """Makes every process that this one forks from now on, by any library, end with this one.
 
-    Nor do they answer to Ctrl-C, which a terminal sends to all: to end them is for their parent.
+    Their own children do so too. None of them reacts to Ctrl-C, which a terminal sends to all
+    processes: their parent ends them.
     """
     us = [os.getpid()]
 
     def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        parent, us[0] = us[0], os.getpid()
-        end_with(parent)
+        parent = us[0]
+        us[0] = os.getpid()
+        end_with_parent(parent)
 
     os.register_at_fork(after_in_child=begin)

@@ -1,4 +1,4 @@
-"""TOML and flags to one checked, frozen `Config`, and back to TOML."""
+"""Turns TOML and flags into one checked, frozen `Config`, and that back into TOML."""
 
 import os
 import tomllib
@@ -13,50 +13,49 @@ from pydantic import ValidationError
 
 from lacuna.config.aliases import MEANT, OPPOSITE, REFUSED, RENAMED
 from lacuna.config.checks import problems_of
-from lacuna.config.documents import Source, Stage
+from lacuna.config.documents import CurriculumStage, Source
 from lacuna.config.errors import UserError, did_you_mean, explained, nearby
 from lacuna.config.fields import RECIPES, Words, packaged, read_value, shown
-from lacuna.config.sections import Config
+from lacuna.config.optimizers import OptimizerGroup
+from lacuna.config.sections import SECTIONS, Config
 
 # Canonical dotted name of every setting -> its type, bounds and default.
 FIELDS = {
     f"{section}.{name}": field
-    for section, table in Config.model_fields.items()
-    for name, field in table.annotation.model_fields.items()
+    for section, table in SECTIONS.items()
+    for name, field in table.model_fields.items()
 }
 
 # Every name that a setting may be given under -> its canonical name.
 SPELLINGS = RENAMED | {setting: setting for setting in FIELDS}
 
 
-# Who names one of these on the command line, and no file, wants nothing of the quickstart.
+# A command line that sets one of these and names no file takes nothing from the quickstart.
 _OWN = {"model.name_or_path", "model.config", "data.dataset", "data.sources", "data.data_files"}
 
 
 def load_config(path: str | None, flags: Sequence[str]) -> Config:
     """The configuration of a run from a TOML file, then flags.
 
-    Without a file it is the embedded quickstart, unless the flags name a model or data: then there
-    are defaults alone. A flag is `--section.setting value`, where the word `none` means the
-    default. Raises one UserError that tells everything that is wrong, a line each.
+    Without a file it is the embedded quickstart, unless the flags name a model or data: then it
+    begins with defaults alone. A flag is `--section.setting value`, where the word `none` means the
+    default. Raises one `UserError` for everything that is wrong, with a line for each.
     """
     problems: list[str] = []
     late: list[str] = []
-    flagged = _resolve(_words_by_flag(flags, late), "on the command line", late)
+    flagged = _read_settings(_words_by_flag(flags, late), "on the command line", late)
     given: dict[str, tuple[Any, str]] = {}
     job: dict[str, Any] = {}
     if path or not _OWN & {setting for setting, (value, _) in flagged.items() if value}:
         file = Path(packaged(path)).expanduser() if path else RECIPES / "quickstart.toml"
-        given, job["name"] = (
-            _read(file, f"in {path or 'the quickstart recipe'}", problems),
-            file.stem,
-        )
+        given = _read_toml(file, f"in {path or 'the quickstart recipe'}", problems)
+        job["name"] = file.stem
     given |= flagged
-    if folder := given.get("job.dump_folder", ("",))[0]:
+    folder = given.get("job.dump_folder", ("",))[0]
+    if folder:
         job["name"] = os.path.basename(os.path.abspath(folder))
-    tables: dict[str, dict[str, Any]] = {section: {} for section in Config.model_fields} | {
-        "job": job
-    }
+    tables: dict[str, dict[str, Any]] = {section: {} for section in SECTIONS}
+    tables["job"] = job
     for setting, (value, _) in given.items():
         section, name = setting.split(".")
         if value is not None:
@@ -75,7 +74,10 @@ def load_config(path: str | None, flags: Sequence[str]) -> Config:
 
 
 def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str, Words]]:
-    """Each flag's name, with underscores, and the words up to the next flag; of one given twice, the last."""
+    """Each flag's name, with underscores, and the words that follow it up to the next flag.
+
+    Of a flag that is given twice the last words count.
+    """
     found: list[tuple[str, list[str]]] = []
     for word in flags:
         if word.startswith("--"):
@@ -88,42 +90,46 @@ def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str,
     return [(name, Words(words)) for name, words in dict(found).items()]
 
 
-def _read(file: Path, where: str, problems: list[str]) -> dict[str, tuple[Any, str]]:
-    """What the TOML file gives, as `_resolve` has it."""
+def _read_toml(file: Path, where: str, problems: list[str]) -> dict[str, tuple[Any, str]]:
+    """The settings that the TOML file gives, in the form that `_read_settings` returns."""
     mend = "give a TOML file" if file.exists() else nearby(file)
     absent = explained(f"{file}: cannot be read", OSError, mend=mend)
-    nested = explained(
-        f"{file}: tables within tables, deeper than any setting",
-        RecursionError,
-        mend="mend it there",
-    )
+    deep = f"{file}: tables within tables, deeper than any setting"
+    nested = explained(deep, RecursionError, mend="mend it there")
     with absent, nested, explained(f"{file}: is not valid TOML", ValueError, mend="mend it there"):
-        return _resolve(_flatten(tomllib.loads(file.read_text(encoding="utf-8"))), where, problems)
+        return _read_settings(
+            _flatten(tomllib.loads(file.read_text(encoding="utf-8"))), where, problems
+        )
 
 
 def _flatten(tables: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Dotted name and value of everything in the TOML file; what is no table of settings comes as it is."""
+    """The dotted name and the value of everything in the TOML file.
+
+    A value that is no table of settings comes under its own name, unchanged.
+    """
     sections = {name.partition(".")[0] for name in SPELLINGS}
     for section, table in tables.items():
         if isinstance(table, dict) and (table or section.replace("-", "_") in sections):
-            yield from (
-                (f"{section}.{name}".replace("-", "_"), value) for name, value in table.items()
-            )
+            for name, value in table.items():
+                yield f"{section}.{name}".replace("-", "_"), value
         else:
             yield section, table
 
 
-def _resolve(
+def _read_settings(
     entries: Iterable[tuple[str, Any]], where: str, problems: list[str]
 ) -> dict[str, tuple[Any, str]]:
-    """Everything given in one place: canonical name -> value (None: the default) and what it was given as."""
+    """The settings given in one place: canonical name -> value, and how it was written there.
+
+    The value None stands for the default. What is wrong is added to `problems`.
+    """
     given: dict[str, tuple[Any, str]] = {}
     for spelling, raw in entries:
         try:
-            setting = _canonical(spelling, where)
+            setting = _canonical_name(spelling, where)
             value = read_value(FIELDS[setting], raw)
         except ValidationError as error:
-            problems += [_explained(detail, setting, spelling, where) for detail in error.errors()]
+            problems += [_message_of(detail, setting, spelling, where) for detail in error.errors()]
         except ValueError as error:
             problems.append(f"{spelling}: {error}")
         else:
@@ -138,8 +144,11 @@ def _resolve(
     return given
 
 
-def _canonical(name: str, where: str) -> str:
-    """The setting that a name stands for. Raises ValueError: why there is none, and which is nearest."""
+def _canonical_name(name: str, where: str) -> str:
+    """The setting that a name stands for.
+
+    Raises `ValueError`, which says why or names the nearest setting, where there is none.
+    """
     if name in SPELLINGS:
         return SPELLINGS[name]
     for pattern, reason in REFUSED.items():
@@ -154,32 +163,39 @@ def _canonical(name: str, where: str) -> str:
     raise ValueError(f"there is no such setting ({where}); the nearest is {nearest}")
 
 
-def _explained(detail: Any, setting: str, spelling: str, where: str) -> str:
-    """A line for one finding of pydantic: the setting, what is wanted, what was given and where."""
+def _message_of(detail: Any, setting: str, spelling: str, where: str) -> str:
+    """The message for one error that pydantic found.
+
+    It says which setting is wrong, what it should be, what was given, and where.
+    """
     part = "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in detail["loc"])
     said = detail["msg"].removeprefix("Input ").removeprefix("Value error, ")
     wanted = said.partition(", unable")[0].replace("valid tuple", "list")
-    value, kind, hint = detail["input"], detail["type"], ""
+    value = detail["input"]
+    kind = detail["type"]
+    hint = ""
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         hint = "; write it without quotes"
     elif kind == "literal_error":
         hint = did_you_mean(str(value), detail["ctx"]["expected"].split("'"))
     elif kind == "extra_forbidden":
-        hint = did_you_mean(str(detail["loc"][-1]), {*Source.model_fields, *Stage.model_fields})
+        tables = Source, CurriculumStage, OptimizerGroup
+        known = {name for table in tables for name in table.model_fields}
+        hint = did_you_mean(str(detail["loc"][-1]), known)
     name = f", as {spelling}" if spelling != setting else ""
     return f"{setting}{part}: {wanted} (got {shorten(shown(value), 100)} {where}{name}){hint}"
 
 
 def to_toml(config: Config) -> str:
-    """Every setting as TOML that `load_config` reads back to an equal configuration."""
-    sections = config.model_dump().items()
-    return "\n".join(
-        line for name, table in sections for line in (f"[{name}]", *_lines(name, table), "")
-    )
+    """Every setting as TOML, which `load_config` reads back to an equal configuration."""
+    lines: list[str] = []
+    for name, table in config.model_dump().items():
+        lines += [f"[{name}]", *_toml_lines(name, table), ""]
+    return "\n".join(lines)
 
 
-def _lines(name: str, table: dict[str, Any]) -> Iterator[str]:
-    """The settings of a table, and behind them its lists of tables."""
+def _toml_lines(name: str, table: dict[str, Any]) -> Iterator[str]:
+    """The lines of a table: its settings, and after them its lists of tables."""
     lists = {
         key: value
         for key, value in table.items()
@@ -190,4 +206,4 @@ def _lines(name: str, table: dict[str, Any]) -> Iterator[str]:
             yield f"# {key} is not set" if value is None else f"{key} = {shown(value)}"
     for key, tables in lists.items():
         for each in tables:
-            yield from ("", f"[[{name}.{key}]]", *_lines(f"{name}.{key}", each))
+            yield from ("", f"[[{name}.{key}]]", *_toml_lines(f"{name}.{key}", each))

@@ -1,21 +1,22 @@
 """The settings of how the model learns, and all sections of the settings together."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 from lacuna.config import machine
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import (
-    ChatConfig,
     CurriculumConfig,
+    CurriculumStage,
     DataConfig,
     PackingConfig,
-    Stage,
     ValidationConfig,
 )
-from lacuna.config.fields import Names, Path, Section, also, packaged
+from lacuna.config.fields import Names, Path, Section, packaged
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.config.optimizers import LRSchedulerConfig, OptimizerConfig
 from lacuna.config.task import known_task, trains_on
 
 
@@ -54,25 +55,25 @@ class ModelConfig(Section):
 
     new_tokens: Names = ()
     """Special tokens (of roles, reasoning, tools) that the tokenizer gets unless it has them. Each
-    gets a row of the embedding and the head: the mean of the rows that were there."""
+    gets a row of the embedding and the head, which begins as the mean of the other rows."""
 
     vocabulary_multiple: PositiveInt = 1
     """The rows of embedding and head are padded to a multiple of this."""
 
     train_new_tokens_only: bool = False
     """Of the embedding and the head, train only the rows of model.new_tokens, and without weight
-    decay (peft's trainable_token_indices); the rest of the model is trained as ever."""
+    decay (peft's trainable_token_indices); the rest of the model is trained as usual."""
 
     output_router_logits: bool | None = None
     """Train the load-balancing loss of a mixture of experts as well. Unset: as the model's
     configuration says."""
 
     router_aux_loss_coef: NonNegativeFloat | None = None
-    """How much that loss counts. Unset: as the model's configuration says."""
+    """Weight of the load-balancing loss. Unset: as the model's configuration says."""
 
     trust_remote_code: bool = False
-    """Run the Python code that a model or tokenizer comes with; otherwise those that have some are
-    refused."""
+    """Run the Python code that a model or tokenizer comes with. Otherwise models and tokenizers
+    with code of their own are refused."""
 
     attention: Literal[
         "auto",
@@ -140,65 +141,13 @@ class TrainingConfig(Section):
     """Precision of the computation. Unset: bfloat16 on a GPU, float32 on a CPU."""
 
     mixed_precision_reduce: Literal["float32"] = "float32"
-    """Precision that gradients are summed over ranks in."""
+    """Precision in which gradients are summed over ranks."""
 
     enable_cpu_offload: bool = False
     """Keep parameters, gradients and optimizer state in CPU memory."""
 
     gc_freq: PositiveInt = 50
     """Steps between two collections of Python's garbage, at the same step on all ranks."""
-
-
-class OptimizerConfig(Section):
-    """What moves the weights."""
-
-    name: Annotated[Literal["AdamW"], also(adamw="AdamW")] = "AdamW"
-    """Optimizer; upper and lower case are the same."""
-
-    lr: NonNegativeFloat = 8e-4
-    """Learning rate at the end of the warmup."""
-
-    beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Decay of the running mean of gradients."""
-
-    beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Decay of the running mean of squared gradients."""
-
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the denominator."""
-
-    weight_decay: NonNegativeFloat = 0.1
-    """Share of a weight taken away per step, times the learning rate."""
-
-    implementation: Annotated[
-        Literal["fused", "foreach", "for-loop"], also(true="fused", false="foreach")
-    ] = "fused"
-    """How torch applies the update; fused is the fastest."""
-
-    early_step_in_backward: bool = False
-    """Update each parameter in the backward pass and drop its gradient at once; leaves nothing to
-    clip or to skip."""
-
-
-class LRSchedulerConfig(Section):
-    """How the learning rate rises and falls."""
-
-    warmup_steps: NonNegativeInt | None = None
-    """Steps over which the learning rate rises from near 0. Unset: a tenth of the run, at most
-    200."""
-
-    decay_type: Literal["linear", "sqrt", "cosine", "constant", "wsd"] = "linear"
-    """Shape of the fall; constant means none, wsd is linear over the last tenth unless decay_ratio
-    is given."""
-
-    decay_ratio: float | None = Field(
-        default_factory=lambda given: {"wsd": 0.1}.get(given["decay_type"]), ge=0, le=1
-    )
-    """Share of all steps over which it falls at the end. Unset: all steps after the warmup, a tenth
-    with wsd."""
-
-    lr_min: float = Field(default=0.0, ge=0, le=1)
-    """Where the fall ends, as a ratio of optimizer.lr."""
 
 
 class Config(Section):
@@ -238,7 +187,12 @@ class Config(Section):
         """How conversations become tokens; None where the task is to train on texts."""
         return None if self.trains_on == "texts" else self.chat
 
-    def stages(self) -> "list[Config]":
+    @property
+    def judged_answers(self) -> PreferenceConfig | None:
+        """How judged answers are learnt; None where the task trains on something else."""
+        return self.preference if self.trains_on == "preferences" else None
+
+    def curriculum_stages(self) -> "list[Config]":
         """The configuration before the first table of the curriculum, then that of each table.
 
         `training.global_batch_size` must be known, so that each stage keeps it.
@@ -248,14 +202,14 @@ class Config(Section):
             configs.append(configs[-1]._changed_by(stage))
         return configs
 
-    def _changed_by(self, stage: Stage) -> "Config":
+    def _changed_by(self, stage: CurriculumStage) -> "Config":
         """This configuration with what the stage changes."""
         training = self.training
         changes: dict[str, Any] = stage.model_dump(
             include={"seq_len", "batch_size", "global_batch_size"}, exclude_none=True
         )
         changes["gradient_accumulation_steps"] = None
-        # With the same seed it would draw the same data again.
+        # With the same seed the stage would draw the same data again.
         changes["seed"] = training.seed + 1
         if stage.seq_len and training.context_len == training.seq_len:
             changes["context_len"] = stage.seq_len
@@ -273,3 +227,9 @@ class Config(Section):
                 "data": self.data.model_copy(update={"sources": mixed}),
             }
         )
+
+
+# The name of every section -> its class.
+SECTIONS: dict[str, type[Section]] = {
+    name: cast(type[Section], field.annotation) for name, field in Config.model_fields.items()
+}

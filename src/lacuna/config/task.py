@@ -1,9 +1,11 @@
-"""What a run may be asked to train for: the tasks that come with lacuna, and objectives of the user's own."""
+"""What a run may train for: the tasks that come with lacuna, and objectives of the user's own."""
+
+from inspect import signature
 
 from lacuna.config.errors import did_you_mean
-from lacuna.config.imported import imported
+from lacuna.config.user_code import import_attribute
 
-# What the tasks that come with lacuna are trained on; distillation.data says it for distill.
+# Task that comes with lacuna -> what it is trained on (for distill, distillation.data decides).
 TASKS = {
     "pretrain": "texts",
     "sft": "conversations",
@@ -22,22 +24,30 @@ PARTS = (
     "state_dict",
     "load_state_dict",
     "check",
+    "frozen_models",
     "prepare",
     "next_step",
 )
 
 
 def known_task(task: str) -> str:
-    """The task, if it can be had. Raises `ValueError` otherwise."""
+    """The task itself, if it is one that can run. Raises `ValueError` otherwise."""
     if ":" in task:
-        objective = imported(task)
+        objective = import_attribute(task)
         missing = [part for part in PARTS if not hasattr(objective, part)]
         if missing:
             raise ValueError(f"{task} has no {', '.join(missing)}, which the loop asks for")
         if objective.trains_on not in TASKS.values():
             raise ValueError(
-                f"{task}.trains_on is {objective.trains_on!r}; set texts, conversations or preferences"
+                f"{task}.trains_on is {objective.trains_on!r}; set texts, conversations or "
+                "preferences"
             )
+        try:
+            signature(objective).bind()
+        except TypeError as error:
+            raise ValueError(
+                f"{task} cannot be called without arguments ({error}); name a class that takes none"
+            ) from error
     elif task not in TASKS:
         alike = did_you_mean(task, TASKS)
         mend = alike or "; choose one, or an objective of your own as module:name"
@@ -47,4 +57,4 @@ def known_task(task: str) -> str:
 
 def trains_on(task: str) -> str:
     """What a task learns from: texts, conversations or preferences."""
-    return TASKS[task] if task in TASKS else imported(task).trains_on
+    return TASKS[task] if task in TASKS else import_attribute(task).trains_on

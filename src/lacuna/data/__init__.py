@@ -1,39 +1,46 @@
 """Documents to batches: the samples of step t are a function of the configuration and t alone.
 
-The way of a document: `sources` opens what the configuration names (`files` reads local JSON and
-texts, `corpus` is the one that needs no download); `mixture` decides the order of documents from
-the seed and their positions; `tokenize` makes tokens of them, of conversations with `messages`,
-`chat` and `template`, of preferences with `judged` and `preferences`; `filling` decides which share
-a row, and `packing` makes batches of rows; `micro_batches` deals rows to ranks and workers, and
-`loader` hands batches out and saves its position. `rows` makes the rows of documents in one of
-three ways, as `plan` decides:
+A document goes through these modules:
 
-- Laid end to end: the sources are tokenised once into a cache; rows are cut every seq_len tokens
-  out of all documents in their order, so that any process can make any row and the position is the
-  step alone.
-- Fitted: from the same cache, row R holds the whole examples that `filling` fits together.
-- In lanes: documents are dealt to 8 lanes per sequence of the global batch, each of which packs its
-  own; row R is the next row of lane R mod lanes. Documents are tokenised by the worker that owns
-  the lane, and local sources stay where they are; streams are read through `stream`. The position
-  is a few integers per lane and, for each stream, the place to read it on from.
+1. `sources` opens what the configuration names. `files` reads local JSON and texts; `corpus` is the
+   one source that needs no download.
+2. `mixture` decides the order of documents from the seed and their positions.
+3. `tokenize` turns documents into tokens: conversations by means of `messages`, `chat` and
+   `template`, preferences by means of `judged` and `preferences`.
+4. `filling` decides which documents share a row, and `packing` makes batches of rows.
+5. `micro_batches` deals rows to ranks and workers. `loader` hands batches out and saves its
+   position.
 
-Row R belongs to step R // global_batch. No way knows how many ranks or workers there are.
+`rows` makes rows of documents in one of three ways, which `plan` chooses:
+
+- Laid end to end: the sources are tokenised once, into a cache. Rows of seq_len tokens are cut out
+  of all documents in their order. So any process can make any row, and the position in the data is
+  the step alone.
+- Fitted: the documents come from the same cache, and row R holds the whole examples that `filling`
+  fits together.
+- In lanes: documents are dealt to 8 lanes per sequence of the global batch. Each lane packs its own
+  documents, and row R is the next row of lane R mod lanes. The worker that owns a lane tokenises
+  its documents. Local sources are read where they are, streams through `stream`. The position in
+  the data is a few integers per lane and, for each stream, the place to go on reading from.
+
+Row R belongs to step R // global_batch. None of the three ways depends on how many ranks or workers
+there are.
 """
 
 from lacuna.data.loader import Loader, build_loader, build_validation, merge_states
-from lacuna.data.micro_batches import BatchPlan
+from lacuna.data.micro_batches import BatchSizes
 from lacuna.data.packing import Batch
 from lacuna.data.plan import run_tokenizer
-from lacuna.data.workers import of_a_worker, workers_told
+from lacuna.data.workers import is_worker_end, worker_ends_explained
 
 __all__ = [
     "Batch",
-    "BatchPlan",
+    "BatchSizes",
     "Loader",
     "build_loader",
     "build_validation",
     "merge_states",
-    "of_a_worker",
+    "is_worker_end",
     "run_tokenizer",
-    "workers_told",
+    "worker_ends_explained",
 ]

@@ -1,4 +1,4 @@
-"""Files that are made once, whoever asks, and kept with the caches of `datasets`; and checksums."""
+"""Files that are made once, whoever asks for them, and kept beside the caches of `datasets`."""
 
 import json
 import os
@@ -21,10 +21,10 @@ _READ_OF_DATA = 256 * 2**20
 
 
 def fingerprint(files: Sequence[str | Path], most: int = _READ_OF_DATA) -> str:
-    """What tells files by what is in them, whatever their names and dates.
+    """A text that differs where the contents of files differ, whatever their names and dates.
 
-    Files that have more than `most` bytes together are not read whole, but their sizes and one
-    block of 2^20 bytes out of every so many, spread evenly, and the last of each file.
+    Files that have more than `most` bytes together are not read whole: their sizes count, blocks of
+    2^20 bytes that are spread evenly over them, and the last block of each file.
     """
     sizes = [os.path.getsize(file) for file in files]
     stride = _BLOCK * max(1, -(-sum(sizes) // most))
@@ -51,24 +51,27 @@ def require_writable_cache() -> None:
 def made_once(name: str, write: Callable[[str], Any]) -> Path:
     """The file or folder of this name in the cache, which `write` writes unless it is there.
 
-    Of many processes that ask at once, one writes and the others wait. It gets its name once the
-    disk has all of it, and its checksums are kept beside it: what is found damaged later is written
-    anew.
+    Of many processes that ask at once, one writes and the others wait. The entry gets its name once
+    the disk has all of it. Its checksums are kept beside it, and an entry that is found damaged
+    later is written anew.
     """
     kept = Path(datasets.config.HF_DATASETS_CACHE, "lacuna", name)
     require_writable_cache()
     kept.parent.mkdir(parents=True, exist_ok=True)
-    if (damage := _damage(kept)) is None:
+    damage = _find_damage(kept)
+    if damage is None:
         return kept
     if kept.exists():
         logger.warning("the cache %s is damaged (%s): it is made anew", kept, damage)
     with FileLock(f"{kept}.lock"):
-        if _damage(kept) is not None:
+        if _find_damage(kept) is not None:
             new = kept.with_name(f"new-{name}")
             for old in (kept, new):
-                _remove(old)
+                _remove_entry(old)
             write(str(new))
-            sums = {str(file.relative_to(new)): fingerprint([file], 2**62) for file in _files(new)}
+            sums = {
+                str(file.relative_to(new)): fingerprint([file], 2**62) for file in _files_in(new)
+            }
             listed = kept.with_name(f"new-{name}.sums")
             listed.write_text(json.dumps(sums))
             sync(listed)
@@ -83,17 +86,17 @@ def _sums_of(kept: Path) -> Path:
     return kept.with_name(f"{kept.name}.sums")
 
 
-def _files(kept: Path) -> list[Path]:
+def _files_in(kept: Path) -> list[Path]:
     return sorted(file for file in kept.rglob("*") if file.is_file()) if kept.is_dir() else [kept]
 
 
-def _damage(kept: Path) -> str | None:
+def _find_damage(kept: Path) -> str | None:
     """What is wrong with an entry of the cache, or None."""
     try:
         sums = json.loads(_sums_of(kept).read_text())
         found = {
-            str(file.relative_to(kept)): _checksum(file, os.stat(file).st_mtime_ns)
-            for file in _files(kept)
+            str(file.relative_to(kept)): _checksum_of(file, os.stat(file).st_mtime_ns)
+            for file in _files_in(kept)
         }
     except FileNotFoundError as error:
         return f"{os.path.basename(error.filename)} is missing"
@@ -104,12 +107,12 @@ def _damage(kept: Path) -> str | None:
 
 
 @lru_cache
-def _checksum(file: Path, _changed: int) -> str:
-    """Of a whole file; read once in a process, which asks for some entries again and again."""
+def _checksum_of(file: Path, _changed: int) -> str:
+    """The checksum of a whole file, computed once in a process, which asks for it often."""
     return fingerprint([file], 2**62)
 
 
-def _remove(path: Path) -> None:
+def _remove_entry(path: Path) -> None:
     if path.is_dir():
         shutil.rmtree(path)
     else:

@@ -1,4 +1,4 @@
-"""Conversations to tokens, and which of them are trained."""
+"""Turns conversations into tokens, and says which of the tokens are trained."""
 
 from contextlib import suppress
 from itertools import chain
@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config.documents import ChatConfig
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.errors import UserError, explained, nearby
 from lacuna.config.fields import RECIPES
 from lacuna.data.document import Document
-from lacuna.data.marks import written
+from lacuna.data.marks import fitted_to_template
 from lacuna.data.messages import (
     conversation_columns,
     instructed,
@@ -34,10 +34,10 @@ from lacuna.data.tokenizer import tokenize_text
 
 
 def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> None:
-    """Give a tokenizer the chat template that the settings name, if they name one.
+    """Gives a tokenizer the chat template that the settings name, if they name one.
 
-    The tokenizer has all its tokens by now. Raises UserError when it has no template in the end, or
-    one from which a model could not learn to end its turn.
+    The tokenizer must have all its tokens already. Raises UserError when it then has no template,
+    or one from which a model could not learn to end its turn.
     """
     if settings.template is not None:
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
@@ -83,7 +83,7 @@ def _try_template(trial: Chat, settings: ChatConfig) -> None:
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens that end an answer: the end of text, and what templates put behind answers."""
+    """The tokens that end an answer: the end of text, and what templates put after answers."""
     ends = [tokenizer.eos_token_id]
     for template in templates_of(tokenizer):
         with suppress(UserError):  # a template that nobody trains on may refuse every trial
@@ -96,8 +96,8 @@ def encode(
 ) -> Document:
     """The tokens of a row, and which of them are trained.
 
-    `use_template` has prepared the tokenizer. Raises UserError that tells the place, the column and
-    what is wrong there when the row does not fit, also when nothing of it would be trained.
+    `use_template` has prepared the tokenizer. Raises UserError when the row cannot be used, or when
+    nothing of it would be trained; the message names the place, the column and what is wrong there.
     """
     needed, found = conversation_columns(record, settings, f"{place}: ")
     values = {ours: record[found[ours]] for ours in needed}
@@ -109,7 +109,7 @@ def encode(
         completion = read(values["completion"], str, where)
         tokens, trained = encode_texts(values["prompt"], completion, tokenizer)
     else:
-        parts = _parts(values, record.get(found.get("input", "")), where, settings)
+        parts = _messages_by_column(values, record.get(found.get("input", "")), where, settings)
         tools = read_tools(record, found, place)
         template = template_for(tokenizer, tools, where)
         chat = Chat(where, tokenizer, template, sum(parts, []), tools)
@@ -119,17 +119,17 @@ def encode(
 
 
 def require_trained(trained: np.ndarray, where: str) -> None:
-    """Raises UserError where no token but the first, which none predicts, would be trained."""
+    """Raises UserError where no token after the first, which none predicts, would be trained."""
     if not trained[1:].any():
         raise UserError(
             f"{where}: no token would be trained; leave the row out, or mend chat.template"
         )
 
 
-def _parts(
+def _messages_by_column(
     values: dict[str, Any], more: Any, where: str, settings: ChatConfig
 ) -> list[list[dict[str, Any]]]:
-    """The messages of each column, those of the last one trained."""
+    """The messages of each column; those of the last column are trained."""
     if "instruction" in values:
         return instructed(values, more, where)
     return [read_messages(value, where, settings) for value in values.values()]
@@ -138,15 +138,13 @@ def _parts(
 def encode_texts(
     prompt: str, completion: str, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens of a prompt as a model is given it, then of the answer, which ends the text.
+    """The tokens of a prompt, as a model is given it, and then of the answer, which ends the text.
 
-    No token is of both. Returns int32 tokens, and bool of the same shape: those of the answer are
-    trained.
+    Both are tokenised apart, so that no token spans them. Returns int32 tokens, and bool of the
+    same shape: the tokens of the answer are trained.
     """
-    asked, answer = (
-        tokenize_text(tokenizer, prompt),
-        tokenize_text(tokenizer, completion, begins=False),
-    )
+    asked = tokenize_text(tokenizer, prompt)
+    answer = tokenize_text(tokenizer, completion, begins=False)
     ends = tokenizer.eos_token_id is not None and not prompt.endswith(tokenizer.eos_token)
     asked = asked[:-1] if ends else asked
     return np.concatenate([asked, answer]), np.arange(len(asked) + len(answer)) >= len(asked)
@@ -165,10 +163,10 @@ def encode_chat(chat: Chat, first: int, settings: ChatConfig) -> tuple[np.ndarra
         turns = turns[-1:]
     if not turns:
         raise UserError(_without_answer(chat))
-    chat = written(chat, turns)
+    chat = fitted_to_template(chat, turns)
     text, spans = render(chat)
     if spans is None:
-        spans = [_answer(chat, text, turn, turn < turns[-1]) for turn in reversed(turns)]
+        spans = [_answer_span(chat, text, turn, turn < turns[-1]) for turn in reversed(turns)]
     elif turns[0] > answers[0]:
         earlier = render(chat, turns[0])[1]
         spans = spans[len(earlier or ()) :]
@@ -181,13 +179,13 @@ def encode_chat(chat: Chat, first: int, settings: ChatConfig) -> tuple[np.ndarra
     ends = tuple(chat.tokenizer.convert_ids_to_tokens(end_of_turn(chat.tokenizer)))
     for first_character, beyond in spans:
         start = np.searchsorted(stops, first_character, side="right")
-        stop = np.searchsorted(starts, _with_end(chat, text, beyond, ends))
+        stop = np.searchsorted(starts, _end_with_closing(chat, text, beyond, ends))
         trained[start:stop] = True
     return tokens, trained
 
 
 def _without_answer(chat: Chat) -> str:
-    """What is told of a conversation in which there is nothing to train."""
+    """The message about a conversation in which there is no answer to train."""
     if not chat.messages:
         return f"{chat.where}: the conversation is empty; leave the row out."
     unknown = unknown_roles(chat.messages)
@@ -201,8 +199,11 @@ def _without_answer(chat: Chat) -> str:
     return f"{chat.where}: no message is the assistant's; {mend}."
 
 
-def _with_end(chat: Chat, text: str, beyond: int, ends: tuple[str, ...]) -> int:
-    """Where an answer ends with all that closes it, if it is trained up to character `beyond`."""
+def _end_with_closing(chat: Chat, text: str, beyond: int, ends: tuple[str, ...]) -> int:
+    """The end of an answer and of all that closes it, where the answer is trained up to `beyond`.
+
+    Both are counted in characters of `text`.
+    """
     if text[:beyond].rstrip().endswith(ends):
         return beyond
     closing = end_of_answer(chat.tokenizer, chat.template).text
@@ -215,11 +216,12 @@ def _with_end(chat: Chat, text: str, beyond: int, ends: tuple[str, ...]) -> int:
     return beyond
 
 
-def _answer(chat: Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, int]:
-    """The characters of `whole` that answer, where the template does not mark them.
+def _answer_span(chat: Chat, whole: str, turn: int, is_earlier: bool) -> tuple[int, int]:
+    """Where in `whole` the answer in message `turn` is, for a template that does not mark it.
 
-    They go from where message `turn` is asked for to the token that ends its turn. Raises UserError
-    unless `whole` begins with the conversation before the message, and with that up to its end.
+    The span goes from the end of the text that asks for the message to the token that ends its
+    turn. Raises UserError unless `whole` begins with the text of the conversation before the
+    message, and with the text of the conversation up to the end of the message.
     """
     end = end_of_answer(chat.tokenizer, chat.template)
     asked = render(chat, turn, asks=True)[0]

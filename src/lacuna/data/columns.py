@@ -5,21 +5,21 @@ from contextlib import suppress
 from itertools import islice
 
 from lacuna.config import UserError
-from lacuna.config.documents import ChatConfig
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.data.files import records_of
 from lacuna.data.messages import conversation_columns
 
 # Columns that texts are looked for in, unless one is named.
 _COLUMNS = ("text", "content", "input_ids")
-# Records among which one must have the columns.
+# How many records are searched for one that has the columns.
 _FIRST = 1000
 
 
 def first_columns(
     paths: list[str], kind: str, columns_of: Callable[[list[str]], list[str]]
 ) -> list[str]:
-    """The columns that are used, by the first record that has them: broken ones may come before."""
+    """The columns that are used, by the first record that has them; those before may be broken."""
     known: dict[str, None] = {}
     for record, _ in islice(records_of(paths, kind), _FIRST):
         if isinstance(record, dict):
@@ -38,7 +38,7 @@ def used_columns(
     preference: PreferenceConfig | None,
     numbers: Sequence[str],
 ) -> list[str]:
-    """Of all columns those that are used, the first of them the one of texts or tokens."""
+    """Those of all `columns` that are used; the first of them holds the texts or tokens."""
     known = ", ".join(columns)
     for name in numbers:
         if name not in columns:
@@ -60,7 +60,7 @@ def columns_of_rows(
 ) -> tuple[tuple[str, ...], dict[str, str]]:
     """Our names of the columns that conversations or preferences are read from, and the data's.
 
-    As `conversation_columns` gives them.
+    They have the form that `conversation_columns` returns.
     """
     if preference is None:
         return conversation_columns(columns, chat)

@@ -1,4 +1,4 @@
-"""A corpus and a tokenizer that every Python brings along: a first run needs no download."""
+"""A corpus that every Python brings along, and its tokenizer: a first run needs no download."""
 
 import hashlib
 import os
@@ -34,7 +34,7 @@ def stdlib_files() -> dict[str, list[str]]:
     """The standard library's source files by split, sorted; every twentieth is for validation."""
     found = []
     for folder, inner, names in os.walk(sysconfig.get_path("stdlib")):
-        inner[:] = set(inner) - _LEFT_OUT  # into which the walk then does not go
+        inner[:] = set(inner) - _LEFT_OUT  # the walk then does not enter these folders
         found += [Path(folder, name) for name in names if name.endswith(".py")]
     files = [str(path) for path in sorted(found)]
     train = [file for number, file in enumerate(files) if number % _VALIDATION_PART]
@@ -57,7 +57,7 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
         trained.save(file)
 
     file = made_once(f"{NAME}-{_VOCABULARY}-{digest}.json", train)
-    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+    tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_file=str(file), eos_token=_END, pad_token=_END
     )
     return tokenizer

@@ -1,4 +1,4 @@
-"""What has its name is whole, and on the disk: written beside its place, synced, then renamed."""
+"""Files that are whole once they have their name: written beside it, synced, then renamed."""
 
 import os
 import shutil
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def sync(path: str | Path) -> None:
-    """Has the disk hold what was written to a file, or which names a folder has."""
+    """Makes sure that what was written to a file, or a folder's list of names, is on the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -17,7 +17,7 @@ def sync(path: str | Path) -> None:
 
 
 def sync_all(path: str | Path) -> None:
-    """Has the disk hold a file, or a folder with everything in it."""
+    """Makes sure that a file, or a folder with everything in it, is on the disk."""
     for place, _, names in os.walk(path, topdown=False):
         for name in names:
             sync(os.path.join(place, name))
@@ -28,7 +28,7 @@ def sync_all(path: str | Path) -> None:
 
 @contextmanager
 def whole_folder(folder: str) -> Iterator[str]:
-    """A folder to write to, which in the end, when the disk has all of it, is named `folder`."""
+    """A folder to write to; once all of it is on the disk at the end, it is named `folder`."""
     unfinished = f"{folder.rstrip(os.sep)}.unfinished"
     shutil.rmtree(unfinished, ignore_errors=True)
     os.makedirs(unfinished)
@@ -40,7 +40,7 @@ def whole_folder(folder: str) -> Iterator[str]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Gives a file this content, on the disk, at once or not at all."""
+    """Gives a file this content on the disk; a crash leaves the old content or the new, whole."""
     new = path.with_name(f"{path.name}.new")
     new.write_text(text)
     sync(new)

@@ -14,10 +14,10 @@ class Document:
     Attributes:
         tokens: int32 or uint16 [n], the end of text among them.
         text_bytes: the UTF-8 bytes of its text; nan where nobody knows.
-        broken: where it was found, if it is unreadable and so has no tokens.
+        broken: the place where it was found, if it is unreadable and so has no tokens.
         trained: bool [n], whether a token is to be predicted; None means that all are.
-        columns: by name [n] or [n, k], what else is known of each token as one that is predicted,
-            such as a weight.
+        columns: by name [n] or [n, k], what else is known of each token as the target of a
+            prediction, such as a weight.
         ends: where each of its sequences ends; empty where the document is a single sequence.
         sequence_columns: by name one value for each of its sequences.
     """

@@ -22,7 +22,8 @@ _HTTP_LIBRARIES = {
     "huggingface_hub",
 }
 _LASTING = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ValueError)
-# How `datasets` and the Hub's client begin when they are offline, or have tried again themselves.
+# Beginnings of messages of `datasets` and the Hub's client: they are offline, or have tried again
+# themselves.
 _GAVE_UP = ("Couldn't reach", "Cannot reach", "Offline mode")
 _PASSING_STATUS = {408, 425, 429}
 
@@ -30,28 +31,28 @@ Element = TypeVar("Element")
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether an error tells of bytes that came wrong, not of such as did not come."""
+    """Whether an error tells that bytes arrived but are wrong, and not that none arrived."""
     if isinstance(error, (ArrowInvalid, UnicodeDecodeError)):
         return True
     files = [frame.f_code.co_filename for frame, _ in walk_tb(error.__traceback__)]
     return type(error) is OSError and error.errno is None and "pyarrow" in "".join(files[-1:])
 
 
-def told_damage(error: BaseException) -> str:
-    """What is told of a source that is damaged."""
+def damage_message(error: BaseException) -> str:
+    """The end of a message about a source that is damaged."""
     said = " ".join(str(error).split())
     return f"is damaged, or not in UTF-8: {said}; write or download it again"
 
 
 @contextmanager
 def readable(name: str) -> Iterator[None]:
-    """Within it, damage of the source of this name becomes a `UserError`."""
+    """A context in which damage to the source of this name becomes a `UserError`."""
     try:
         yield
     except (OSError, ValueError) as error:
         if not is_damage(error):
             raise
-        raise UserError(f"{name}: {told_damage(error)}") from error
+        raise UserError(f"{name}: {damage_message(error)}") from error
 
 
 def may_pass(error: BaseException) -> bool:
@@ -68,7 +69,7 @@ def may_pass(error: BaseException) -> bool:
 def with_retries(
     start: Callable[[], Iterable[Element]], retries: int, what: str
 ) -> Iterator[Element]:
-    """Yield what `start` gives; after a passing fault call it again, to go on behind the last.
+    """Yields what `start` gives; after a passing fault calls it again, to go on after the last.
 
     Raises the last fault after `retries` in a row, and any other error at once.
     """

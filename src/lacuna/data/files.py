@@ -23,17 +23,17 @@ BROKEN = "broken"
 def read_records(
     files: list[str], kind: str, column: str, numbers: tuple[str, ...], version: int
 ) -> Iterator[dict[str, Any]]:
-    """Yield what is used of every record: `column`, the columns of `numbers`, and BROKEN.
+    """Yields what is used of every record: `column`, the columns of `numbers`, and BROKEN.
 
-    `column` is None where it is unreadable, else BROKEN is. RECORD is the column of everything.
-    `kind` is json (an object per line, or one list of them) or text (each file is a record);
-    `version` is that of this reader: a part of what caches are keyed by.
+    Where a record is unreadable, `column` is None; everywhere else BROKEN is. If `column` is
+    RECORD, it holds the whole record. `kind` is json (an object per line, or one list of them) or
+    text (each file is a record). `version` is that of this reader: caches are keyed by it, too.
     """
     for record, place in records_of(files, kind):
         values = record if isinstance(record, dict) else {}
         value = values.get(column)
         if values and column == RECORD:
-            value, place = _parsed(values, place, json.dumps)
+            value, place = _parse_or_explain(values, place, json.dumps)
         readable = is_tokens(value) if column == "input_ids" else isinstance(value, str)
         wrong = f"{place}: {'no ' if value is None else 'unfit '}{column}"
         found = {column: value, BROKEN: None} if readable else {column: None, BROKEN: wrong}
@@ -50,16 +50,18 @@ def is_tokens(value: Any) -> bool:
 
 
 def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
-    """Each record with its place, or None and its place with what is wrong there.
+    """Each record and its place, or None and its place with what is wrong there.
 
     Raises UserError when a file is damaged, or in another encoding than UTF-8.
     """
     for path in files:
-        with _opened(path) as stream:
+        with _open_decompressed(path) as stream:
             if kind == "text":
                 content = stream.read()
                 _refuse_encoding(path, content)
-                yield _parsed(content, path, lambda content: {"text": content.decode("utf-8-sig")})
+                yield _parse_or_explain(
+                    content, path, lambda content: {"text": content.decode("utf-8-sig")}
+                )
                 continue
             begun = False
             for number, line in enumerate(stream, start=1):
@@ -67,9 +69,9 @@ def records_of(files: list[str], kind: str) -> Iterator[tuple[Any, str]]:
                     _refuse_encoding(path, line)
                     line = line.removeprefix(codecs.BOM_UTF8)
                 if not begun and line.lstrip().startswith(b"[") and ".jsonl" not in path:
-                    yield from _elements(line + stream.read(), path)
+                    yield from _elements_of_list(line + stream.read(), path)
                 elif line.strip():
-                    yield _parsed(line, f"{path}:{number}", of_json)
+                    yield _parse_or_explain(line, f"{path}:{number}", of_json)
                 begun = begun or line.strip() != b""
 
 
@@ -79,8 +81,8 @@ def _refuse_encoding(path: str, beginning: bytes) -> None:
         raise UserError(f"{path}: is in {encoding.upper()}; write it in UTF-8.")
 
 
-def _elements(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
-    records, place = _parsed(content, path, of_json)
+def _elements_of_list(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
+    records, place = _parse_or_explain(content, path, of_json)
     if not isinstance(records, list):
         yield None, place
     for number, record in enumerate(records or (), start=1):
@@ -88,14 +90,14 @@ def _elements(content: bytes, path: str) -> Iterator[tuple[Any, str]]:
 
 
 def of_json(content: bytes) -> Any:
-    """What JSON says. Raises ValueError also for text that is none: half of a surrogate pair."""
+    """The value of JSON. Raises ValueError also for text that is half of a surrogate pair."""
     value = json.loads(content)
     if b"\\u" in content:
         json.dumps(value, ensure_ascii=False).encode()
     return value
 
 
-def _parsed(content: Any, place: str, parse: Callable[[Any], Any]) -> tuple[Any, str]:
+def _parse_or_explain(content: Any, place: str, parse: Callable[[Any], Any]) -> tuple[Any, str]:
     """What `parse` makes of a content, and its place; or None, and its place with what is wrong."""
     try:
         return parse(content), place
@@ -104,7 +106,7 @@ def _parsed(content: Any, place: str, parse: Callable[[Any], Any]) -> tuple[Any,
 
 
 @contextmanager
-def _opened(path: str) -> Iterator[IO[bytes]]:
+def _open_decompressed(path: str) -> Iterator[IO[bytes]]:
     """A file's bytes, decompressed. Raises UserError when they are damaged."""
     codec = infer_compression(path)
     with fsspec.open(path, "rb", compression=codec if codec == "xz" else None) as stream:
@@ -117,5 +119,5 @@ def _opened(path: str) -> Iterator[IO[bytes]]:
         except (EOFError, OSError, lzma.LZMAError) as error:
             is_plain = type(error) is OSError and error.errno is None
             if isinstance(error, OSError) and not is_plain:
-                raise  # bytes that did not come, not bytes that came wrong
+                raise  # bytes did not arrive; they are not damaged
             raise UserError(f"{path}: is damaged ({error}); write or download it again") from error

@@ -10,7 +10,7 @@ from lacuna.data.document import Document, Span
 
 
 def packing_mode(packing: PackingConfig, trains_on: str) -> str:
-    """How rows are filled: as set, or else texts are laid end to end, and nothing else is cut."""
+    """How rows are filled: as set, or else texts end to end, and all others by whole examples."""
     if packing.mode != "auto":
         return packing.mode
     return "concatenate" if trains_on == "texts" else "best_fit"
@@ -26,11 +26,11 @@ def fill_rows(
     """The pieces of documents that make up each row of at most `space` tokens.
 
     Each row is int64 [3, n]: the numbers of documents, the first token of each piece, and the one
-    after its last. `lengths` are those of all documents, and `document` gives one by its number;
-    an empty one takes no room. If they are `ordered`, only those share rows that come together in
-    the buffer. Raises UserError when nothing is left of them.
+    after its last. `lengths` has the length of every document, and `document` gives a document by
+    its number. Empty documents take no room. If documents are `ordered`, only those share rows that
+    are in the buffer together. Raises UserError when no document is left.
     """
-    pieces = _cut(lengths, document, space, packing.long_examples)
+    pieces = _cut_to_pieces(lengths, document, space, packing.long_examples)
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     sizes = pieces[:, 2] - pieces[:, 1]
     if len(lengths) > 0 and not len(pieces):
@@ -49,7 +49,7 @@ def fill_rows(
     return rows
 
 
-def _cut(
+def _cut_to_pieces(
     lengths: np.ndarray, document: Callable[[int], Document], space: int, long_examples: str
 ) -> np.ndarray:
     """The pieces of all documents, int64 [pieces, 3].

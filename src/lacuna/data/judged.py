@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config.documents import ChatConfig
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.errors import UserError
 from lacuna.data.files import BROKEN, RECORD, of_json
 from lacuna.data.messages import (

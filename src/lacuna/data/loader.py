@@ -1,4 +1,4 @@
-"""Batches for training, in a state that any number of ranks can go on from; and for validation."""
+"""Batches for training, from whose state any number of ranks can go on; and for validation."""
 
 import itertools
 import os
@@ -13,9 +13,10 @@ from torch.utils.data import DataLoader
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
-from lacuna.data.micro_batches import STEPS_BEFORE_A_LANE_RETURNS, BatchPlan, Made, MicroBatches
+from lacuna.data.micro_batches import STEPS_BEFORE_A_LANE_RETURNS, BatchSizes, Made, MicroBatches
+from lacuna.data.mixture import Mixture, Pool
 from lacuna.data.packing import Batch
-from lacuna.data.plan import Plan, make_plan
+from lacuna.data.plan import RowPlan, make_row_plan
 from lacuna.data.rows import documents_begun, rows_from_the_start
 from lacuna.data.tokenize import add_broken
 from lacuna.data.workers import start_worker, stop_workers, workers_for_lanes, workers_for_table
@@ -36,14 +37,14 @@ class Loader:
         self._batches: Iterator[Made] | None = None
 
     @property
-    def _step(self) -> int:
+    def _steps_done(self) -> int:
         """Steps whose batches this loader has handed out."""
         return self._source.done // self._source.batch.accumulation
 
     @property
     def rows_done(self) -> int:
         """The rows of all ranks in the steps so far."""
-        return self._source.rows_of_step(self._step).start
+        return self._source.rows_of_step(self._steps_done).start
 
     @property
     def rows_left(self) -> int | None:
@@ -54,14 +55,14 @@ class Loader:
     @property
     def filled(self) -> int:
         """How many micro-batches of the next step have rows on any rank; the others are padding."""
-        return self._source.filled(self._step)
+        return self._source.filled(self._steps_done)
 
     def documents_begun(self) -> np.ndarray:
         """How often all ranks have begun each document by now, int64 [documents of the table]."""
         return documents_begun(self.plan, self.rows_done)
 
     def take_place_of(self, earlier: "Loader") -> None:
-        """Give the rows that an earlier loader would have: the run ends where it would have."""
+        """Takes over from an earlier loader: the run ends where it would have ended with that."""
         self._source.last = earlier._source.last
         self._source.before = earlier._source.before + earlier.rows_done
 
@@ -70,13 +71,13 @@ class Loader:
 
     def __next__(self) -> Batch:
         if self._batches is None:
-            self._batches = self._start()
+            self._batches = self._start_making()
             self._stop = weakref.finalize(self, stop_workers, self._batches)
         try:
             batch, moved, broken = next(self._batches)
         except (ConnectionError, EOFError) as error:
-            # It is of the pipe to a worker whose end is not yet known, unless torch tells that a
-            # worker met it.
+            # The pipe to a worker broke, whose end torch has not noticed yet. If torch says that it
+            # caught the error in a worker, it is another one.
             if not self._workers or "Caught" in str(error):
                 raise
             raise RuntimeError("DataLoader worker is killed") from error
@@ -88,18 +89,30 @@ class Loader:
         return batch
 
     def next_step(self, whole: bool = False) -> list[Batch]:
-        """The micro-batches of the next step; those of padding alone only if it must be `whole`."""
+        """The micro-batches of the next step; those of padding alone only if it is `whole`."""
         filled = None if whole else self.filled
         batches = [next(self) for _ in range(self._source.batch.accumulation)]
         return batches[:filled]
 
     def every_batch(self) -> Iterator[Batch]:
-        """This rank's micro-batches of one pass over all documents; the position stays as it is."""
+        """This rank's micro-batches of one pass over all documents; the position stays as it is.
+
+        Raises UserError where only the endless order of the documents is known.
+        """
         plan = replace(self.plan, endless=False)
+        if plan.table is not None:
+            # sources that are mixed by weight have no pass in common, but as one they have
+            everything = Pool(len(plan.table.lengths), None)
+            plan = replace(plan, mixture=Mixture(plan.mixture.seed, (everything,), (1.0,), lanes=1))
+        elif not plan.config.data.streaming:
+            raise UserError(
+                "data.tokenization: before training comes a pass over all data, which needs the "
+                "cache; set it to cache."
+            )
         return _batches_of_a_pass(plan, self._source.batch, self._source.dp_rank)
 
-    def _start(self) -> Iterator[Made]:
-        """Start making batches where the source stands, in as many processes as are set."""
+    def _start_making(self) -> Iterator[Made]:
+        """Starts to make batches where the source stands, in as many processes as are set."""
         # Before the fork, or tokenizers complains.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         prefetch = self.plan.config.data.prefetch_factor if self._workers else None
@@ -110,7 +123,7 @@ class Loader:
             num_workers=self._workers,
             prefetch_factor=prefetch,
             worker_init_fn=start_worker,
-            # One of its own, or every start of a loader would draw from the one of dropout.
+            # Without a generator of its own, every start would draw from that of dropout.
             generator=torch.Generator(),
         )
         return iter(loader)
@@ -118,7 +131,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """A small state of this rank, of plain numbers, after the batches handed out so far.
 
-        It is asked for at the end of a step.
+        It may only be asked for between two steps.
         """
         is_between = self._source.done % self._source.batch.accumulation == 0
         assert is_between, "a position is saved between steps, not between micro-batches of one"
@@ -131,11 +144,12 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state that `merge_states` made of those of all ranks, as many as now or not.
+        """Goes on from a state that `merge_states` made, of as many ranks as now or another number.
 
         Raises UserError when the state belongs to other data.
         """
-        source, saved = self._source, state["signature"]
+        source = self._source
+        saved = state["signature"]
         own = self.plan.signature(source.batch.global_batch)
         changed = [
             f"{name} (was {saved.get(name)}, is {own.get(name)})"
@@ -156,7 +170,7 @@ class Loader:
         self._broken = dict.fromkeys(state["broken_records"])
 
     def close(self) -> None:
-        """Stop the workers, which otherwise end with the process."""
+        """Stops the workers, which otherwise end with the process."""
         if self._batches is not None:
             self._stop()
         self._batches = None
@@ -179,18 +193,20 @@ def merge_states(states: Sequence[dict[str, Any]]) -> dict[str, Any]:
 def build_loader(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
-    batch: BatchPlan,
+    batch: BatchSizes,
     dp_rank: int,
     order: np.ndarray | None = None,
 ) -> Loader:
     """The training batches of a rank.
 
     They depend on the rank's place in the global batch, never on the workers. With an `order`,
-    int64 [documents], documents come in that. Raises UserError when the data cannot be opened.
+    int64 [documents], documents come in that order. Raises UserError when the data cannot be
+    opened.
     """
     lanes = batch.global_batch * STEPS_BEFORE_A_LANE_RETURNS
-    plan = make_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
-    wanted, epochs = config.data.num_workers, config.training.epochs
+    plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
+    wanted = config.data.num_workers
+    epochs = config.training.epochs
     if plan.table is not None:
         workers = workers_for_table(wanted, plan.table.dataset.data.nbytes)
     else:
@@ -202,7 +218,7 @@ def build_loader(
 
 
 def build_validation(
-    config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchPlan, dp_rank: int
+    config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchSizes, dp_rank: int
 ) -> Callable[[], Iterator[Batch]]:
     """A function that goes over the validation batches of one rank, the same in each call.
 
@@ -214,12 +230,12 @@ def build_validation(
     """
     source = config.validation.resolved_source()
     assert source is not None, "validation.dataset is set where this is called"
-    plan = make_plan(config, tokenizer, [source], lanes=1, endless=False)
+    plan = make_row_plan(config, tokenizer, [source], lanes=1, endless=False)
     most = None if config.validation.steps < 0 else config.validation.steps
     return lambda: itertools.islice(_batches_of_a_pass(plan, batch, dp_rank), most)
 
 
-def _batches_of_a_pass(plan: Plan, batch: BatchPlan, dp_rank: int) -> Iterator[Batch]:
+def _batches_of_a_pass(plan: RowPlan, batch: BatchSizes, dp_rank: int) -> Iterator[Batch]:
     """The micro-batches of a rank, in a pass over the documents that has an end."""
     first = dp_rank * batch.micro_batch
     for rows in rows_from_the_start(plan, batch.global_batch // batch.accumulation):

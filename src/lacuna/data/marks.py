@@ -1,4 +1,4 @@
-"""Whether a chat template writes all of a conversation, which marks in a copy of it tell."""
+"""Finds what a chat template leaves out of a conversation, by marks in a copy of it."""
 
 import json
 import re
@@ -15,16 +15,16 @@ _MARK = re.compile("Zq[0-9]+qZ")
 _TAG = re.compile(r"(</?[a-z_|]+>|\[/?[A-Z_]+\])")
 
 
-def written(chat: Chat, trained: Collection[int]) -> Chat:
-    """The conversation with the arguments of calls as its template takes them.
+def fitted_to_template(chat: Chat, trained: Collection[int]) -> Chat:
+    """The conversation, with the arguments of calls in the form that its template takes.
 
-    These are tables, or JSON where it joins texts. Of the messages that are `trained` the template
-    must write everything, of others the content and the calls. Raises UserError with what it leaves
-    out.
+    That form is a table, or JSON text where the template joins texts. The template must write
+    everything in the messages that are `trained`, and the content and the calls of the others.
+    Raises UserError that names what it leaves out.
     """
     _require_names(chat)
-    marked, parts = _marked(chat, trained)
-    arguments = [function["arguments"] for function in _called(marked)]
+    marked, parts = _with_marks(chat, trained)
+    arguments = [function["arguments"] for function in _called_functions(marked)]
     try:
         text = render(marked)[0]
         joins = any(str(table) in text for table in arguments if table)
@@ -33,7 +33,7 @@ def written(chat: Chat, trained: Collection[int]) -> Chat:
             raise
         joins = True
     if joins:
-        for function in _called(chat) + _called(marked):
+        for function in _called_functions(chat) + _called_functions(marked):
             function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
         text = render(marked)[0]
     there = set(_MARK.findall(text))
@@ -49,8 +49,8 @@ def written(chat: Chat, trained: Collection[int]) -> Chat:
 
 
 def _require_names(chat: Chat) -> None:
-    """Raises UserError where a conversation has calls or tools, and its template knows of none."""
-    given = {"tool_calls": _called(chat), "tools": chat.tools}
+    """Raises UserError where a conversation has calls or tools that its template never mentions."""
+    given = {"tool_calls": _called_functions(chat), "tools": chat.tools}
     unknown = [name for name, value in given.items() if value and name not in chat.template]
     if unknown:
         raise UserError(
@@ -59,14 +59,14 @@ def _require_names(chat: Chat) -> None:
         )
 
 
-def _called(chat: Chat) -> list[dict[str, Any]]:
+def _called_functions(chat: Chat) -> list[dict[str, Any]]:
     return [call["function"] for message in chat.messages for call in message.get("tool_calls", ())]
 
 
-def _marked(chat: Chat, trained: Collection[int]) -> tuple[Chat, dict[str, str]]:
-    """A copy of a conversation whose every part ends in a mark, and which part each mark is of.
+def _with_marks(chat: Chat, trained: Collection[int]) -> tuple[Chat, dict[str, str]]:
+    """A copy of a conversation whose every part ends in a mark, and the part that each mark is in.
 
-    Names, which a template may look up, have a mark only where nothing else of a call or tool has.
+    A template may look names up: they get a mark only where nothing else in a call or tool has one.
     """
     parts: dict[str, str] = {}
     marked = replace(chat, messages=deepcopy(chat.messages), tools=deepcopy(chat.tools))
@@ -77,40 +77,41 @@ def _marked(chat: Chat, trained: Collection[int]) -> tuple[Chat, dict[str, str]]
         if number in trained:
             _mark_reasoning(message, whose, parts)
         for call in message.get("tool_calls", ()):
-            function, before = call["function"], len(parts)
-            function["arguments"] = _mark(function["arguments"], f"tool_calls {whose}", parts)
+            function = call["function"]
+            before = len(parts)
+            function["arguments"] = _mark_texts(function["arguments"], f"tool_calls {whose}", parts)
             if len(parts) == before:
-                function["name"] = _mark(function["name"], f"tool_calls {whose}", parts)
+                function["name"] = _mark_texts(function["name"], f"tool_calls {whose}", parts)
     for tool in marked.tools or ():
         function = tool["function"] if isinstance(tool.get("function"), dict) else tool
-        function["name"] = _mark(function.get("name"), "tools", parts)
+        function["name"] = _mark_texts(function.get("name"), "tools", parts)
     return marked, parts
 
 
 def _mark_content(content: str, is_trained: bool, whose: str, parts: dict[str, str]) -> str:
-    """The content of a message with a mark; if it is trained, one before every tag in it, too."""
+    """The content of a message with a mark; in a trained one, also with one before every tag."""
     pieces = _TAG.split(content) if is_trained else [content]
     return "".join(
-        piece if _TAG.fullmatch(piece) else _mark(piece, f"content {whose}", parts)
+        piece if _TAG.fullmatch(piece) else _mark_texts(piece, f"content {whose}", parts)
         for piece in pieces
     )
 
 
 def _mark_reasoning(message: dict[str, Any], whose: str, parts: dict[str, str]) -> None:
-    """Mark the reasoning of a message; where several keys hold the same, all get the same mark."""
+    """Marks the reasoning of a message; keys that hold the same get the same mark."""
     names = {message[key]: f"{key} {whose}" for key in REASONING if key in message}
-    marked = {thought: _mark(thought, name, parts) for thought, name in names.items()}
+    marked = {thought: _mark_texts(thought, name, parts) for thought, name in names.items()}
     for key in REASONING:
         if message.get(key) in marked:
             message[key] = marked[message[key]]
 
 
-def _mark(value: Any, part: str, parts: dict[str, str]) -> Any:
-    """A value whose every text ends in a mark, each of which joins the `parts`."""
+def _mark_texts(value: Any, part: str, parts: dict[str, str]) -> Any:
+    """The value with a mark at the end of every text in it; each mark is added to the `parts`."""
     if isinstance(value, dict):
-        return {key: _mark(inner, part, parts) for key, inner in value.items()}
+        return {key: _mark_texts(inner, part, parts) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_mark(inner, part, parts) for inner in value]
+        return [_mark_texts(inner, part, parts) for inner in value]
     if not isinstance(value, str) or not value.strip():
         return value
     parts[f"Zq{len(parts)}qZ"] = part

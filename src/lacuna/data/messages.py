@@ -8,14 +8,14 @@ from typing import Any
 
 from datasets import Json
 
-from lacuna.config.documents import COLUMNS, ChatConfig
+from lacuna.config.conversations import COLUMNS, ChatConfig
 from lacuna.config.errors import UserError, logger
 from lacuna.data.files import of_json
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
 KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 
-# Of each way to write conversations our names of the columns that it needs.
+# For each way to write conversations, our names of the columns that it needs.
 _CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
@@ -31,7 +31,7 @@ _SHAREGPT |= {
 def conversation_columns(
     columns: Collection[str], settings: ChatConfig, where: str = ""
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """Our names of the columns that conversations are in; and the data's name of each, by ours.
+    """Our names of the columns that hold conversations; and our name -> the data's, of all found.
 
     A format that `chat.columns` names goes first. Raises UserError, which begins with `where`, when
     there are no such columns.
@@ -55,7 +55,7 @@ def columns_by_our_names(columns: Collection[str], settings: ChatConfig) -> dict
     names = {ours: ours for ours in COLUMNS}
     if "messages" not in columns:
         names["messages"] = "conversations"
-    names |= _renamed(settings)
+    names |= _renamed_columns(settings)
     return {ours: theirs for ours, theirs in names.items() if theirs in columns}
 
 
@@ -63,22 +63,22 @@ def fitting_format(
     formats: Sequence[tuple[str, ...]], found: Collection[str], settings: ChatConfig
 ) -> tuple[str, ...] | None:
     """The first format whose columns are all found; those that `chat.columns` names come first."""
-    renamed = _renamed(settings)
+    renamed = _renamed_columns(settings)
     for needed in sorted(formats, key=renamed.keys().isdisjoint):
         if {*needed, *renamed} <= {*found}:
             return needed
     return None
 
 
-def _renamed(settings: ChatConfig) -> dict[str, str]:
+def _renamed_columns(settings: ChatConfig) -> dict[str, str]:
     return dict(pair.split("=", 1) for pair in settings.columns)
 
 
 def unfilled(value: Any, features: Any, name: str) -> Any:
-    """A value of a table without the nulls that it has only because other rows have a key.
+    """A value without the nulls that its table holds only because other rows have a key.
 
-    `features` are those of the value in the table. Warns once of arguments of calls, whose own
-    nulls cannot be told from these.
+    `features` is the type that the table has for the value. Warns once where arguments of calls
+    hold nulls: those that the data meant look the same.
     """
     if isinstance(features, Json):  # kept as it was written
         return value
@@ -117,11 +117,11 @@ def instructed(values: dict[str, Any], more: Any, where: str) -> list[list[dict[
 
 
 def read_messages(value: Any, where: str, settings: ChatConfig) -> list[dict[str, Any]]:
-    """A list of messages with transformers' keys. Raises UserError when it is none."""
+    """Messages with transformers' keys. Raises UserError when the value is no list of messages."""
     pairs = [pair.split("=", 1) for pair in settings.roles]
     roles = {theirs: ours for ours, theirs in pairs}
     return [
-        _message(one, f"{where}, message {number}", roles)
+        _read_message(one, f"{where}, message {number}", roles)
         for number, one in enumerate(read(value, list, where), 1)
     ]
 
@@ -141,7 +141,7 @@ def unknown_roles(messages: list[dict[str, Any]]) -> str:
     return ", ".join(role for role in roles if role not in KNOWN_ROLES)
 
 
-def _message(value: Any, where: str, roles: dict[str, str]) -> dict[str, Any]:
+def _read_message(value: Any, where: str, roles: dict[str, str]) -> dict[str, Any]:
     """A message with transformers' keys; `roles` are ours by the data's."""
     message = {key: part for key, part in read(value, dict, where).items() if part is not None}
     if "from" in message and "role" not in message:
@@ -151,7 +151,7 @@ def _message(value: Any, where: str, roles: dict[str, str]) -> dict[str, Any]:
     calls = read(message.pop("tool_calls", []), list, f"{where}, tool_calls")
     if calls:
         message["tool_calls"] = [
-            _call(read(call, dict, f"{where}, tool_calls"), where) for call in calls
+            _read_call(read(call, dict, f"{where}, tool_calls"), where) for call in calls
         ]
     read(message.get("content", "" if calls else None), str, f"{where}, content")
     for key in REASONING:
@@ -160,7 +160,7 @@ def _message(value: Any, where: str, roles: dict[str, str]) -> dict[str, Any]:
 
 
 def _of_sharegpt(message: dict[str, Any], where: str, roles: dict[str, str]) -> dict[str, Any]:
-    """A message of ShareGPT's with the keys of others."""
+    """A message of ShareGPT's with the keys that other messages have."""
     rest = {key: part for key, part in message.items() if key not in ("from", "value")}
     speaker = read(message["from"], str, f"{where}, from")
     content = message.get("value")
@@ -175,7 +175,7 @@ def _of_sharegpt(message: dict[str, Any], where: str, roles: dict[str, str]) -> 
     return rest | {"role": known[speaker], "content": content}
 
 
-def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
+def _read_call(call: dict[str, Any], where: str) -> dict[str, Any]:
     """A call of a tool with transformers' keys."""
     function = read(call.get("function") or call, dict, f"{where}, function")
     name = read(function.get("name"), str, f"{where}, name of the function")
@@ -187,7 +187,7 @@ def _call(call: dict[str, Any], where: str) -> dict[str, Any]:
 
 
 def read(value: Any, kind: type, where: str) -> Any:
-    """A value that must be text, or a list or table, which may come as JSON."""
+    """The value, which must be of this kind; a list or a table may also come as JSON text."""
     if kind is not str and isinstance(value, str):
         with suppress(json.JSONDecodeError):
             value = of_json(value.encode())

@@ -10,14 +10,14 @@ from torch.utils.data import IterableDataset, get_worker_info
 from lacuna.config import UserError
 from lacuna.data.document import Span
 from lacuna.data.packing import Batch
-from lacuna.data.plan import Plan
+from lacuna.data.plan import RowPlan
 from lacuna.data.rows import LaneState, open_rows
 
 STEPS_BEFORE_A_LANE_RETURNS = 8
 
 
 @dataclass(frozen=True)
-class BatchPlan:
+class BatchSizes:
     """`global_batch` sequences a step = `micro_batch` × `accumulation` × data-parallel ranks."""
 
     micro_batch: int
@@ -38,16 +38,16 @@ class MicroBatches(IterableDataset[Made]):
     contiguous part of them, and each of its micro-batches a contiguous part of that.
 
     Attributes:
-        last: of a run by epochs, the row with which its last step ends. The rows that are left for
-            that are shared evenly and padded, maybe to micro-batches without any.
+        last: in a run by epochs, the row with which its last step ends. The rows that are left for
+            that step are shared evenly and padded; micro-batches may be padding alone.
         before: how many rows other loaders of the run gave before this one.
         first: the row that this loader began with.
         done: how many micro-batches it has given since.
-        lanes: the states of the rank's lanes after them.
+        lanes: the states of the rank's lanes after those micro-batches.
     """
 
-    plan: Plan
-    batch: BatchPlan
+    plan: RowPlan
+    batch: BatchSizes
     dp_rank: int
     last: int | None = None
     before: int = 0
@@ -66,7 +66,7 @@ class MicroBatches(IterableDataset[Made]):
         return range(first, min(first + size, end))
 
     def filled(self, step: int) -> int:
-        """How many micro-batches of a step have rows, on the rank that has most."""
+        """How many micro-batches of a step have rows, on the rank with the most of them."""
         at_once = self.batch.global_batch // self.batch.accumulation
         return math.ceil(len(self.rows_of_step(step)) / at_once)
 
@@ -80,20 +80,22 @@ class MicroBatches(IterableDataset[Made]):
         return self.rows_of_step(step)[first : first + self.batch.micro_batch]
 
     def own_lanes(self, first: int = 0, every: int = 1) -> set[int]:
-        """The lanes that every n-th micro-batch comes from, beginning with the first."""
+        """The lanes that micro-batches take rows from: number `first` and `every` n-th after it."""
         period = STEPS_BEFORE_A_LANE_RETURNS * self.batch.accumulation
         numbers = range(first, first + period, every)
-        return {self._lane(row) for number in numbers for row in self.rows(number)}
+        return {self._lane_of(row) for number in numbers for row in self.rows(number)}
 
-    def _lane(self, row: int) -> int:
+    def _lane_of(self, row: int) -> int:
         return row % self.plan.mixture.lanes
 
     def __iter__(self) -> Iterator[Made]:
         """Yields the micro-batches of this process, which may be one of several workers."""
         worker = get_worker_info()
-        first, workers = self.done, 1
+        first = self.done
+        workers = 1
         if worker is not None:
-            first, workers = self.done + worker.id, worker.num_workers
+            first = self.done + worker.id
+            workers = worker.num_workers
         try:
             states = {lane: self.lanes.get(lane) for lane in self.own_lanes(first, workers)}
             broken: list[str] = []
@@ -102,7 +104,7 @@ class MicroBatches(IterableDataset[Made]):
                 numbers = self.rows(micro_batch)
                 missing: list[list[Span]] = [[]] * (self.batch.micro_batch - len(numbers))
                 batch = self.plan.batch([row(number) for number in numbers] + missing)
-                moved = {lane: states[lane] for lane in map(self._lane, numbers)}
+                moved = {lane: states[lane] for lane in map(self._lane_of, numbers)}
                 yield batch, moved, broken.copy()
                 broken.clear()
         except UserError as error:

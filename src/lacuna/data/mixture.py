@@ -11,7 +11,7 @@ _ROUNDS = np.arange(6, dtype=np.uint64) * _GOLDEN
 
 
 def mix(values: np.ndarray) -> np.ndarray:
-    """Turn uint64 counters into values that look independent.
+    """Turns uint64 counters into values that look independent.
 
     It is the finaliser of SplitMix64 (Steele, 2014).
     """
@@ -38,7 +38,7 @@ def shuffled(size: int, key: int | None, *parts: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Pool:
-    """Documents that are passed over as one: of one source, or of several that have no weights.
+    """Documents that share their passes: those of one source, or of several without weights.
 
     Args:
         size: how many they are; of a stream, its parts.

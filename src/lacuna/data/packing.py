@@ -9,11 +9,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.data.document import Span
 
 IGNORED = -100
-# Rows of many different lengths would make many kernels.
+# Rows are rounded up to a multiple of this: many different lengths would need many kernels.
 _ROUNDED = 64
 
 
@@ -34,12 +34,12 @@ class Batch:
         counts: by name, what is summed over micro-batches and ranks. Every batch has
             tokens: input tokens that are not padding;
             trained_tokens: labels that are not -100;
-            text_bytes: UTF-8 bytes of the text that the tokens came from; nan if only these are
-            known;
+            text_bytes: UTF-8 bytes of the text that the tokens came from; nan if only the tokens
+            are known;
             source_0 and so on: tokens from each source, in the order of the configuration.
             With preferences also
             pairs: documents, which have two sequences each;
-            sequences: those of them that are judged, without mismatched ones.
+            sequences: answers that are judged, which mismatched ones are not.
         cu_seqlens: int32 [n + 1], bounds of the pieces in the flattened B * T order; every row end
             is one.
         max_seqlen: tokens in the longest piece.
@@ -47,7 +47,7 @@ class Batch:
             the column `sequence`. With preferences
             chosen: 1 if it is wanted, 0 if it is not;
             mismatched, for kto alone: 1 if its answer is one to another prompt.
-        own_columns: by name [B, T', ...], what this rank found out of its share of the tokens, on
+        own_columns: by name [B, T', ...], what this rank computed for its share of the tokens, on
             its device.
     """
 
@@ -75,20 +75,20 @@ def pack(
     padding: int,
     kinds: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
-    """Lay out rows, each of spans of at most seq_len tokens together, as the settings want them.
+    """Lays out rows, each of spans of at most seq_len tokens together, as the settings want them.
 
     Args:
-        sources: how many there are in all.
+        sources: how many sources there are in all.
         padding: the id that fills rows with too few tokens.
-        kinds: an empty array of each column that documents may have of their tokens, by name.
+        kinds: by name, an empty array with the dtype and shape of a column that documents may have.
     """
     length = _row_length(rows, config)
     size = len(rows) * length
-    placed = _placed(rows, length)
+    placed = _place_spans(rows, length)
     columns = _empty_columns(size, padding, kinds or {})
     for span, start in placed:
         is_predicted = config.data.predict_across_documents and start % length > 0
-        _lay(span, start, is_predicted, columns)
+        _write_span(span, start, is_predicted, columns)
     ignored = columns["labels"] == IGNORED
     for name in kinds or ():
         columns[name][ignored] = 0
@@ -97,10 +97,10 @@ def pack(
         inner = _starts_of_pieces(placed, config.training.context_len)
         bounds = np.unique([*bounds, *inner])
     columns["position_ids"] = np.arange(size) - np.repeat(bounds[:-1], np.diff(bounds))
-    counts = _counts(placed, sources) | {"trained_tokens": int((~ignored).sum())}
+    counts = _token_counts(placed, sources) | {"trained_tokens": int((~ignored).sum())}
     sequence_columns: dict[str, Tensor] = {}
     if config.trains_on == "preferences":
-        columns["sequence"] = _sequence_numbers(placed, size)
+        columns["sequence"] = _sequence_numbers(placed, size, config.training.context_len)
         sequence_columns = _sequence_columns(placed, config.preference.loss)
         counts |= _sequence_counts(placed, sequence_columns)
     return Batch(
@@ -129,7 +129,7 @@ def _empty_columns(
     return columns
 
 
-def _placed(rows: Sequence[Sequence[Span]], length: int) -> _Placed:
+def _place_spans(rows: Sequence[Sequence[Span]], length: int) -> _Placed:
     """The spans of all rows, which have `length` tokens each."""
     placed = []
     for row, spans in enumerate(rows):
@@ -140,12 +140,13 @@ def _placed(rows: Sequence[Sequence[Span]], length: int) -> _Placed:
     return placed
 
 
-def _lay(span: Span, start: int, is_predicted: bool, columns: dict[str, np.ndarray]) -> None:
-    """Write a span into the columns of a batch, from place `start` on.
+def _write_span(span: Span, start: int, is_predicted: bool, columns: dict[str, np.ndarray]) -> None:
+    """Writes a span into the columns of a batch, from place `start` on.
 
     If its first token `is_predicted`, it is the label of the place before, in the span before.
     """
-    document, tokens = span.document, span.tokens
+    document = span.document
+    tokens = span.tokens
     columns["input_ids"][start : start + len(tokens)] = tokens
     columns["real"][start : start + len(tokens)] = True
     first = span.start if is_predicted else span.start + 1
@@ -165,7 +166,7 @@ def _lay(span: Span, start: int, is_predicted: bool, columns: dict[str, np.ndarr
 
 
 def _starts_of_pieces(placed: _Placed, context_len: int) -> list[int]:
-    """Where something begins that does not attend to what is before it: a piece, or padding."""
+    """The places where a piece or padding begins, which does not attend to what is before it."""
     starts: list[int] = []
     for span, start in placed:
         end = start + len(span.tokens)
@@ -177,7 +178,7 @@ def _starts_of_pieces(placed: _Placed, context_len: int) -> list[int]:
     return starts
 
 
-def _counts(placed: _Placed, sources: int) -> dict[str, float]:
+def _token_counts(placed: _Placed, sources: int) -> dict[str, float]:
     """How many tokens there are, in all and from each source, and how many bytes of text."""
     source_tokens = [0] * sources
     text_bytes = 0.0
@@ -194,12 +195,20 @@ def sequence_names(loss: str) -> tuple[str, ...]:
     return ("chosen", "mismatched") if loss == "kto" else ("chosen",)
 
 
-def _sequence_numbers(placed: _Placed, size: int) -> np.ndarray:
-    """The number of the sequence that lies at each place, int64 [size]; 0 where there is none."""
+def _sequence_numbers(placed: _Placed, size: int, context_len: int) -> np.ndarray:
+    """The number of the sequence that lies at each place, int64 [size]; 0 where there is none.
+
+    Raises UserError for a sequence of which some would not see the rest.
+    """
     numbers = np.zeros(size, dtype=np.int64)
     number = 0
     for span, start in placed:
         for begin, stop in span.document.bounds:
+            if stop - begin > context_len:
+                raise UserError(
+                    f"training.context_len: an answer has {stop - begin:,} tokens with its prompt, "
+                    f"of which {context_len:,} see each other; raise it, since answers are not cut."
+                )
             numbers[start + begin : start + stop] = number
             number += 1
     return numbers
@@ -223,11 +232,12 @@ def _sequence_counts(placed: _Placed, columns: dict[str, Tensor]) -> dict[str, f
 
 
 def _row_length(rows: Sequence[Sequence[Span]], config: Config) -> int:
-    """How many tokens rows have: seq_len, unless examples have rows of their own, on one rank each.
+    """How many tokens a row has: seq_len, or less where each example has a row of its own.
 
-    Then it is what the longest of them takes.
+    It is then what the longest of them takes, if no row is shared among ranks.
     """
-    most, layout = config.training.seq_len, config.parallelism
+    most = config.training.seq_len
+    layout = config.parallelism
     sharing = (
         layout.tensor_parallel_degree,
         layout.context_parallel_degree,
@@ -237,3 +247,16 @@ def _row_length(rows: Sequence[Sequence[Span]], config: Config) -> int:
         return most
     longest = max(sum(len(span.tokens) for span in spans) for spans in rows)
     return min(most, max(1, math.ceil(longest / _ROUNDED)) * _ROUNDED)
+
+
+def prompt_labels(batch: Batch) -> Tensor:
+    """The next token of each place, [B, T], where it is in the same sequence and not trained.
+
+    Everywhere else it is `IGNORED`.
+    """
+    ids = batch.columns["input_ids"].flatten()
+    following = torch.full_like(ids, IGNORED)
+    following[:-1] = ids[1:]
+    following[batch.cu_seqlens[1:].long() - 1] = IGNORED
+    is_prompt = batch.columns["real"].flatten() & (batch.columns["labels"].flatten() == IGNORED)
+    return torch.where(is_prompt, following, IGNORED).view(batch.shape)

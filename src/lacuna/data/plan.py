@@ -11,7 +11,9 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained, logger
-from lacuna.config.documents import Source
+from lacuna.config.conversations import ChatConfig
+from lacuna.config.documents import DataConfig, PackingConfig, Source
+from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.document import Span
@@ -25,7 +27,7 @@ from lacuna.data.tokenizer import grown_tokenizer
 
 _PACKING_VERSION = 2
 _CACHED_BELOW = 256 * 2**20
-# What decides which samples a step trains on, and must stay in a run that goes on
+# Settings that decide which samples a step trains on, and that a resumed run must keep
 # (train_new_tokens_only because AdamW goes on moving what it has moved).
 _DECIDING: dict[str, Any] = {
     "job": {"task"},
@@ -41,19 +43,19 @@ _NOT_DECIDING: dict[str, Any] = {
 }
 
 
-def run_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with its new tokens and the chat template that it trains on.
+def run_tokenizer(model: ModelConfig, chat: ChatConfig | None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with its new tokens and the template of the `chat` it trains on.
 
-    Raises UserError for whatever the configuration gets wrong of them.
+    Raises UserError where the settings name tokens or a template that cannot be used.
     """
-    tokenizer = grown_tokenizer(config.model)
-    if config.conversations is not None:
-        use_template(tokenizer, config.conversations)
+    tokenizer = grown_tokenizer(model)
+    if chat is not None:
+        use_template(tokenizer, chat)
     return tokenizer
 
 
 @dataclass(frozen=True)
-class Plan:
+class RowPlan:
     """Everything that decides the rows.
 
     Attributes:
@@ -62,8 +64,8 @@ class Plan:
         table: the tokens of all documents. Without it they are tokenised while training, and row R
             is the next row of lane R mod lanes.
         endless: whether documents come again and again; else rows end with the last document.
-        order: int64 [documents], the order in which those of the table come, if it is another.
-        kinds: an empty array of each column that documents may have of their tokens, by name.
+        order: int64 [documents], the order of the table's documents, if they are to keep one.
+        kinds: by name, an empty array with the dtype and shape of a column that documents may have.
     """
 
     config: Config
@@ -112,10 +114,11 @@ class Plan:
     def bins(self) -> list[np.ndarray]:
         """The pieces of documents in each row of a pass over all of them.
 
-        They are fitted once and kept, unless documents come in an order, which is of this run:
-        then only neighbours share rows.
+        They are fitted once and cached, unless documents come in an order: that belongs to this
+        run, and only neighbours in it share rows.
         """
-        most, way = self.config.training.seq_len, self.config.packing.long_examples
+        most = self.config.training.seq_len
+        way = self.config.packing.long_examples
         lengths = self.tokens.lengths
         if long := int((lengths > most).sum()):
             logger.info(
@@ -149,7 +152,7 @@ class Plan:
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
-        """Lay out rows as the configuration wants them."""
+        """Lays out rows as the configuration wants them."""
         padding = self.tokenizer.eos_token_id or 0
         return pack(rows, self.config, len(self.sources), padding, self.kinds)
 
@@ -170,55 +173,74 @@ class Plan:
         }
 
 
-def make_plan(
+def make_row_plan(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
     settings: Sequence[Source],
     lanes: int,
     endless: bool = True,
     order: np.ndarray | None = None,
-) -> Plan:
-    """Open the sources, tokenise them if they are to be cached, and decide the order of everything.
+) -> RowPlan:
+    """Opens the sources, tokenises them if they are to be cached, and decides the order of all.
 
-    What is not endless comes in the sources' own order; with an `order`, int64 [documents],
-    documents come in that.
+    Documents come in the given `order`, int64 [documents]. Without one they are shuffled as the
+    settings say if the plan is `endless`, and else keep the sources' own order.
     """
-    data, curriculum, seed = config.data, config.curriculum, config.training.seed
-    if config.trains_on == "preferences":
-        _require_whole_pairs(config)
+    data = config.data
+    if config.judged_answers is not None:
+        _require_whole_pairs(data, config.packing, config.judged_answers.loss)
     if not data.streaming:
         require_writable_cache()
-    difficulty = curriculum.difficulty_column if endless else None
-    numbers = [difficulty] if difficulty else []
-    sources = tuple(open_source(setting, config, numbers) for setting in settings)
+    difficulty = config.curriculum.difficulty_column if endless else None
+    numbers = (difficulty,) if difficulty else ()
+    sources = tuple(
+        open_source(setting, data, config.conversations, config.judged_answers, numbers)
+        for setting in settings
+    )
     if difficulty:
         order = _from_low_to_high(sources, difficulty)
-    sizes = [len(source.dataset) for source in sources if not data.streaming]
-    if data.streaming:
-        sizes = [number_of_parts(source.shard_sizes, lanes) for source in sources]
-    if settings[0].weight is None:
-        sizes = [sum(sizes)]
+    sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
     is_shuffled = data.shuffle and endless and order is None
-    pools = tuple(
-        Pool(size, random_key(seed, 0, number) if is_shuffled else None)
-        for number, size in enumerate(sizes)
-    )
+    pools = _make_pools(sizes, config.training.seed if is_shuffled else None)
     table = None
     if _is_cached(config, sources, endless):
         lanes = 1
         table = token_table(sources, tokenizer, data.max_broken_records)
-        if config.trains_on == "preferences":
-            long_examples = config.packing.long_examples
-            refuse_long_pairs(table.lengths, config.training.seq_len, long_examples)
-    if (difficulty or curriculum.rank_every) and endless and len(pools) > 1:
+        if config.judged_answers is not None:
+            refuse_long_pairs(table.lengths, config.training.seq_len, config.packing.long_examples)
+    if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the "
             "order"
         )
-    weights = [setting.weight for setting in settings[: len(pools)]]
-    shares = tuple(1.0 if weight is None else weight for weight in weights)
-    mixture = Mixture(seed, pools, shares, lanes)
-    return Plan(config, tokenizer, mixture, sources, table, endless, order)
+    shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
+    mixture = Mixture(config.training.seed, pools, shares, lanes)
+    kinds: Mapping[str, np.ndarray] = {}
+    folder = config.distillation.teacher_logprobs
+    if table is not None and endless and folder is not None:
+        from lacuna.data.teacher import with_teacher  # an extension, which few runs need
+
+        table, kinds = with_teacher(table, sources, folder, tokenizer)
+    return RowPlan(config, tokenizer, mixture, sources, table, endless, order, kinds)
+
+
+def _pool_sizes(
+    sources: Sequence[Documents], streaming: bool, lanes: int, is_one: bool
+) -> list[int]:
+    """How many documents, or parts of a stream, each source has; or all of them, if `is_one`."""
+    if streaming:
+        sizes = [number_of_parts(source.shard_sizes, lanes) for source in sources]
+    else:
+        sizes = [len(source.dataset) for source in sources]
+    return [sum(sizes)] if is_one else sizes
+
+
+def _make_pools(sizes: Sequence[int], seed: int | None) -> tuple[Pool, ...]:
+    """Pools of these sizes, each shuffled by a key of its own where there is a seed."""
+    return tuple(
+        Pool(size, None if seed is None else random_key(seed, 0, number))
+        for number, size in enumerate(sizes)
+    )
 
 
 def _from_low_to_high(sources: Sequence[Documents], column: str) -> np.ndarray:
@@ -229,10 +251,9 @@ def _from_low_to_high(sources: Sequence[Documents], column: str) -> np.ndarray:
     return np.argsort(np.concatenate(values), kind="stable")
 
 
-def _require_whole_pairs(config: Config) -> None:
-    """Raises UserError for settings of the data with which answers could not be compared."""
-    data, kto = config.data, config.preference.loss == "kto"
-    if packing_mode(config.packing, config.trains_on) == "concatenate":
+def _require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
+    """Raises UserError for settings of the data that would keep answers from being compared."""
+    if packing_mode(packing, "preferences") == "concatenate":
         raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
     if not data.document_mask:
         raise UserError(
@@ -242,12 +263,12 @@ def _require_whole_pairs(config: Config) -> None:
         raise UserError(
             "data.predict_across_documents: pairs do not go on in others; leave it off."
         )
-    if kto and data.streaming:
+    if loss == "kto" and data.streaming:
         raise UserError(
             'data.streaming, preference.loss: "kto" sets answers beside those of the next row, for '
             "which it needs the cache; set data.streaming = false."
         )
-    if kto and data.tokenization == "online":
+    if loss == "kto" and data.tokenization == "online":
         raise UserError(
             'data.tokenization, preference.loss: "kto" sets answers beside those of the next row, '
             "for which it needs the cache; leave out data.tokenization."
@@ -255,17 +276,20 @@ def _require_whole_pairs(config: Config) -> None:
 
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
-    """Whether to tokenise ahead or while training, by the configuration and the data alone."""
+    """Whether to tokenise before training, by the configuration and the data alone."""
     wanted = config.data.tokenization
     if config.data.streaming:
         return False
-    # Only the cache knows how long an epoch or the validation data is, and what comes next.
+    # Only the cache knows how long an epoch or the validation data is, what comes next, and what
+    # all documents are.
     needs_cache = (
         not endless,
         config.training.epochs,
         config.curriculum.difficulty_column,
         config.curriculum.rank_every,
+        config.distillation.teacher_logprobs,
         config.trains_on == "preferences" and config.preference.loss == "kto",
+        config.trains_on == "preferences" and config.preference.reference == "cached",
     )
     if any(needs_cache):
         return True

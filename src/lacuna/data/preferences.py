@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config.documents import ChatConfig
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.errors import UserError
 from lacuna.data.chat import encode_chat, encode_texts, require_trained
 from lacuna.data.document import Document
@@ -29,9 +29,15 @@ def judged_document(
     judged = read_judged(row, place_of(number, source), tokenizer, settings, loss)
     if loss != "kto":
         return encode_pair(judged, tokenizer, settings)
+    if len(judged.answers) != source.answers_per_row:
+        raise UserError(
+            f"{judged.where}: is a pair where the first row is one answer with a label, or the "
+            "other way round; give all rows the same form"
+        )
     following = _next_judged(int(number), source, tokenizer)
-    answer = int(number) % source.answers_per_row
-    return encode_labelled(judged, answer, following, tokenizer, settings)
+    return encode_labelled(
+        judged, int(number) % source.answers_per_row, following, tokenizer, settings
+    )
 
 
 def settings_of(source: Documents) -> tuple[ChatConfig, str]:
@@ -42,7 +48,8 @@ def settings_of(source: Documents) -> tuple[ChatConfig, str]:
 
 def _next_judged(number: int, source: Documents, tokenizer: PreTrainedTokenizerBase) -> Judged:
     """What is judged in the next readable row after a document's; after the last in the first."""
-    count, step = len(source.dataset), source.answers_per_row
+    count = len(source.dataset)
+    step = source.answers_per_row
     others = (other % count for other in range(number + step, number + count + 1, step))
     other = next(other for other in others if not source.dataset[other].get(BROKEN))
     row = row_of(source.dataset[other], source)
@@ -67,7 +74,8 @@ def encode_labelled(
 
     The second sequence tells how likely the model finds what does not belong to the prompt.
     """
-    answer, label = judged.answers[number], judged.labels[number]
+    answer = judged.answers[number]
+    label = judged.labels[number]
     other = following.answers[number % len(following.answers)]
     if isinstance(answer, str) != isinstance(other, str):
         raise UserError(

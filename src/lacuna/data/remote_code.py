@@ -1,4 +1,4 @@
-"""Code that comes with models runs only if trusted; chat templates always run, within bounds."""
+"""Runs code that comes with models only if it is trusted, and chat templates within bounds."""
 
 import os
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ from lacuna.config import UserError
 def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) -> Any:
     """What transformers' `kind` (AutoTokenizer, ...) makes of a folder or Hub id.
 
-    After a configuration with code of its own its model can be made by `AutoModelForCausalLM` as
-    any other. Raises `UserError` where there is such code and it is not trusted; transformers would
-    ask on the terminal.
+    After it has opened a configuration with code of its own, `AutoModelForCausalLM` can make its
+    model like any other. Raises `UserError` where there is such code and it is not trusted;
+    transformers would ask on the terminal.
     """
     try:
         found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
@@ -44,15 +44,15 @@ def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) 
 
 @contextmanager
 def bounded_memory(what: str, mend: str) -> Iterator[None]:
-    """Within it, `what` raises UserError where it makes this process larger by 256 MiB, on Linux.
+    """A context that raises UserError where `what` takes more than 256 MiB of memory, on Linux.
 
-    The bound holds for the other threads as well.
+    The bound holds for other threads of the process as well.
     """
     sizes = Path("/proc/self/statm")
     if not sizes.exists():
         yield
         return
-    import resource  # which is nowhere but on Unix
+    import resource  # exists only on Unix
 
     held = int(sizes.read_text().split()[5]) * os.sysconf("SC_PAGE_SIZE")
     before = resource.getrlimit(resource.RLIMIT_DATA)

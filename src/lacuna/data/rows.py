@@ -1,4 +1,4 @@
-"""The spans of each row: of a table of tokens, end to end or fitted, or of lanes of documents."""
+"""The spans of each row: end to end or fitted from a table of tokens, or from lanes."""
 
 import itertools
 import math
@@ -13,32 +13,31 @@ from lacuna.data.document import Document, Span
 from lacuna.data.faults import readable
 from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import shuffled
-from lacuna.data.plan import Plan
+from lacuna.data.plan import RowPlan
 from lacuna.data.stream import BEGINNING, PlacedRecord, Snapshot, Stream
 from lacuna.data.tokenize import add_broken, document_of
 
 _WINDOW = 8192
 _DRAWN_AT_ONCE = 16384
 _DRAWN_AHEAD = 64
-# How many records without a text may come one after the other; and how many of them that were met
-# and broken before, since then nothing else is in the source.
+# How many records without a text may follow each other; and how many broken ones may be met again,
+# since then nothing else is in the source.
 _MOST_EMPTY = 100_000
 _MOST_AGAIN = 1000
-# How much of the buffer is filled: examples that filled it whole would take a row more, nearly
-# empty.
+# The share of the buffer that is filled: to fit a full one would take one more, nearly empty row.
 _FILL = 0.98
 
-# Of each source how many documents have been passed, and where to read it from if it is a stream.
+# For each source, how many documents have been passed and, of a stream, where to read on.
 Place = list[tuple[int, Snapshot]]
 # A document that a lane has drawn: its source, itself, and the lane's place after it.
 Drawn = tuple[int, Document, Place]
-# What was used from a place on: tokens of a document, or rows of examples that were fitted
-# together; and the place.
+# How much was used from a place on (tokens of a document, or rows of examples that were fitted
+# together), and that place.
 LaneState = tuple[int, Place]
 
 
 def open_rows(
-    plan: Plan, states: dict[int, LaneState | None], broken: list[str]
+    plan: RowPlan, states: dict[int, LaneState | None], broken: list[str]
 ) -> Callable[[int], list[Span]]:
     """A function from the number of a row to its spans, which fill it.
 
@@ -46,15 +45,15 @@ def open_rows(
     then empty.
 
     Args:
-        states: of the lanes that are read, where each goes on (None: the beginning); kept up to
-            date in place.
+        states: where each of the lanes that are read goes on (None: at the beginning); updated in
+            place.
         broken: gains the places of unreadable records that were met.
     """
     if plan.table is None:
         return _LaneRows(plan, states, broken).row
     table = plan.table
     nothing = np.zeros((3, 0), dtype=np.int64)
-    rows = enumerate(itertools.chain(_made_of_table(plan), itertools.repeat(nothing)))
+    rows = enumerate(itertools.chain(_pieces_of_table(plan), itertools.repeat(nothing)))
 
     def row(wanted: int) -> list[Span]:
         pieces = next(pieces for number, pieces in rows if number == wanted)
@@ -65,7 +64,7 @@ def open_rows(
     return row
 
 
-def rows_from_the_start(plan: Plan, count: int) -> Iterator[list[list[Span]]]:
+def rows_from_the_start(plan: RowPlan, count: int) -> Iterator[list[list[Span]]]:
     """The rows of a plan, `count` at a time, until all documents are used up.
 
     Raises UserError when more records are unreadable than `data.max_broken_records`.
@@ -81,30 +80,31 @@ def rows_from_the_start(plan: Plan, count: int) -> Iterator[list[list[Span]]]:
         yield rows
 
 
-def documents_begun(plan: Plan, rows: int) -> np.ndarray:
+def documents_begun(plan: RowPlan, rows: int) -> np.ndarray:
     """How often the first `rows` rows begin each document, int64 [documents]."""
     begun = np.zeros(len(plan.tokens.lengths), dtype=np.int64)
-    for documents, starts, _ in itertools.islice(_made_of_table(plan), rows):
+    for documents, starts, _ in itertools.islice(_pieces_of_table(plan), rows):
         np.add.at(begun, documents[starts == 0], 1)
     return begun
 
 
-def _made_of_table(plan: Plan) -> Iterator[np.ndarray]:
+def _pieces_of_table(plan: RowPlan) -> Iterator[np.ndarray]:
     """The pieces, int64 [3, n], of each row: documents, where these begin, where they end."""
-    return _fitted(plan) if plan.fits else _laid_end_to_end(plan)
+    return _pieces_fitted(plan) if plan.fits else _pieces_end_to_end(plan)
 
 
-def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
+def _pieces_end_to_end(plan: RowPlan) -> Iterator[np.ndarray]:
     """The pieces of rows that are cut out of all drawn documents, laid end to end.
 
-    The rows are shuffled within windows: side by side in one step, the parts of a long document
-    teach hardly more than one of them. A pass over the documents is cut into even windows. Rows of
-    whole passes hold tokens of one each.
+    The rows are shuffled within windows: in one step together, the parts of a long document would
+    teach hardly more than one of them. A pass over the documents is cut into even windows. If
+    passes are whole, no row holds tokens of two.
     """
-    length, lengths = plan.config.training.seq_len, plan.tokens.lengths
+    length = plan.config.training.seq_len
+    lengths = plan.tokens.lengths
     in_pass = plan.rows_per_pass or _WINDOW
     in_window = math.ceil(in_pass / math.ceil(in_pass / _WINDOW))
-    draws = _draws(plan)
+    draws = _drawn_documents(plan)
     # The documents drawn so far, and where each ends in the text of all.
     drawn = np.zeros((2, 1), dtype=np.int64)
     pass_tokens = lengths.sum() if plan.whole_passes else in_pass * length
@@ -129,20 +129,20 @@ def _laid_end_to_end(plan: Plan) -> Iterator[np.ndarray]:
                 yield pieces[:, bounds[place] : bounds[place + 1]]
 
 
-def _fitted(plan: Plan) -> Iterator[np.ndarray]:
+def _pieces_fitted(plan: RowPlan) -> Iterator[np.ndarray]:
     """The pieces of rows of whole examples, which are shuffled anew for each pass.
 
-    The examples of a pass are fitted together. Sources mixed by weight have no pass: there the next
-    of their draws are.
+    The examples of a pass are fitted together. Sources mixed by weight have no pass: the documents
+    that are drawn next are fitted together.
     """
-    draws = _draws(plan)
+    draws = _drawn_documents(plan)
     for number in itertools.count(1) if plan.endless else [1]:
         bins = plan.bins_of(next(draws)) if plan.rows_per_pass is None else plan.bins
         for place in shuffled(len(bins), plan.mixture.pools[0].key, number).tolist():
             yield bins[place]
 
 
-def _draws(plan: Plan) -> Iterator[np.ndarray]:
+def _drawn_documents(plan: RowPlan) -> Iterator[np.ndarray]:
     """The documents in the table, int64 [n] at a time, in the order in which they are drawn."""
     pool_starts = np.cumsum([0, *(pool.size for pool in plan.mixture.pools)])
     cursors = np.zeros(len(plan.mixture.pools), dtype=np.int64)
@@ -156,7 +156,9 @@ def _draws(plan: Plan) -> Iterator[np.ndarray]:
 class _LaneRows:
     """Rows of documents that are tokenised as they come; row R is the next of lane R mod lanes."""
 
-    def __init__(self, plan: Plan, states: dict[int, LaneState | None], broken: list[str]) -> None:
+    def __init__(
+        self, plan: RowPlan, states: dict[int, LaneState | None], broken: list[str]
+    ) -> None:
         self._plan = plan
         self._states = states
         self._broken = broken
@@ -166,12 +168,13 @@ class _LaneRows:
         self._readers = []
         if plan.config.data.streaming:
             self._readers = [self._reader(source, starts) for source in range(len(pools))]
-        rows = self._fitted if plan.fits else self._laid_end_to_end
+        rows = self._fitted_rows if plan.fits else self._rows_end_to_end
         self._rows = {lane: rows(lane, *start) for lane, start in starts.items()}
 
     def _reader(self, source: int, starts: dict[int, LaneState]) -> Callable[[int], PlacedRecord]:
-        """A function from a lane to the next record that it gets from a source that is a stream."""
-        plan, pool = self._plan, self._plan.mixture.pools[source]
+        """A function from a lane to its next record from a source that is a stream."""
+        plan = self._plan
+        pool = self._plan.mixture.pools[source]
         retries = plan.config.data.retries
         stream = Stream(pool.size, pool.key, plan.sources[source], retries, plan.endless)
         positions = {lane: place[source] for lane, (_, place) in starts.items()}
@@ -184,13 +187,13 @@ class _LaneRows:
         spans, self._states[lane] = next(self._rows[lane], nothing)
         return spans
 
-    def _laid_end_to_end(
+    def _rows_end_to_end(
         self, lane: int, offset: int, place: Place
     ) -> Iterator[tuple[list[Span], LaneState]]:
         """The rows of a lane from a state on, each with the state after it."""
         spans: list[Span] = []
         space = self._plan.config.training.seq_len
-        for source, document, after in self._documents(lane, place):
+        for source, document, after in self._draw_documents(lane, place):
             while offset < len(document.tokens):
                 start = offset
                 offset = min(offset + space, len(document.tokens))
@@ -204,11 +207,13 @@ class _LaneRows:
             place = after
         yield spans, (0, place)
 
-    def _fitted(self, lane: int, used: int, place: Place) -> Iterator[tuple[list[Span], LaneState]]:
+    def _fitted_rows(
+        self, lane: int, used: int, place: Place
+    ) -> Iterator[tuple[list[Span], LaneState]]:
         """The same with whole examples, as many of which are fitted together as fill the buffer."""
-        drawn = self._documents(lane, place)
-        while examples := self._buffered(drawn):
-            bins = self._bins([document for _, document, _ in examples])
+        drawn = self._draw_documents(lane, place)
+        while examples := self._fill_buffer(drawn):
+            bins = self._fit_into_rows([document for _, document, _ in examples])
             passed = sum(count for count, _ in place)
             order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, passed)
             after = examples[-1][2]
@@ -222,11 +227,12 @@ class _LaneRows:
             used = 0
             place = after
 
-    def _buffered(self, drawn: Iterator[Drawn]) -> list[Drawn]:
+    def _fill_buffer(self, drawn: Iterator[Drawn]) -> list[Drawn]:
         """The next examples, as many as fill the buffer; none at the end."""
         most = self._plan.config.training.seq_len
         enough = _FILL * self._plan.config.packing.buffer * most
-        examples, tokens = [], 0
+        examples = []
+        tokens = 0
         for example in drawn:
             examples.append(example)
             tokens += min(len(example[1].tokens), most)
@@ -234,16 +240,17 @@ class _LaneRows:
                 break
         return examples
 
-    def _bins(self, documents: list[Document]) -> list[np.ndarray]:
+    def _fit_into_rows(self, documents: list[Document]) -> list[np.ndarray]:
         """The pieces of rows that these documents are fitted into."""
         config = self._plan.config
-        space, packing = config.training.seq_len, config.packing
+        space = config.training.seq_len
+        packing = config.packing
         lengths = np.array([len(document.tokens) for document in documents])
         if config.trains_on == "preferences":
             refuse_long_pairs(lengths, space, packing.long_examples)
         return fill_rows(lengths, documents.__getitem__, space, packing)
 
-    def _documents(self, lane: int, place: Place) -> Iterator[Drawn]:
+    def _draw_documents(self, lane: int, place: Place) -> Iterator[Drawn]:
         """The documents that a lane draws.
 
         Raises UserError when too many in a row are empty or broken: nothing else may be left.
@@ -259,7 +266,7 @@ class _LaneRows:
                 passed = [count for count, _ in place]
                 drawn = self._plan.mixture.draw(lane, passed, _DRAWN_AHEAD)
                 for source, index in np.transpose(drawn).tolist():
-                    document, snapshot = self._read(lane, source, index, place[source][1])
+                    document, snapshot = self._read_document(lane, source, index, place[source][1])
                     if len(document.tokens):
                         in_vain, met = 0, Counter[str]()
                     else:
@@ -276,12 +283,12 @@ class _LaneRows:
                 f"{name}: {in_vain} records in a row hold no text; check data.text_column"
             )
 
-    def _read(
+    def _read_document(
         self, lane: int, source: int, index: int, snapshot: Snapshot
     ) -> tuple[Document, Snapshot]:
         """The document that a lane has drawn, and where the lane is in the source after it.
 
-        From a stream the lane takes the next in its turn, whichever was drawn.
+        From a stream the lane takes the next document in its turn, whichever was drawn.
         """
         documents = self._plan.sources[source]
         number: int | str = index

@@ -18,12 +18,13 @@ from datasets.packaged_modules.generator.generator import Generator
 from fsspec.core import url_to_fs
 from yaml import YAMLError
 
-from lacuna.config import Config, UserError
-from lacuna.config.documents import READERS, ChatConfig, Source
+from lacuna.config import UserError
+from lacuna.config.conversations import ChatConfig
+from lacuna.config.documents import READERS, DataConfig, Source
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import corpus, files
 from lacuna.data.columns import columns_of_rows, first_columns, used_columns
-from lacuna.data.faults import is_damage, told_damage, with_retries
+from lacuna.data.faults import damage_message, is_damage, with_retries
 
 _READER_VERSION = 2
 # What `save_to_disk` writes beside its data.
@@ -43,7 +44,7 @@ class Documents:
         chat: how its records become tokens, if they are conversations or preferences.
         files: the local files that it is made of.
         preference: what is learnt from its records, if they are preferences.
-        answers_per_row: how many documents a row becomes; it is in `dataset` as often.
+        answers_per_row: how many documents a row becomes; `dataset` holds the row as often.
     """
 
     name: str
@@ -62,19 +63,27 @@ class Documents:
         return columns_of_rows(row, self.chat, self.preference)
 
 
-def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> Documents:
-    """Open a source of what the task trains on, with its columns of `numbers`.
+def open_source(
+    source: Source,
+    settings: DataConfig,
+    chat: ChatConfig | None = None,
+    preference: PreferenceConfig | None = None,
+    numbers: Sequence[str] = (),
+    whole: bool = False,
+) -> Documents:
+    """Opens a source of texts, of conversations or of preferences, with its columns of `numbers`.
 
-    Raises UserError when there is no such dataset, file, split or column, or nothing in it.
+    Its records hold the columns that are used, or with `whole` every column. Raises UserError when
+    there is no such dataset, file, split or column, or nothing in it.
     """
     parts = [source.name, source.dir, ",".join(source.files), f"split {source.split}"]
     name = f"{source.dataset} ({', '.join(part for part in parts if part)})"
 
     def attempt() -> list[Documents]:
-        return [_open(name, source, config, numbers)]
+        return [_open_documents(name, source, settings, chat, preference, numbers, whole)]
 
     try:
-        return next(with_retries(attempt, config.data.retries, name))
+        return next(with_retries(attempt, settings.retries, name))
     except (
         UserError,
         DatasetGenerationError,
@@ -86,13 +95,13 @@ def open_source(source: Source, config: Config, numbers: Sequence[str] = ()) -> 
         cause: BaseException = error
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             cause = error.__cause__
-        raise UserError(f"{name}: {_reason(cause)}") from error
+        raise UserError(f"{name}: {_why_not_opened(cause)}") from error
 
 
-def _reason(cause: BaseException) -> str:
+def _why_not_opened(cause: BaseException) -> str:
     """Why a source cannot be opened, and what to do."""
     if is_damage(cause):
-        return told_damage(cause)
+        return damage_message(cause)
     said = " ".join(str(cause).split())
     if isinstance(cause, UserError):
         return said
@@ -103,39 +112,39 @@ def _reason(cause: BaseException) -> str:
     return f"cannot be opened: {said}; {mend}"
 
 
-def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> Documents:
-    streaming = config.data.streaming
+def _open_documents(
+    name: str,
+    source: Source,
+    settings: DataConfig,
+    chat: ChatConfig | None,
+    preference: PreferenceConfig | None,
+    numbers: Sequence[str],
+    whole: bool,
+) -> Documents:
+    streaming = settings.streaming
     split, part, _ = source.split.partition("[")
     if streaming and part:
         raise UserError(
             "a stream has no length to take a part of; give a whole split, or set "
             "data.streaming=false."
         )
-    builder = _builder(source, split)
+    builder = _dataset_builder(source, split)
     given = builder.config.data_files or {}
     paths = map(str, given.get(split, chain(*given.values())))
     local = tuple(path for path in paths if Path(path).is_file())
     reads_lines = builder.repo_id is None and builder.name in ("json", "text")
-    text_column = config.data.text_column
+    text_column = settings.text_column
     if reads_lines and builder.name == "text":
-        text_column = None  # it has but one
-    chat = config.conversations
-    preference = config.preference if config.trains_on == "preferences" else None
+        text_column = None  # files of text have only one column
 
     def columns_of(found: list[str]) -> list[str]:
+        if whole:
+            return found
         return used_columns(found, text_column, chat, preference, numbers)
 
     if reads_lines:
-        builder = _line_reader(builder, split, columns_of, chat is not None, numbers)
-    if streaming:
-        dataset = builder.as_streaming_dataset(source.split)
-    else:
-        builder.download_and_prepare()
-        dataset = builder.as_dataset(source.split)
-        if not len(dataset):
-            raise UserError(
-                "holds no documents; check data.dataset_split, data.data_dir and data.data_files."
-            )
+        builder = _line_reader(builder, split, columns_of, whole or chat is not None, numbers)
+    dataset = _read_split(builder, source.split, streaming)
     sizes: list[int] = []
     if isinstance(builder, Generator):
         columns = list(builder.config.features)
@@ -155,8 +164,21 @@ def _open(name: str, source: Source, config: Config, numbers: Sequence[str]) -> 
     return _of_answers(opened, chat, preference)
 
 
+def _read_split(builder: DatasetBuilder, split: str, streaming: bool) -> Dataset | IterableDataset:
+    """A split of a dataset, as a stream or downloaded. Raises UserError when it holds nothing."""
+    if streaming:
+        return builder.as_streaming_dataset(split)
+    builder.download_and_prepare()
+    dataset = builder.as_dataset(split)
+    if not len(dataset):
+        raise UserError(
+            "holds no documents; check data.dataset_split, data.data_dir and data.data_files."
+        )
+    return dataset
+
+
 def _of_answers(opened: Documents, chat: ChatConfig, preference: PreferenceConfig) -> Documents:
-    """A source of preferences, with every row as often as it has answers that are documents."""
+    """A source of preferences that repeats every row, once for each document that it becomes."""
     from lacuna.data.judged import answers_per_row  # an extension, which few runs need
 
     dataset = opened.dataset
@@ -167,13 +189,13 @@ def _of_answers(opened: Documents, chat: ChatConfig, preference: PreferenceConfi
 
 
 def _require_whole_numbers(feature: Any) -> None:
-    """Raises UserError where tokens are something else."""
+    """Raises UserError where tokens are something other than whole numbers."""
     kind = str(getattr(getattr(feature, "feature", None), "dtype", "no lists"))
     if not kind.startswith(("int", "uint")):
         raise UserError(f"input_ids must be lists of whole numbers, but has {kind}.")
 
 
-def _builder(source: Source, split: str) -> DatasetBuilder:
+def _dataset_builder(source: Source, split: str) -> DatasetBuilder:
     """What `datasets` makes of a source: its files by split, and the kind of their records."""
     if source.dataset == corpus.NAME:
         return datasets.load_dataset_builder("text", data_files=corpus.stdlib_files())
@@ -183,7 +205,7 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
         folder = Path(source.dataset, source.dir or "")
     if kind is not None and folder is None:
         return datasets.load_dataset_builder(
-            kind, data_files={split: [_exactly(source.dataset)]}, **options
+            kind, data_files={split: [_exact_pattern(source.dataset)]}, **options
         )
     if source.dataset in READERS and not source.files:
         raise UserError("a reader of local files needs data.data_files.")
@@ -193,27 +215,27 @@ def _builder(source: Source, split: str) -> DatasetBuilder:
         )
     chosen = list(source.files) or None
     if chosen and (folder is not None or source.dataset in READERS):
-        chosen = [_exactly(file, folder or Path(source.dir or "")) for file in chosen]
+        chosen = [_exact_pattern(file, folder or Path(source.dir or "")) for file in chosen]
     builder = datasets.load_dataset_builder(
         source.dataset, source.name, data_dir=source.dir, data_files=chosen and {split: chosen}
     )
-    if folder is not None and not (source.files or "data_files" in _card(source.dataset)):
-        _refuse_kinds(folder)
+    if folder is not None and not (source.files or "data_files" in _read_card(source.dataset)):
+        _refuse_mixed_kinds(folder)
     return builder
 
 
-def _exactly(file: str, folder: Path = Path()) -> str:
-    """A pattern for a file that exists and nothing else; what names none is a pattern as it is."""
+def _exact_pattern(file: str, folder: Path = Path()) -> str:
+    """A pattern that fits this file alone, if it exists; otherwise `file` is itself a pattern."""
     path = folder / file
     return escape(str(path.absolute())) if path.is_file() else file
 
 
-def _card(folder: str) -> str:
+def _read_card(folder: str) -> str:
     card = Path(folder, REPOCARD_FILENAME)
     return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
 
 
-def _refuse_kinds(folder: Path) -> None:
+def _refuse_mixed_kinds(folder: Path) -> None:
     """Raises UserError when a folder has files of several kinds: `datasets` would read only one."""
     kinds: dict[str, str] = {}
     base = folder.resolve().as_posix()

@@ -32,9 +32,8 @@ PlacedRecord = tuple[dict[str, Any], str, Snapshot]
 class Stream:
     """A streaming source that is split into parts, read once or, when `endless`, again and again.
 
-    `size` is the number of parts. A lane always reads the same one, lane l part l mod size, and
-    takes its turn among the lanes that do. A part comes pass after pass, the blocks of each
-    shuffled anew.
+    `size` is the number of parts. Lane l always reads part l mod size, in turn with the other lanes
+    that read it. A part is read pass after pass, and each block is shuffled anew in each pass.
     """
 
     size: int
@@ -77,12 +76,13 @@ class Stream:
         return next_record
 
     def read(self, part: int, first: Snapshot, fewest: int) -> Iterator[tuple[int, PlacedRecord]]:
-        """Yield the records of a part, shuffled in blocks, and their numbers.
+        """Yields the records of a part, shuffled in blocks, and their numbers.
 
-        A fault that passes repeats nothing. Raises UserError when there are no documents, and the
-        last fault when reading failed too often. Warns when there are less than `fewest` documents.
+        After a passing fault no record is repeated. Raises UserError when there are no documents,
+        and the last fault when reading failed too often. Warns of fewer than `fewest` documents.
         """
-        name, where = self.documents.name, f"part {part} of {self.size}"
+        name = self.documents.name
+        where = f"part {part} of {self.size}"
         shard = self.documents.dataset.shard(self.size, part)
         beginning = shard.state_dict()
         index, epoch_start, state = first
@@ -116,7 +116,8 @@ class Stream:
                     index,
                     fewest,
                 )
-            epoch_start, state = index, None
+            epoch_start = index
+            state = None
 
 
 def number_of_parts(shard_sizes: tuple[int, ...], lanes: int) -> int:

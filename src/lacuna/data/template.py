@@ -1,4 +1,4 @@
-"""Chat templates: rendered, and asked how they end an answer."""
+"""Renders chat templates, and finds out how they end an answer."""
 
 import re
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ _TOOL = {
         "parameters": {"type": "object", "properties": {}},
     },
 }
-# What some templates cannot do without: reasoning in a field of its own, or within the answer.
+# Some templates need an answer to have reasoning, in a field of its own or within the answer.
 _ANSWERS = (
     {"content": _LAST},
     {"content": _LAST, "reasoning_content": "I look out."},
@@ -43,7 +43,7 @@ _ANSWERS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation and what renders it; `where` it is from begins what is said against it."""
+    """A conversation and what renders it; messages about it begin with `where` it is from."""
 
     where: str
     tokenizer: PreTrainedTokenizerBase
@@ -59,7 +59,7 @@ class End:
     Attributes:
         token: the last special token of the turn, if there is one.
         text: what is written up to that token; without one, all that is written.
-        beyond: what follows the token behind the last message.
+        beyond: what follows that token after the last message.
     """
 
     token: int | None
@@ -90,7 +90,7 @@ def trials(tokenizer: PreTrainedTokenizerBase, template: str) -> Iterator[Chat]:
 
 
 def ask(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]]) -> str:
-    """The text after which the answer to a conversation is to come, by the tokenizer's template."""
+    """The text of a conversation up to where its answer begins, by the tokenizer's template."""
     where = "the conversation"
     chat = Chat(where, tokenizer, template_for(tokenizer, None, where), messages)
     return render(chat, asks=True)[0]
@@ -130,8 +130,8 @@ def end_of_answer(tokenizer: PreTrainedTokenizerBase, template: str) -> End:
 def _end_in(tokenizer: PreTrainedTokenizerBase, text: str, after: str, common: str) -> End:
     """The end of the answer in a `text`.
 
-    `after` is what follows the answer there, and `common` what of it also follows one that is
-    followed by another question.
+    `after` is what follows the answer there. `common` is as much of it as also follows an answer
+    that another question comes after.
     """
     special = {
         str(token): number
@@ -155,7 +155,7 @@ def render(
 ) -> tuple[str, list[tuple[int, int]] | None]:
     """The text of the messages before `stop`, and the characters in it that the template marks.
 
-    They are None where it marks none. If it `asks`, an answer is to come after the text.
+    These are None where the template marks none. If `asks`, the text ends where an answer begins.
     """
     problem = f"{chat.where}: the chat template refuses it"
     mend = f"mend it or chat.template{advice_on_roles(chat)}"
@@ -183,7 +183,7 @@ def advice_on_roles(chat: Chat) -> str:
 
 
 def parting(chat: Chat, stop: int, asks: bool) -> str:
-    """Where a conversation and its messages before `stop` part, and what both write there."""
+    """Where the texts of a conversation and of its messages before `stop` part, and how."""
     environment = _compile_jinja_template(chat.template).environment
     tree = environment.parse(chat.template)
     for output in tree.find_all(nodes.Output):
@@ -192,21 +192,25 @@ def parting(chat: Chat, stop: int, asks: bool) -> str:
             numbered += [nodes.TemplateData(f"\0{node.lineno}\0"), node]
         output.nodes = numbered
     template = environment.from_string(tree)
-    texts, lines = [], []
+    texts = []
+    lines = []
     for messages, adding in ((chat.messages, False), (chat.messages[:stop], asks)):
         variables = {"messages": messages, "tools": chat.tools, "add_generation_prompt": adding}
         written = template.render(**variables, **chat.tokenizer.special_tokens_map)
         _, *numbers_and_pieces = re.split("\0([0-9]+)\0", written)
-        numbers, pieces = numbers_and_pieces[::2], numbers_and_pieces[1::2]
+        numbers = numbers_and_pieces[::2]
+        pieces = numbers_and_pieces[1::2]
         texts.append("".join(pieces))
         lines.append([line for line, piece in zip(numbers, pieces, strict=True) for _ in piece])
     at = len(commonprefix(texts))
-    whole, part = (_told(text, line, at) for text, line in zip(texts, lines, strict=True))
+    whole, part = (
+        _what_is_written(text, line, at) for text, line in zip(texts, lines, strict=True)
+    )
     when = "where it is asked for" if asks else "where it is last"
     return f"{whole} in the whole conversation, but {part} {when}"
 
 
-def _told(text: str, lines: list[str], at: int) -> str:
+def _what_is_written(text: str, lines: list[str], at: int) -> str:
     """What is written at a place of a text, and by which of the template's lines."""
     if not text[at:]:
         return "nothing is written"

@@ -1,4 +1,4 @@
-"""Records to tokens: one document of a record, and all of a source in a cache."""
+"""Turns records into tokens: one record into a document, or a whole source into a cache."""
 
 import json
 import os
@@ -30,12 +30,12 @@ from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
 _CACHE_VERSION = 5
 _BYTES_PER_PROCESS = 8 * 2**20
-# What a cache has a column of; it has others for what it knows of each sequence.
+# The columns of a cache, beside those with a value for each sequence of a document.
 _FIELDS = {"tokens", "text_bytes", BROKEN, "trained", "ends"}
 
 
 def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> None:
-    """Add the places of unreadable records to those that are `known`, each once; warn of the first.
+    """Adds the places of unreadable records to those that are `known`; warns of the first ones.
 
     Raises UserError with the first few places when there are more than `limit`.
     """
@@ -54,9 +54,9 @@ def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> Non
 def document_of(
     record: dict[str, Any], number: int | str, source: Documents, tokenizer: PreTrainedTokenizerBase
 ) -> Document:
-    """The document of a source's record of this number, without tokens where it is empty or broken.
+    """The document of a source's record of this number; without tokens if it is empty or broken.
 
-    Raises UserError when it came as tokens of which the tokenizer does not know one.
+    Raises UserError when the record holds tokens and the tokenizer does not know one of them.
     """
     place = record.get(BROKEN) or place_of(number, source)
     if source.chat is not None and not record.get(BROKEN):
@@ -86,7 +86,7 @@ def document_of(
 
 
 def place_of(number: int | str, source: Documents) -> str:
-    """Where in a source its document of this number is from."""
+    """Where in a source the document of this number comes from."""
     if isinstance(number, str):
         return f"{source.name}, {number}"
     return f"{source.name}, row {number // source.answers_per_row + 1}"
@@ -106,9 +106,9 @@ def row_of(record: dict[str, Any], source: Documents) -> dict[str, Any]:
 class TokenTable:
     """The documents of all sources one after the other, read from disk as they are needed.
 
-    `dataset` has columns for the fields of a `Document`, but for those that are of no use for the
-    data, and one for each of its sequence columns; `ends` is where each source ends in it.
-    `key` tells tables of other documents or tokens apart.
+    `dataset` has a column for each field of a `Document` that its data need, and one for each of
+    its sequence columns. `ends` says where each source ends in it. `key` differs for tables of
+    other documents or tokens.
     """
 
     dataset: Dataset
@@ -122,9 +122,10 @@ class TokenTable:
         return lengths
 
     def document(self, index: int) -> tuple[Document, int]:
-        """A document, its tokens a view of the file, and its source."""
+        """A document, whose tokens are a view of the file, and the number of its source."""
         row = {name: self.dataset.data.column(name)[index] for name in self.dataset.column_names}
-        trained, ends = row.get("trained"), row.get("ends")
+        trained = row.get("trained")
+        ends = row.get("ends")
         document = Document(
             row["tokens"].values.to_numpy(),
             row["text_bytes"].as_py(),
@@ -143,8 +144,10 @@ def token_table(
     Raises UserError when one holds no text, or more than `most_broken` unreadable records, or
     tokens that the tokenizer does not know.
     """
-    keys = [_key(source, tokenizer) for source in sources]
-    parts = [_tokenised(source, tokenizer, key) for source, key in zip(sources, keys, strict=True)]
+    keys = [_cache_key(source, tokenizer) for source in sources]
+    parts = [
+        _tokenise_source(source, tokenizer, key) for source, key in zip(sources, keys, strict=True)
+    ]
     dataset = datasets.concatenate_datasets(parts)
     broken = pc.drop_null(dataset.data.column(BROKEN)).to_pylist()
     add_broken({}, broken, most_broken)
@@ -158,10 +161,11 @@ def token_table(
     return table
 
 
-def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
-    """What tells the tokens of a source from those of another, or of another tokenizer."""
+def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
+    """A key that differs for other sources, other tokenizers and other settings of tokens."""
     chat = None
-    if (settings := source.chat) is not None:
+    settings = source.chat
+    if settings is not None:
         chat = [
             settings.train_on,
             settings.columns,
@@ -179,7 +183,7 @@ def _key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
     return str(Hasher.hash(made_of))
 
 
-def _features(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Features:
+def _cache_features(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Features:
     """The columns of the cache of a source: as few as its documents need."""
     columns = {
         "tokens": LargeList(Value("uint16" if len(tokenizer) <= 2**16 else "int32")),
@@ -195,7 +199,7 @@ def _features(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Features
     return Features(columns)
 
 
-def _stored(document: Document, features: Features) -> dict[str, Any]:
+def _as_cache_row(document: Document, features: Features) -> dict[str, Any]:
     """A document as a row of the cache."""
     row = vars(document) | {name: () for name in features.keys() - _FIELDS}
     row |= document.sequence_columns
@@ -204,18 +208,18 @@ def _stored(document: Document, features: Features) -> dict[str, Any]:
     return {name: row[name] for name in features}
 
 
-def _tokenised(source: Documents, tokenizer: PreTrainedTokenizerBase, key: str) -> Dataset:
+def _tokenise_source(source: Documents, tokenizer: PreTrainedTokenizerBase, key: str) -> Dataset:
     """The documents of a source, from the cache.
 
-    Of many ranks that ask at once, one makes it and the others wait.
+    Of many ranks that ask at once, one makes the cache and the others wait.
     """
-    features = _features(source, tokenizer)
+    features = _cache_features(source, tokenizer)
     processes = min(usable_cores(), 1 + source.dataset.data.nbytes // _BYTES_PER_PROCESS)
 
     def write(folder: str) -> None:
         os.mkdir(folder)
         source.dataset.map(
-            lambda record, number: _stored(
+            lambda record, number: _as_cache_row(
                 document_of(record, number, source, tokenizer), features
             ),
             with_indices=True,

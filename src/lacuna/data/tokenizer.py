@@ -1,4 +1,4 @@
-"""The tokenizer: loaded, told apart from others, and applied to one text."""
+"""Loads tokenizers, tells them apart, and applies one to a text."""
 
 import os
 
@@ -11,8 +11,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lacuna.config import UserError, explained
 from lacuna.config.sections import ModelConfig
 from lacuna.data import corpus
-from lacuna.data.gguf import hf_folder
 from lacuna.data.remote_code import open_with
+from lacuna.data.unpacked import hf_folder
 
 
 def tokenizer_source(model: ModelConfig) -> str:
@@ -66,17 +66,22 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def rows_of_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """How many rows of logits the tokens take: more than there are, where ids are left out."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
-    """How many ids a tokenizer has without `model.new_tokens`, and those of what it lacked."""
+    """How many ids a tokenizer has without `model.new_tokens`, and the ids that these add."""
     given = load_tokenizer(tokenizer_source(model), model.trust_remote_code)
     before = set(given.get_vocab().values())
     after = set(grown_tokenizer(model).get_vocab().values())
-    return max(before) + 1, after - before
+    return rows_of_tokens(given), after - before
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which tokens a text becomes."""
-    content = _backend(tokenizer).to_str() if tokenizer.is_fast else Hasher.hash(tokenizer)
+    content = _backend_of(tokenizer).to_str() if tokenizer.is_fast else Hasher.hash(tokenizer)
     made_of = [content, tokenizer.split_special_tokens, tokenizer.eos_token_id]
     return str(Hasher.hash(made_of))
 
@@ -84,12 +89,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = True) -> np.ndarray:
     """The tokens of a text, int32, with one end of text at the end.
 
-    Where it `begins` a document, it has the special tokens that its tokenizer's post-processor
-    gives it.
+    If the text `begins` a document, the tokenizer's post-processor adds its special tokens.
     """
     if tokenizer.is_fast:
-        # Around transformers' own call, which also tracks offsets: a third faster.
-        tokens = _backend(tokenizer).encode_batch_fast([text], add_special_tokens=begins)[0].ids
+        # A third faster than transformers' own call, which also tracks offsets.
+        tokens = _backend_of(tokenizer).encode_batch_fast([text], add_special_tokens=begins)[0].ids
     else:
         tokens = tokenizer(
             text, add_special_tokens=begins, return_attention_mask=False, verbose=False
@@ -99,8 +103,8 @@ def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = 
     return np.array(tokens, dtype=np.int32)
 
 
-def _backend(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
-    """What a fast tokenizer wraps, set neither to cut nor to pad, as calls of transformers may."""
+def _backend_of(tokenizer: PreTrainedTokenizerBase) -> Tokenizer:
+    """What a fast tokenizer wraps, without the cutting and padding that transformers may set."""
     backend: Tokenizer = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()

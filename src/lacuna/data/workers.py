@@ -1,4 +1,4 @@
-"""The processes that prepare batches: how many, how they start and end, what is told of an end."""
+"""The processes that prepare batches: how many there are, and how they start and end."""
 
 import atexit
 import os
@@ -13,7 +13,7 @@ from lacuna.config import RunError
 from lacuna.config.cores import usable_cores
 
 _MOST_WORKERS = 8
-# Tables of more bytes than this are read by a worker: the trainer would wait for the disk.
+# A worker reads tables of more bytes than this: the trainer would wait for the disk.
 _READ_IN_PROCESS = 2**30
 
 
@@ -27,8 +27,8 @@ def workers_for_table(wanted: int | None, table_bytes: int) -> int:
 def workers_for_lanes(wanted: int | None, period: int) -> int:
     """How many workers tokenise: as many as wanted, or as fit the machine.
 
-    Each has lanes of its own, which come back every `period` micro-batches, so that only a divisor
-    of it will do: the largest that is not more.
+    Each worker has lanes of its own, which come back every `period` micro-batches. So the number
+    must divide `period`: it is the largest divisor that is at most the number wanted.
     """
     if wanted is None:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
@@ -39,21 +39,21 @@ def workers_for_lanes(wanted: int | None, period: int) -> int:
 
 
 def start_worker(_number: int) -> None:
-    """Prepare a process that has just begun.
+    """Prepares a worker process that has just begun.
 
-    It leaves signals to the trainer, which stops its workers itself; torch has them end within
-    seconds of its death.
+    It ignores signals, because the trainer stops its workers itself. If the trainer dies, torch has
+    them end within seconds.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     # The parent may have held this lock at the fork.
     fsspec.asyn.reset_lock()
-    # Where workers are not forked, Python's own end aborts now and then in C++ threads.
+    # Where workers are not forked, Python's shutdown sometimes aborts in threads of C++.
     atexit.register(os._exit, 0)
 
 
 def stop_workers(batches: Any) -> None:
-    """End the workers of torch's iterator: in good order, or by force if they are too busy."""
+    """Ends the workers of torch's iterator: in good order, or by force if they are too busy."""
     workers = getattr(batches, "_workers", ())
     if workers:
         batches._shutdown_workers()
@@ -62,7 +62,7 @@ def stop_workers(batches: Any) -> None:
         worker.join()
 
 
-def of_a_worker(error: BaseException) -> bool:
+def is_worker_end(error: BaseException) -> bool:
     """Whether an error tells that a worker has ended.
 
     Torch raises it out of a signal handler, wherever the process happens to be.
@@ -71,12 +71,12 @@ def of_a_worker(error: BaseException) -> bool:
 
 
 @contextmanager
-def workers_told() -> Iterator[None]:
-    """Within it, the end of a worker is one message to the user, and no error of torch's own."""
+def worker_ends_explained() -> Iterator[None]:
+    """A context in which the end of a worker becomes one message to the user."""
     try:
         yield
     except RuntimeError as error:
-        if not of_a_worker(error):
+        if not is_worker_end(error):
             raise
         said = str(error).partition("\n")[0].rstrip(". ")
         raise RunError(

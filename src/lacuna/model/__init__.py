@@ -1,1 +1,1 @@
-"""The model made ready: built from Hugging Face's own code, with attention and loss applied from outside."""
+"""The model made ready: Hugging Face's own code, with attention and loss applied from outside."""

@@ -1,10 +1,11 @@
-"""What lacuna needs to know of any Hugging Face causal LM: its configuration, layers, head and sizes."""
+"""What lacuna must know of a Hugging Face causal LM: its configuration, layers, head and sizes."""
 
 import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import shorten
+from typing import cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -18,13 +19,13 @@ from transformers import (
 )
 from transformers.initialization import no_init_weights
 
-from lacuna.config import Config, UserError, explained, logger
-from lacuna.data.gguf import hf_folder
+from lacuna.config import UserError, explained, logger
+from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
-from lacuna.model.router import set_router_loss
+from lacuna.data.unpacked import hf_folder
 from lacuna.parallel.precision import keep_in_float32
 
-# What transformers raises of a configuration that it cannot make a model of.
+# What transformers may raise where it cannot make a model of a configuration.
 _REJECTIONS = (
     ArithmeticError,
     AssertionError,
@@ -36,100 +37,135 @@ _REJECTIONS = (
     ValueError,
 )
 
+# What configurations call the weight of the load-balancing loss of a mixture of experts.
+ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+
 
 @contextmanager
-def _accepted(problem: str) -> Iterator[None]:
-    """Within it, what transformers says against a model's configuration becomes a `UserError` about it."""
+def _refusals_explained(problem: str) -> Iterator[None]:
+    """Turns what transformers raises against a configuration into a `UserError` with a problem."""
     try:
         yield
     except _REJECTIONS as error:
         reason = shorten(str(error), 400) or "no reason is given"
-        raise UserError(
-            f"{problem}: {reason} ({type(error).__name__}); mend the configuration"
-        ) from error
+        kind = type(error).__name__
+        raise UserError(f"{problem}: {reason} ({kind}); mend the configuration") from error
 
 
-def load_model_config(config: Config, tokenizer: PreTrainedTokenizerBase) -> PretrainedConfig:
-    """The Hugging Face configuration of the run's model, with a vocabulary that holds every token.
+def load_model_config(
+    settings: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> PretrainedConfig:
+    """Reads the Hugging Face configuration of the run's model.
 
-    Raises `UserError` when it cannot be read, or is no causal LM.
+    Its vocabulary is enlarged until it holds every token. Raises `UserError` when the configuration
+    cannot be read, or is that of no causal LM.
     """
-    source = config.model.name_or_path or config.model.config
-    setting = "model.name_or_path" if config.model.name_or_path else "model.config"
-    mend = (
-        "check it"
-        if os.path.exists(str(source))
-        else "there is no such file or folder here, and the Hub gave none"
-    )
+    source = str(settings.name_or_path or settings.config)
+    setting = "model.name_or_path" if settings.name_or_path else "model.config"
+    mend = "there is no such file or folder here, and the Hub gave none"
+    if os.path.exists(source):
+        mend = "check it"
     problem = f"{setting}: cannot read a model configuration from {source!r}"
-    with _accepted(problem), explained(problem, OSError, ValueError, KeyError, mend=mend):
-        model_config = open_with(AutoConfig, hf_folder(str(source)), config.model.trust_remote_code)
-    # Of a few with pictures transformers makes a language model that is none of its causal ones.
-    kinds = {type(model_config), type(model_config.get_text_config())}
-    if any(kind not in AutoModelForCausalLM._model_mapping for kind in kinds):
-        raise UserError(
-            f"{setting}: {source!r} is a {model_config.model_type!r} model, which is no causal LM."
+    with _refusals_explained(problem), explained(problem, OSError, ValueError, KeyError, mend=mend):
+        model_config: PretrainedConfig = open_with(
+            AutoConfig, hf_folder(source), settings.trust_remote_code
         )
     text_config = model_config.get_text_config()
+    # A few models of text and pictures have a language model that is none of the causal ones.
+    kinds = {type(model_config), type(text_config)}
+    kind = f"{setting}: {source!r} is a {model_config.model_type!r} model"
+    if any(one not in AutoModelForCausalLM._model_mapping for one in kinds):
+        raise UserError(f"{kind}, which is no causal LM.")
     if not hasattr(text_config, "num_hidden_layers"):
         raise UserError(
-            f"{setting}: {source!r} is a {model_config.model_type!r} model, which has no single list of decoder "
-            "layers (no num_hidden_layers in its configuration): choose another model."
+            f"{kind}, which has no single list of decoder layers (no num_hidden_layers in its "
+            "configuration): choose another model."
         )
-    tokens, known, multiple = (
-        len(tokenizer),
-        text_config.vocab_size,
-        config.model.vocabulary_multiple,
-    )
-    if config.model.name_or_path and tokens > known and not config.model.new_tokens:
-        both = f"the tokenizer has {tokens} tokens, the model at model.name_or_path only {known}"
-        raise UserError(
-            f"model.tokenizer_path: {both}: use the tokenizer that belongs to the model."
-        )
-    highest = max(
-        tokenizer.convert_tokens_to_ids([*config.model.new_tokens]), default=0
-    )  # some leave ids out
-    rows = text_config.vocab_size = -(-max(tokens, highest + 1, known) // multiple) * multiple
-    if rows > known:
-        reasons = f"the tokenizer has {tokens} tokens, model.vocabulary_multiple is {multiple}"
-        logger.warning(
-            "the model's vocabulary is enlarged from %d to %d rows: %s", known, rows, reasons
-        )
+    _grow_vocabulary(text_config, settings, tokenizer)
     model_config.use_cache = False
-    set_router_loss(config, model_config)
+    if settings.output_router_logits is not None or settings.router_aux_loss_coef is not None:
+        from lacuna.model.router import set_router_loss
+
+        set_router_loss(settings, model_config)
     return model_config
+
+
+def _grow_vocabulary(
+    text_config: PretrainedConfig, settings: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Enlarges a configuration's vocabulary, in place, until it holds every token.
+
+    Raises `UserError` where the tokenizer has tokens that weights to be loaded have no rows for.
+    """
+    tokens = len(tokenizer)
+    known = text_config.vocab_size
+    if settings.name_or_path and tokens > known and not settings.new_tokens:
+        raise UserError(
+            f"model.tokenizer_path: the tokenizer has {tokens} tokens, the model at "
+            f"model.name_or_path only {known}: use the tokenizer that belongs to the model."
+        )
+    # New tokens may have ids above the number of tokens, since some tokenizers leave ids out.
+    ids = cast(list[int], tokenizer.convert_tokens_to_ids([*settings.new_tokens]))
+    highest = max(ids, default=0)
+    multiple = settings.vocabulary_multiple
+    rows = -(-max(tokens, highest + 1, known) // multiple) * multiple
+    text_config.vocab_size = rows
+    if rows > known:
+        logger.warning(
+            "the model's vocabulary is enlarged from %d to %d rows: the tokenizer has %d tokens, "
+            "model.vocabulary_multiple is %d",
+            known,
+            rows,
+            tokens,
+            multiple,
+        )
+
+
+def causal_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class of causal language models that transformers has for a configuration."""
+    return cast(type[PreTrainedModel], AutoModelForCausalLM._model_mapping[type(model_config)])
 
 
 def meta_model(
     model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """The model without memory: shapes only. Attention and dtype are noted in the configuration.
+    """Makes a model that has shapes but no memory.
 
-    What transformers keeps in float32 has that dtype whatever the others have.
+    The attention and the dtype are noted in its configuration. Tensors that transformers keeps in
+    float32 are float32 whatever the others are.
     """
-    rejected = f"model: transformers makes none of this configuration of a {model_config.model_type!r} model"
-    with torch.device("meta"), no_init_weights(), _accepted(rejected):
-        settings = {"dtype": dtype, "attn_implementation": attention}
-        model = AutoModelForCausalLM.from_config(model_config, **settings).train()
+    rejected = (
+        "model: transformers makes none of this configuration of a "
+        f"{model_config.model_type!r} model"
+    )
+    with torch.device("meta"), no_init_weights(), _refusals_explained(rejected):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation=attention
+        )
+    model.train()
     model.tie_weights()  # as initialisation does
     keep_in_float32(model, dtype)
     return model
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of decoder layers, wherever the architecture keeps it."""
+    """The list of decoder layers, wherever the architecture keeps it.
+
+    Raises `UserError` where there is none.
+    """
     count = model.config.get_text_config().num_hidden_layers
-    # First in the decoder: what sees or hears may have as many.
+    # The decoder is searched first: an encoder of pictures or sounds may have as many layers.
     for module in (*model.get_decoder().modules(), *model.modules()):
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
     raise UserError(
-        f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be sharded."
+        f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be "
+        "sharded."
     )
 
 
 def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Parameters and persistent buffers by name, tied ones once, not copied."""
+    """The parameters and persistent buffers of a model by name, not copied, and tied ones once."""
     tied = model.all_tied_weights_keys
     return {
         name: tensor
@@ -139,12 +175,12 @@ def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
-    """What has a row for every token, embedding and head with its bias, by each of their names."""
-    found = {
-        *nn.ModuleList(
-            filter(None, (model.get_input_embeddings(), model.get_output_embeddings()))
-        ).parameters()
-    }
+    """The weights that have a row for every token, by all their names.
+
+    These are the embedding, the head and its bias.
+    """
+    ends = model.get_input_embeddings(), model.get_output_embeddings()
+    found = {*nn.ModuleList(filter(None, ends)).parameters()}
     return {
         name: weight
         for name, weight in model.named_parameters(remove_duplicate=False)
@@ -152,51 +188,54 @@ def vocabulary_weights(model: PreTrainedModel) -> dict[str, nn.Parameter]:
     }
 
 
-def non_embedding_parameters(model: nn.Module) -> int:
-    """Parameters in matrix products with every token: all but embeddings, the head counted even when tied.
+def non_embedding_parameters(model: PreTrainedModel) -> int:
+    """The number of parameters that a token is multiplied with: all but those of embeddings.
 
-    Of mixture-of-experts weights only the share of the experts that a token visits counts.
+    The head counts even when it is tied to the embedding. Of the weights of a mixture of experts
+    only the share of the experts that a token visits counts.
     """
     text_config = model.config.get_text_config()
-    experts = getattr(text_config, "num_local_experts", None) or getattr(
-        text_config, "num_experts", None
-    )
+    names = ("num_local_experts", "num_experts")
+    experts = next(filter(None, (getattr(text_config, name, None) for name in names)), None)
     chosen = getattr(text_config, "num_experts_per_tok", None)
-    active = chosen / experts if experts and chosen else 1.0
-    embeddings = {
-        id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)
-    }
-    left_out = embeddings - {id(getattr(model.get_output_embeddings(), "weight", None))}
-    counted = (
-        (name, weight) for name, weight in model.named_parameters() if id(weight) not in left_out
-    )
-    return int(
-        sum(weight.numel() * (active if ".experts." in name else 1) for name, weight in counted)
-    )
+    share = chosen / experts if experts and chosen else 1.0
+    embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    left_out = {id(module.weight) for module in embeddings} - {id(head)}
+    count = 0.0
+    for name, weight in model.named_parameters():
+        if id(weight) in left_out:
+            continue
+        if ".experts." in name:
+            count += weight.numel() * share
+        else:
+            count += weight.numel()
+    return int(count)
 
 
 def layer_settings(text_config: PretrainedConfig) -> list[PretrainedConfig]:
-    """The configuration of each layer: in some models they differ."""
+    """The configuration of each layer, since in some models the layers differ."""
     if text_config.is_heterogeneous:
-        return text_config.per_layer_config[:]
+        return [*text_config.per_layer_config]
     return [text_config] * text_config.num_hidden_layers
 
 
 def attention_heads(layer: PretrainedConfig) -> int:
-    """The query heads of a layer; none where nothing attends (Mamba)."""
+    """The number of query heads of a layer: 0 where nothing attends (Mamba)."""
     return getattr(layer, "num_attention_heads", 0)
 
 
 def head_dim(layer: PretrainedConfig) -> int:
     """The width of an attention head of a layer."""
-    given = getattr(layer, "head_dim", None)
-    return given or layer.hidden_size // max(attention_heads(layer), 1)
+    given: int | None = getattr(layer, "head_dim", None)
+    width: int = layer.hidden_size
+    return given or width // max(attention_heads(layer), 1)
 
 
 def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
-    """The width of all query heads of all layers together, by their window in tokens.
+    """The summed width of the query heads of all layers, by the layers' window in tokens.
 
-    A window of None is all earlier tokens.
+    A window of None reaches all earlier tokens.
     """
     text_config = model_config.get_text_config()
     kinds = getattr(text_config, "layer_types", None)
@@ -213,13 +252,14 @@ def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
 def step_flops(
     parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor
 ) -> float:
-    """Model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths` (PaLM, appendix B).
+    """The model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths`.
 
-    6 per parameter and token; for attention 12 · heads · head_dim, of `attention_widths`, per layer
-    and pair of query and key, of which causal attention computes half the square. Nothing is added
-    for recomputation.
+    They are counted as in PaLM, appendix B: 6 for each parameter and token, and for attention
+    12 · heads · head_dim (of `attention_widths`) for each layer and each pair of query and key. Of
+    these pairs causal attention computes half the square. Recomputation adds nothing.
     """
-    flops, lengths = 6.0 * parameters * tokens, lengths.double()
+    flops = 6.0 * parameters * tokens
+    lengths = lengths.double()
     for window, width in widths.items():
         seen = lengths.clamp(0, window)
         flops += 12.0 * width * float((lengths * seen - seen * seen / 2).sum())
@@ -230,3 +270,10 @@ def is_soft_capped(model_config: PretrainedConfig) -> bool:
     """Whether attention scores are capped softly, which only eager attention and ours know of."""
     text_config = model_config.get_text_config()
     return getattr(text_config, "attn_logit_softcapping", None) is not None
+
+
+def asks_for_router_loss(model_config: PretrainedConfig) -> bool:
+    """Whether a configuration asks for the load-balancing loss of its routers."""
+    text_config = model_config.get_text_config()
+    asked = getattr(text_config, "output_router_logits", False)
+    return asked and any(getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS)

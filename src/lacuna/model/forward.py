@@ -1,4 +1,4 @@
-"""A forward pass of one rank's share of a micro-batch, and what is made of it: sums, log-probabilities, states."""
+"""Forward passes of one rank's share of a micro-batch: loss sums, log-probabilities, states."""
 
 from collections.abc import Callable
 from types import MethodType
@@ -23,36 +23,47 @@ from lacuna.model.loss import (
     logprobs_of,
     stacked,
 )
-from lacuna.model.router import router_loss
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.tensor import gather_sequence_slices
 
 Reading = Callable[[PreTrainedModel, Head, Inputs], Tensor]
-"""What is wanted of a forward pass; with a pipeline, of its last stage."""
+"""Makes of a forward pass what is wanted of it; with a pipeline, the last stage calls it."""
+
+_METHOD = "run_forward"
 
 
 def attach_forward(model: PreTrainedModel) -> None:
-    """Gives `model` and its head, in place, a method `run_forward(function, ...)`.
-
-    A method of theirs and not a function around them, so that sharding gathers what they need.
-    """
+    """Gives `model` and its head, in place, the method that `run_forward` calls."""
     for module in (model, model.get_output_embeddings()):
         if module is not None:
-            module.run_forward = MethodType(_run, module)
-            register_fsdp_forward_method(module, "run_forward")
+            setattr(module, _METHOD, MethodType(_call_with, module))
+            register_fsdp_forward_method(module, _METHOD)
 
 
-def _run(module: nn.Module, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def run_forward(module: nn.Module, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+    """Calls `function(module, *arguments)` as a forward pass of a model or of its head.
+
+    It goes by a method of theirs, so that sharding gathers what they need.
+    """
+    method: Callable[..., Tensor] = getattr(module, _METHOD)
+    return method(function, *arguments)
+
+
+def _call_with(module: nn.Module, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     return function(module, *arguments)
 
 
 def hidden_states(model: PreTrainedModel, inputs: Inputs) -> Tensor:
-    """What the backbone makes [B, T, width]: what its head is given, or another stage of a pipeline."""
-    return backbone(model)(**inputs.arguments).last_hidden_state
+    """The hidden states [B, T, width] that the backbone hands to its head or to the next stage."""
+    states: Tensor = backbone(model)(**inputs.arguments).last_hidden_state
+    return states
 
 
 def head_input(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
-    """What the head is given [B, T, width], of whole sequences where these are gathered first."""
+    """The hidden states [B, T, width] that the head is given.
+
+    They are those of whole sequences where these are gathered first.
+    """
     states = hidden_states(model, inputs)
     return states if inputs.gather is None else gather_sequence_slices(states, inputs.gather)
 
@@ -64,14 +75,15 @@ def loss_sums(
     loss: Loss,
     divisor: Tensor | None = None,
 ) -> Tensor:
-    """This rank's share of the sums of `loss` over the tokens or sequences of `inputs`, float32 [names].
+    """This rank's share of the sums of `loss` over `inputs`, float32 [names of the loss].
 
-    Ranks that share sequences make the same sums of whole sequences, and each takes an equal share.
-    Where the head has a router and `divisor` says by what the loss will be divided, its own loss is
-    added as often.
+    The sums are over tokens or over sequences. Ranks that share sequences all make the same sums of
+    whole sequences, and each takes an equal share of them. Where the head has a router and
+    `divisor` says what the loss will be divided by, the router's loss times `divisor` is added to
+    the first sum.
     """
-    output = _output(model, head, inputs)
-    states = _states(head, output, inputs)
+    output = _run_backbone(model, head, inputs)
+    states = _hidden_states(head, output, inputs)
     columns = {name: column.flatten(0, 1) for name, column in inputs.columns.items()}
     if isinstance(loss, SequenceLoss):
         found = _sums_by_sequence(model, head, inputs, states)
@@ -80,33 +92,42 @@ def loss_sums(
         if inputs.split is not None:
             sums = sums / inputs.split.size()
     elif head.chunked:
-        sums = model.get_output_embeddings().run_forward(chunked_sums, head, loss, states, columns)
+        linear = model.get_output_embeddings()
+        sums = run_forward(linear, chunked_sums, head, loss, states, columns)
     else:
         sums = stacked(loss.of(head.logits(states), columns), loss.names)
     if inputs.gather is not None:
         sums = sums / inputs.gather.size()
     if head.router is not None and divisor is not None:
+        from lacuna.model.router import router_loss  # an extension
+
         balance = router_loss(head.router, output.router_logits, columns["real"])
         sums = sums + F.pad((balance * divisor)[None], (0, len(loss.names) - 1))
     return sums
 
 
 def sequence_logprobs(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
-    """The log-probability of the labels of each sequence, float32 [sequences], on every rank that shares them."""
-    states = _states(head, _output(model, head, inputs), inputs)
+    """The log-probability of each sequence's labels, float32 [sequences].
+
+    Every rank that shares the sequences has all of them.
+    """
+    states = _hidden_states(head, _run_backbone(model, head, inputs), inputs)
     return _sums_by_sequence(model, head, inputs, states)["logprobs"]
 
 
-def _output(model: PreTrainedModel, head: Head, inputs: Inputs) -> Any:
-    """What the backbone makes, or where lacuna does not know the head, the whole model."""
+def _run_backbone(model: PreTrainedModel, head: Head, inputs: Inputs) -> Any:
+    """What the backbone returns, or the whole model where lacuna does not know the head."""
     if head.chunked:
         return backbone(model)(**inputs.arguments)
     return type(model).forward(model, **inputs.arguments)
 
 
-def _states(head: Head, output: Any, inputs: Inputs) -> Tensor:
-    """Hidden states [tokens, width], or logits [tokens, vocabulary] where lacuna does not know the head."""
-    states = output.last_hidden_state if head.chunked else output.logits
+def _hidden_states(head: Head, output: Any, inputs: Inputs) -> Tensor:
+    """The hidden states [tokens, width] of an output.
+
+    Where lacuna does not know the head, they are the model's logits [tokens, vocabulary] instead.
+    """
+    states: Tensor = output.last_hidden_state if head.chunked else output.logits
     if inputs.gather is not None:
         states = gather_sequence_slices(states, inputs.gather)
     return states.flatten(0, 1)
@@ -115,10 +136,10 @@ def _states(head: Head, output: Any, inputs: Inputs) -> Tensor:
 def _sums_by_sequence(
     model: PreTrainedModel, head: Head, inputs: Inputs, states: Tensor
 ) -> dict[str, Tensor]:
-    """Of each sequence, float32 [sequences], the `logprobs` of its labels and the number of `tokens`.
+    """The `logprobs` of each sequence's labels and the number of its `tokens`, float32 [sequences].
 
-    Where the inputs have `prompt_labels`, also `prompt_logprobs` and `prompt_tokens`, those of the
-    tokens that are not trained.
+    Where the inputs have `prompt_labels`, there are also `prompt_logprobs` and `prompt_tokens`, of
+    the tokens that are not trained.
     """
     columns = {name: column.flatten() for name, column in inputs.columns.items()}
     kinds = {"": columns["labels"]}
@@ -127,9 +148,8 @@ def _sums_by_sequence(
         kinds["prompt_"] = columns["prompt_labels"]
         targets = torch.where(targets == IGNORED, columns["prompt_labels"], targets)
     if head.chunked:
-        logprobs = model.get_output_embeddings().run_forward(
-            chunked_logprobs, head, states, targets
-        )
+        linear = model.get_output_embeddings()
+        logprobs = run_forward(linear, chunked_logprobs, head, states, targets)
     else:
         logprobs = logprobs_of(head.logits(states), targets)
     values = {}
@@ -147,9 +167,10 @@ def _sums_by_sequence(
 
 
 def sum_over_ranks(share: Tensor, mesh: DeviceMesh) -> Tensor:
-    """The sum of what all ranks of `mesh` have, the same on each.
+    """Sums the shares of all ranks of `mesh`; every rank gets the sum.
 
-    Its gradient is summed over them likewise: what is made of the sum must be divided among them.
+    The gradient is summed over the ranks likewise, so that what is made of the sum must be divided
+    by their number.
     """
     partial = [Partial()] * mesh.ndim
     whole = DTensor.from_local(share, mesh, partial, run_check=False)

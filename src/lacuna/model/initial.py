@@ -1,4 +1,4 @@
-"""Fresh weights, and buffers, as transformers' own code makes them, for a model that is sharded."""
+"""Fresh weights and buffers for a sharded model, as transformers' own code makes them."""
 
 from collections.abc import Iterator, Set
 
@@ -8,41 +8,46 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from lacuna.model.quantization import packed_weights, quantize
+from lacuna.model.layers.wrapping import Wrapper
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import keep_in_float32
 
 
-def constructed(
+def construct_model(
     model_config: PretrainedConfig,
     attention: str | None,
     dtype: torch.dtype,
     real: Set[str] = frozenset(),
 ) -> PreTrainedModel:
-    """A model as transformers' own code makes it on the CPU.
+    """Makes a model by transformers' own code on the CPU.
 
-    Buffers are there; of the parameters only those named `real`, all others take no memory.
+    It has its buffers, but of its parameters only those named `real`: all others take no memory.
     """
-    settings = {"dtype": dtype, "attn_implementation": attention}
     registered: list[nn.Parameter] = []
     kept: set[int] = set()
 
     def without_memory(_: nn.Module, __: str, made: nn.Parameter) -> nn.Parameter:
         if len(registered) not in kept and not made.is_meta:
             made = nn.Parameter(made.to("meta"), made.requires_grad)
-            made._is_hf_initialized = (
-                True  # which spares transformers' drawing what nobody will see
-            )
+            # This keeps transformers from drawing numbers that nobody will see.
+            made._is_hf_initialized = True  # type: ignore[attr-defined]
         registered.append(made)
         return made
 
-    with register_module_parameter_registration_hook(without_memory):
-        model = AutoModelForCausalLM.from_config(model_config, **settings)
-        if real:  # now that it is known which is which in the order of their making
+    def construct() -> PreTrainedModel:
+        made: PreTrainedModel = AutoModelForCausalLM.from_config(
+            model_config, dtype=dtype, attn_implementation=attention
+        )
+        return made
+
+    # torch's types forget that what the hook returns is registered.
+    with register_module_parameter_registration_hook(without_memory):  # type: ignore[arg-type]
+        model = construct()
+        if real:  # now it is known as which of all each of them is made
             names = {id(one): name for name, one in model.named_parameters()}
             kept = {place for place, one in enumerate(registered) if names.get(id(one)) in real}
             registered.clear()
-            model = AutoModelForCausalLM.from_config(model_config, **settings)
+            model = construct()
     keep_in_float32(model, dtype)
     return model
 
@@ -50,12 +55,12 @@ def constructed(
 def place_buffers(
     model: PreTrainedModel, shadow: PreTrainedModel, names: Set[str], device: torch.device
 ) -> None:
-    """Gives `model` those of its buffers that are in `names`, as transformers makes them."""
+    """Gives `model`, in place, those of its buffers that are in `names`, as transformers does."""
     buffers = dict(model.named_buffers())
-    for name, made in constructed(shadow.config, "eager", shadow.dtype).named_buffers():
+    for name, made in construct_model(shadow.config, "eager", shadow.dtype).named_buffers():
         if name in names and name in buffers:
-            place, _, own_name = name.rpartition(".")
-            setattr(model.get_submodule(place), own_name, made.to(device))
+            path, _, own_name = name.rpartition(".")
+            setattr(model.get_submodule(path), own_name, made.to(device))
 
 
 @torch.no_grad()
@@ -66,32 +71,35 @@ def draw_weights(
     device: torch.device,
     seed: int,
 ) -> None:
-    """Gives the sharded `model` its parameters in `names` as transformers would draw them.
+    """Draws the parameters of the sharded `model` that are in `names` as transformers would.
 
-    `shadow` is the same model, unsharded, on the meta device. A part of it at a time, no larger
-    than a layer, is made real on `device`, initialised, copied slice by slice and dropped, so that
-    every rank draws the same numbers and none holds more than its shards and one part. (DTensor's
-    own random numbers are the same on every rank of a CPU mesh, and transformers' zeroing of the
-    padding row does not reach a DTensor.) What initialisation leaves alone is as the constructor
-    made it.
+    `shadow` is the same model, unsharded, on the meta device. One part of it at a time, no larger
+    than a layer, is made real on `device`, initialised, copied into the shards and dropped. So
+    every rank draws the same numbers, and none holds more than its shards and one part. (DTensors
+    cannot be drawn directly: on a CPU mesh every rank would draw the same numbers for its shard,
+    and transformers' zeroing of the padding row does not reach them.) What initialisation leaves
+    alone is as the constructor made it.
     """
     torch.manual_seed(seed)
     named = model.named_parameters(remove_duplicate=False)
     weights = {name: weight for name, weight in named if name in names}
-    packed = packed_weights(model)
 
     def place(name: str, drawn: Tensor) -> None:
-        if name in weights:  # what another pipeline stage holds is drawn all the same
-            whole = quantize(drawn, packed[name]).view(torch.float32) if name in packed else drawn
-            local(weights[name]).copy_(own_part(whole, weights[name]))
+        if name not in weights:  # another pipeline stage has it, but it is drawn all the same
+            return
+        path, _, own_name = name.rpartition(".")
+        module = model.get_submodule(path)
+        if isinstance(module, Wrapper):
+            drawn = module.stored_weight(own_name, drawn)
+        local(weights[name]).copy_(own_part(drawn, weights[name]))
 
     left_alone = set()
     with guard_torch_init_functions():
-        for path, part, is_whole in _parts(shadow):
+        for path, part, is_whole in _cut_into_parts(shadow):
             part.to_empty(device=device, recurse=is_whole)
             for parameter in part.parameters(is_whole):
                 parameter.fill_(torch.nan)
-            _initialize(shadow, path, part, is_whole)
+            _initialize_part(shadow, path, part, is_whole)
             for name, drawn in part.named_parameters(path, is_whole):
                 if drawn.isnan().any():
                     left_alone.add(name)
@@ -100,16 +108,17 @@ def draw_weights(
             part.to_empty(device="meta", recurse=is_whole)
     if left_alone:
         torch.manual_seed(seed)
-        made = constructed(shadow.config, "eager", shadow.dtype, left_alone)
+        made = construct_model(shadow.config, "eager", shadow.dtype, left_alone)
         for name in sorted(left_alone):
             place(name, made.get_parameter(name))
 
 
-def _parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
-    """Cuts a model: path and module of each part, and whether it is with all that is in it.
+def _cut_into_parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
+    """Cuts a model into parts: for each its path, its module, and whether that is whole.
 
-    The elements of lists, which layers are, are parts; so is what has no list in it, and what is
-    directly in the modules around these.
+    A part that is not whole has only the parameters directly in its module. The elements of lists,
+    as layers are, are whole parts, and so are modules without any list in them. What is directly in
+    the modules around these makes parts that are not whole.
     """
     lists = [isinstance(inner, nn.ModuleList) for inner in model.modules()]
     if not any(lists):
@@ -122,23 +131,27 @@ def _parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, b
         if lists[0]:
             yield below, child, True
         else:
-            yield from _parts(child, below)
+            yield from _cut_into_parts(child, below)
 
 
-def _initialize(shadow: PreTrainedModel, path: str, part: nn.Module, is_whole: bool) -> None:
-    """Runs the initialisation that a part of `shadow` gets by transformers' rules, in place.
+def _initialize_part(shadow: PreTrainedModel, path: str, part: nn.Module, is_whole: bool) -> None:
+    """Initialises a part of `shadow`, in place, by transformers' rules.
 
-    Inner modules come before outer ones, which may draw anew what is in them (GPT-2's c_proj); so
-    those around the part come last. Each goes by the rules of the innermost model that it is in.
+    Inner modules come before outer ones, which may draw anew what is in them (as GPT-2 does its
+    c_proj). So the modules around the part come last. Each module goes by the rules of the
+    innermost model that it is in.
     """
     around = [shadow]
     for name in filter(None, path.split(".")):
         around.append(getattr(around[-1], name))
     rules: dict[nn.Module, PreTrainedModel] = {}
     for module in (*around, *part.modules()):
-        for inner in module.modules() if isinstance(module, PreTrainedModel) else ():
-            rules[inner] = module
-    from_within: list[nn.Module] = []
-    part.apply(from_within.append)
-    for module in (*(from_within if is_whole else [part]), *reversed(around[:-1])):
+        if isinstance(module, PreTrainedModel):
+            for inner in module.modules():
+                rules[inner] = module
+    within: list[nn.Module] = [part]
+    if is_whole:
+        within = []
+        part.apply(within.append)  # inner modules first
+    for module in (*within, *reversed(around[:-1])):
         rules[module]._init_weights(module)

@@ -1,4 +1,4 @@
-"""A micro-batch as one rank's model takes it: on the device, its share of every sequence, told of the documents."""
+"""A micro-batch as one rank's model takes it: on the device, its share of every sequence."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,15 +23,15 @@ class Inputs:
     """What the forward pass of one micro-batch needs.
 
     Attributes:
-        arguments: those of the model. Among them are `input_ids`, int64 [B, T], this rank's share
-            of the sequences, and `position_ids`, int64 [B, T·tp]: layers see the share of all
-            tensor-parallel ranks. There is no mask and no cache: either would let documents see
-            each other.
-        columns: all others of the batch, [B, T, ...], the same share as `input_ids`.
-        sequence_columns: those of its sequences, [sequences], whole on every rank.
+        arguments: what the model is called with. Among them are `input_ids`, int64 [B, T], this
+            rank's share of the sequences, and `position_ids`, int64 [B, T·tp], since layers see
+            the shares of all tensor-parallel ranks. There is no mask and no cache: either would
+            let documents see each other.
+        columns: all other columns of the batch, [B, T, ...], the same share as `input_ids`.
+        sequence_columns: the columns of its sequences, [sequences], whole on every rank.
         split: the mesh over which a sequence's labels are spread, if they are.
-        gather: the mesh over which hidden states are gathered before the head; columns are then as
-            `position_ids`.
+        gather: the mesh over which hidden states are gathered before the head, if they are. The
+            columns then have the same share of the sequences as `position_ids`.
     """
 
     arguments: dict[str, Any]
@@ -42,7 +42,10 @@ class Inputs:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copies without waiting, through page-locked memory on a GPU, unless it is there already."""
+    """Copies a tensor to a device, unless it is there already.
+
+    To a GPU it is copied without waiting, through page-locked memory.
+    """
     if device.type == "cuda" and tensor.device.type == "cpu":
         return tensor.pin_memory().to(device, non_blocking=True)
     return tensor.to(device)
@@ -56,14 +59,17 @@ def packing_arguments(
     device: torch.device,
     mesh: Mesh | None = None,
 ) -> dict[str, Any]:
-    """What `attention` must be told of the documents in rows of `length` tokens, beside their position ids."""
+    """The arguments that tell `attention` of the documents in rows of `length` tokens.
+
+    The model takes them beside the position ids.
+    """
     if attention == PACKED:
-        whole = int(cu_seqlens[-1]) == length * (len(cu_seqlens) - 1)
-        empty = cu_seqlens[-1:].expand(0 if whole else -(len(cu_seqlens) - 1) % DOCUMENT_STEP)
-        bounds = to_device(torch.cat([cu_seqlens, empty]), device)
-        longest = min(
-            1 << (max_seqlen - 1).bit_length(), length
-        )  # an upper bound that takes few values
+        documents = len(cu_seqlens) - 1
+        whole = int(cu_seqlens[-1]) == length * documents
+        added = 0 if whole else -documents % DOCUMENT_STEP
+        bounds = to_device(torch.cat([cu_seqlens, cu_seqlens[-1:].expand(added)]), device)
+        # An upper bound that takes few values.
+        longest = min(1 << (max_seqlen - 1).bit_length(), length)
         if mesh is None or mesh.layout.cp == 1:
             return {"parts": (Part(bounds, bounds, longest, length, whole=whole),)}
         parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
@@ -88,33 +94,25 @@ def prepare_inputs(
     gather: bool = False,
     routed: bool = False,
 ) -> Inputs:
-    """This rank's share of `batch`, on the device; all of it without a mesh.
+    """Makes the inputs of this rank's share of `batch`, on the device; without a mesh of all of it.
 
-    With `gather` all its tensor-parallel ranks make the same loss; if it is `routed`, the model
-    is to say what its routers do.
+    With `gather` all tensor-parallel ranks compute the loss of all their tokens. If it is `routed`,
+    the model also returns the logits of its routers.
     """
     layout = Layout() if mesh is None else mesh.layout
-    columns = dict(batch.columns)
-    dimensions = [name for name in ("cp", "tp") if getattr(layout, name) > 1]
-    if attention.startswith("flash_attention"):  # transformers' own wants one row
-        columns = {
-            name: column.reshape(1, -1, *column.shape[2:]) for name, column in columns.items()
-        }
-    if layout.cp > 1:
-        rank = mesh.rank("cp")
-        columns = {
-            name: shard_sequence(column, 1, layout.cp, rank) for name, column in columns.items()
-        }
-    columns = {name: to_device(column, device) for name, column in columns.items()}
+    split = None
+    gathering = None
+    if mesh is not None:
+        gathering = mesh.tensor if gather and layout.tp > 1 else None
+        split = _mesh_of_labels(mesh, gathering is not None)
+    own = _columns_of_rank(batch.columns, attention, mesh)
+    columns = {name: to_device(column, device) for name, column in own.items()}
     position_ids = columns.pop("position_ids")
     input_ids = columns.pop("input_ids")
-    gather = gather and layout.tp > 1
-    if gather:
-        dimensions.remove("tp")
-    if layout.tp > 1:
+    if mesh is not None and layout.tp > 1:
         rank = mesh.rank("tp")
         input_ids = input_ids.chunk(layout.tp, dim=1)[rank]
-        if not gather:
+        if gathering is None:
             columns = {
                 name: column.chunk(layout.tp, dim=1)[rank] for name, column in columns.items()
             }
@@ -128,6 +126,34 @@ def prepare_inputs(
         arguments,
         columns | batch.own_columns,
         {name: to_device(column, device) for name, column in batch.sequence_columns.items()},
-        split=mesh.named[tuple(dimensions)] if dimensions else None,
-        gather=mesh.tensor if gather else None,
+        split,
+        gathering,
     )
+
+
+def _columns_of_rank(
+    columns: dict[str, Tensor], attention: str, mesh: Mesh | None
+) -> dict[str, Tensor]:
+    """A context-parallel rank's share of the columns, in the rows that `attention` wants."""
+    if attention.startswith("flash_attention"):  # transformers' own wants one row
+        columns = {
+            name: column.reshape(1, -1, *column.shape[2:]) for name, column in columns.items()
+        }
+    if mesh is not None and mesh.layout.cp > 1:
+        cp = mesh.layout.cp
+        rank = mesh.rank("cp")
+        columns = {name: shard_sequence(column, 1, cp, rank) for name, column in columns.items()}
+    return columns
+
+
+def _mesh_of_labels(mesh: Mesh, is_gathered: bool) -> DeviceMesh | None:
+    """The mesh over which a sequence's labels are spread, if they are.
+
+    Labels are not spread over tensor-parallel ranks where hidden states are gathered over these.
+    """
+    names = []
+    if mesh.layout.cp > 1:
+        names.append("cp")
+    if mesh.layout.tp > 1 and not is_gathered:
+        names.append("tp")
+    return mesh.named[tuple(names)] if names else None

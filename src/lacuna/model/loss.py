@@ -1,4 +1,7 @@
-"""Losses of tokens and of sequences from hidden states, chunk by chunk: no (tokens × vocabulary) matrix ever exists."""
+"""Losses of tokens and of sequences, made from hidden states chunk by chunk.
+
+A matrix of (tokens × vocabulary) never exists.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,13 +23,13 @@ Sums = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class TokenLoss:
-    """A loss that is a sum over tokens, each of which has one by its own logits.
+    """A loss that is a sum over tokens, where each token's loss depends on its own logits.
 
     Attributes:
-        of: makes of logits [tokens, vocabulary], float32, and columns [tokens, ...] sums over the
-            tokens, float32 scalars.
-        names: theirs. The first, `loss`, is minimised; the others have no gradient and are
-            reported.
+        of: takes logits [tokens, vocabulary], float32, and columns [tokens, ...], and returns sums
+            over the tokens by name, float32 scalars.
+        names: the names of the sums. The first, `loss`, is minimised; the others have no gradient
+            and are reported.
     """
 
     of: Callable[[Tensor, Columns], Sums]
@@ -35,14 +38,15 @@ class TokenLoss:
 
 @dataclass(frozen=True)
 class SequenceLoss:
-    """A loss that is a sum over sequences, each of which has one by its summed log-probabilities.
+    """A loss that is a sum over sequences, made from each one's summed log-probability.
 
     Attributes:
-        of: makes of log-probabilities [sequences], float32, each summed over the labels of a
-            sequence, and columns [sequences] sums over the sequences, float32 scalars. Among the
-            columns is `tokens`, the number of labels of each sequence; where batches have a column
-            of `prompt_labels`, also `prompt_logprobs` and `prompt_tokens`.
-        names: theirs, as in `TokenLoss`.
+        of: takes the log-probability of each sequence [sequences], float32, which is summed over
+            its labels, and columns [sequences], and returns sums over the sequences by name,
+            float32 scalars. Among the columns is `tokens`, the number of labels of each sequence;
+            where batches have a column of `prompt_labels`, also `prompt_logprobs` and
+            `prompt_tokens`.
+        names: the names of the sums, as in `TokenLoss`.
     """
 
     of: Callable[[Tensor, Columns], Sums]
@@ -58,7 +62,10 @@ def stacked(sums: Sums, names: tuple[str, ...]) -> Tensor:
 
 
 def chunk_size(linear: nn.Linear) -> int:
-    """Tokens whose logits exist at once. A frozen head has no gradient to add to: it takes fewer."""
+    """The number of tokens whose logits exist at once.
+
+    A frozen head takes fewer, since it has no gradient to accumulate.
+    """
     size = CHUNK_BYTES if linear.weight.requires_grad else CHUNK_BYTES // 4
     return max(256, size // (4 * len(linear.weight)) // 256 * 256)
 
@@ -66,19 +73,23 @@ def chunk_size(linear: nn.Linear) -> int:
 def chunked_sums(
     linear: nn.Linear, head: Head, loss: TokenLoss, hidden: Tensor, columns: Columns, chunk: int = 0
 ) -> Tensor:
-    """The sums of `loss` over tokens whose logits are `head.logits(linear(hidden))`, float32 [names].
+    """The sums of `loss`, float32 [names], over tokens.
 
-    `hidden` [tokens, width], the weight [vocabulary, width], `columns` [tokens, ...]. Only the
-    first, which is minimised, has a gradient. Logits exist for `chunk` tokens at a time (0: as many
-    as fit `CHUNK_BYTES`), and the weight's gradient is accumulated over the chunks in float32.
-    `head.compiled` fuses the elementwise work (GPU). Gradients are computed in the forward pass, as
-    in Liger (arXiv 2410.10989).
+    Their logits are `head.logits(linear(hidden))`, where `hidden` is [tokens, width], the weight
+    [vocabulary, width], and `columns` are [tokens, ...]. Only the first sum, which is minimised,
+    has a gradient. Logits exist for `chunk` tokens at a time (0: as many as fit `CHUNK_BYTES`), and
+    the weight's gradient is accumulated over the chunks in float32. `head.compiled` fuses the
+    elementwise work on a GPU. Gradients are computed in the forward pass, as in Liger (arXiv
+    2410.10989).
     """
     weight, bias = linear.weight, linear.bias
     hidden = hidden.to(weight.dtype)  # some models keep their head in float32
     chunk = chunk or chunk_size(linear)
     if torch.is_grad_enabled():
-        return _ChunkedTokenLoss.apply(hidden, weight, bias, columns, head, loss, chunk)
+        sums: Tensor = _ChunkedTokenLoss.apply(  # type: ignore[no-untyped-call]
+            hidden, weight, bias, columns, head, loss, chunk
+        )
+        return sums
     total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
@@ -92,12 +103,15 @@ def chunked_logprobs(
 ) -> Tensor:
     """The log-probability of each label [tokens] by the logits `head.logits(linear(hidden))`.
 
-    Float32 [tokens], 0 where the label is `IGNORED`. Logits exist for `chunk` tokens at a time, in
-    the forward pass and once more in the backward pass.
+    It is float32 [tokens], and 0 where the label is `IGNORED`. Logits exist for `chunk` tokens at a
+    time, in the forward pass and once more in the backward pass.
     """
     hidden = hidden.to(linear.weight.dtype)
     chunk = chunk or chunk_size(linear)
-    return _ChunkedLogprobs.apply(hidden, linear.weight, linear.bias, labels, head, chunk)
+    logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, linear.weight, linear.bias, labels, head, chunk
+    )
+    return logprobs
 
 
 def logprobs_of(logits: Tensor, labels: Tensor) -> Tensor:
@@ -145,17 +159,19 @@ def _gradients_by_chunk(
     loss: TokenLoss,
     chunk: int,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
-    """The sums of `loss`, and the gradients of the first of them with respect to `tensors`.
+    """The sums of `loss`, and the gradients of the first sum with respect to `tensors`.
 
-    These are hidden states, the head's weight and its bias. Gradients of the last two are float32,
-    and None where they are not `needed`.
+    The tensors are the hidden states, the head's weight and its bias. The gradients of the last two
+    are float32, and None where they are not `needed`.
     """
     hidden, weight, bias = tensors
     step = _compiled_gradient_and_sums if head.compiled and hidden.is_cuda else _gradient_and_sums
     total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden)
     weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
-    bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needed[2] else None
+    bias_gradient = None
+    if bias is not None and needed[2]:
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32)
     for start in range(0, hidden.shape[0], chunk):
         part = slice(start, start + chunk)
         product = F.linear(hidden[part], weight, bias)
@@ -170,7 +186,10 @@ def _gradients_by_chunk(
 
 
 class _ChunkedTokenLoss(torch.autograd.Function):
-    """Computes gradients along with the loss: one product fewer than recomputing, no logits kept."""
+    """Computes the gradients along with the loss.
+
+    That is one matrix product fewer than recomputing logits, and no logits are kept.
+    """
 
     @staticmethod
     def forward(

@@ -1,4 +1,4 @@
-"""Tries a model in small before a run: does it compute here what transformers' own code computes?"""
+"""Tries a small model before a run: does it compute here what transformers' own code computes?"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,13 +8,13 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config, UserError
 from lacuna.data import Batch
 from lacuna.data.filling import packing_mode
 from lacuna.data.packing import IGNORED
-from lacuna.model.architecture import is_soft_capped
+from lacuna.model.architecture import causal_class, is_soft_capped
 from lacuna.model.forward import hidden_states
 from lacuna.model.head import relative_difference
 from lacuna.model.inputs import prepare_inputs
@@ -36,13 +36,13 @@ _FAULTS = (
     ValueError,
 )
 
-
+# Rows of packed documents, rows of one document each, or rows of texts that see each other.
 Rows = Literal["packed", "padded", "whole"]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A batch, and where its documents are in it: row, first token and the one after the last."""
+    """A batch, and the row, the first token and the end of each of its documents."""
 
     batch: Batch
     documents: tuple[tuple[int, int, int], ...]
@@ -50,7 +50,10 @@ class Trial:
 
 @dataclass(frozen=True)
 class Result:
-    """Hidden states of the documents [tokens, width], and the gradients that their noise gives."""
+    """The hidden states of the documents [tokens, width], and gradients of all weights.
+
+    The gradients are those where the gradient of the states is noise.
+    """
 
     states: Tensor
     gradients: list[Tensor | None]
@@ -59,42 +62,31 @@ class Result:
 def find_attention(
     names: Sequence[str],
     model_config: PretrainedConfig,
-    config: Config,
+    rows: Rows,
+    longest: int,
     device: torch.device,
     dtype: torch.dtype,
 ) -> str:
-    """The first of the `names` of attention with which a model trains as by transformers' own code.
+    """The first attention of `names` with which a model trains as by transformers' own code.
 
-    Compared are values and gradients, in float32, for rows as the run will have them: of packed
-    documents, of one document each, or of texts laid end to end. Raises `UserError` where there is
-    none, and for a model that sees later tokens or does not run.
+    Values and gradients are compared in float32, for `rows` like the run's, with rotations as for
+    its `longest` position. Raises `UserError` where no attention is exact, and for a model whose
+    tokens see later ones, or that does not run.
     """
-    kind = AutoModelForCausalLM._model_mapping[type(model_config)].__name__
-    longest = longest_position(config)
+    kind = causal_class(model_config).__name__
     _require_causal(model_config, longest)
-
-    def compared(rows: Rows, dtype: torch.dtype) -> dict[str, str | None]:
-        """For the names up to the first that is exact, why it is not; None for that."""
-        trial, reasons = trial_of(rows), {}
-        own = own_result(model_config, longest, trial, device)
-        for name in names:
-            ours = partial(_our_result, name, model_config, longest, trial, device, dtype)
-            reasons[name] = reason_against(ours, own)
-            if reasons[name] is None:
-                break
-        return reasons
-
-    rows = rows_of(config)
+    compared = partial(_reasons_by_name, names, model_config, longest, device)
     reasons = compared(rows, dtype)
     if None in reasons.values():
         return list(reasons)[-1]
     said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
     if dtype != torch.float32 and None in compared(rows, torch.float32).values():
         raise UserError(
-            f"training.mixed_precision_param: {kind} computes in float32 only ({said}): set it to that."
+            f"training.mixed_precision_param: {kind} computes in float32 only ({said}): set it to "
+            "that."
         )
     wrong = f"{kind} does not compute here what transformers' own code does ({said})"
-    ways = {
+    ways: dict[Rows, str] = {
         "padded": 'set packing.mode = "none" to give each document a row of its own',
         "whole": "set data.document_mask = false to have the documents of a row see each other",
     }
@@ -108,20 +100,40 @@ def find_attention(
     raise UserError(f"data.document_mask: in {rows} rows {wrong}: {', or '.join(mend)}.")
 
 
+def _reasons_by_name(
+    names: Sequence[str],
+    model_config: PretrainedConfig,
+    longest: int,
+    device: torch.device,
+    rows: Rows,
+    dtype: torch.dtype,
+) -> dict[str, str | None]:
+    """Why each attention of `names` up to the first exact one is not exact; None for that one."""
+    trial = trial_of(rows)
+    own = own_result(model_config, longest, trial, device)
+    reasons: dict[str, str | None] = {}
+    for name in names:
+        ours = partial(_our_result, name, model_config, longest, trial, device, dtype)
+        reasons[name] = reason_against(ours, own)
+        if reasons[name] is None:
+            break
+    return reasons
+
+
 def longest_position(config: Config) -> int:
-    """How many positions the longest document of a run may have."""
-    return max(stage.training.context_len for stage in config.stages())
+    """The number of positions that the longest document of a run may have."""
+    return max(each.training.context_len for each in config.curriculum_stages())
 
 
 def rows_of(config: Config) -> Rows:
-    """What rows a run has: of documents apart, of one document each, or of texts laid end to end."""
+    """The kind of rows that a run has."""
     if not config.data.document_mask:
         return "whole"
     return "padded" if packing_mode(config.packing, config.trains_on) == "none" else "packed"
 
 
 def trial_of(rows: Rows) -> Trial:
-    """Two rows of `LENGTH` tokens, the second of one document."""
+    """A batch of two rows of `LENGTH` tokens, of which the second is one document."""
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(3, VOCABULARY - 2, (2, LENGTH), generator=generator)
     first = {"packed": LENGTH // 4, "padded": LENGTH - LENGTH // 4, "whole": LENGTH}[rows]
@@ -157,13 +169,16 @@ def _require_causal(model_config: PretrainedConfig, longest: int) -> None:
 
 
 def _own_attention(model_config: PretrainedConfig) -> str | None:
-    """transformers' choice; with a soft cap eager attention, as some versions choose one without."""
+    """The attention that transformers' own code is to use: None leaves the choice to transformers.
+
+    With a soft cap it is eager, since some versions choose one that leaves the cap out.
+    """
     return "eager" if is_soft_capped(model_config) else None
 
 
 @contextmanager
 def runs_by_itself(model: PreTrainedModel) -> Iterator[None]:
-    """Within it, whatever transformers' own code raises is a `UserError`."""
+    """Turns whatever transformers' own code raises into a `UserError` about the model."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -171,12 +186,15 @@ def runs_by_itself(model: PreTrainedModel) -> Iterator[None]:
     except _FAULTS as fault:
         problem = f"{type(model).__name__} does not train by transformers' own code"
         length = f"tried on rows of {LENGTH} tokens"
-        raise UserError(f"model: {problem}, {length} ({_shown(fault)}): choose another.") from fault
+        raise UserError(
+            f"model: {problem}, {length} ({_in_one_line(fault)}): choose another."
+        ) from fault
 
 
 def _own_states(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """Hidden states as transformers' own code makes them of one document [1, T]."""
-    return backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+    """The hidden states that transformers' own code makes of one document [1, T]."""
+    states: Tensor = backbone(model)(input_ids=ids, use_cache=False).last_hidden_state
+    return states
 
 
 def own_result(
@@ -186,13 +204,18 @@ def own_result(
     device: torch.device,
     least: int = 1,
 ) -> Result:
-    """Every document alone, by transformers' own code and the attention that it chooses."""
-    model, _ = specimen_and_layers(model_config, _own_attention(model_config), longest, least)
-    model = model.to(device)
+    """The result of every document alone, by transformers' own code and choice of attention.
+
+    The model has at `least` so many layers.
+    """
+    attention = _own_attention(model_config)
+    model, _ = specimen_and_layers(model_config, attention, longest, device, least)
     rows = trial.batch.columns["input_ids"].to(device)
     with runs_by_itself(model):
         alone = (rows[row : row + 1, start:stop] for row, start, stop in trial.documents)
-        return _result(model, torch.cat([_own_states(model, ids)[0] for ids in alone]))
+        return _states_and_gradients(
+            model, torch.cat([_own_states(model, ids)[0] for ids in alone])
+        )
 
 
 def _our_result(
@@ -203,8 +226,11 @@ def _our_result(
     device: torch.device,
     dtype: torch.dtype,
 ) -> Result:
-    """The documents in rows together, as a run computes them; in the dtype of the run it must run."""
-    model = specimen(model_config, attention, longest).to(device)
+    """The result of the documents in rows together, as a run computes them.
+
+    It is float32. Raises `ArithmeticError` where it would not be finite in the run's `dtype`.
+    """
+    model = specimen(model_config, attention, longest, device)
     inputs = prepare_inputs(trial.batch, attention, device)
     result = result_in_rows(model, hidden_states(model, inputs), trial)
     if dtype != torch.float32:
@@ -218,13 +244,16 @@ def _our_result(
 def result_in_rows(model: PreTrainedModel, states: Tensor, trial: Trial) -> Result:
     """The result of a model whose hidden states of the rows of a trial are `states`."""
     rows = states.reshape(*trial.batch.shape, -1)
-    return _result(
+    return _states_and_gradients(
         model, torch.cat([rows[row, start:stop] for row, start, stop in trial.documents])
     )
 
 
-def _result(model: PreTrainedModel, states: Tensor) -> Result:
-    """The states, and the gradients of every weight for noise as that of the states; uses these up."""
+def _states_and_gradients(model: PreTrainedModel, states: Tensor) -> Result:
+    """The states, and the gradients of every weight where the gradient of the states is noise.
+
+    Afterwards the graph of the states is used up.
+    """
     noise = torch.randn(states.shape, generator=torch.Generator().manual_seed(1))
     weights = [weight for weight in model.parameters() if weight.requires_grad]
     total = (states.float() * noise.to(states.device)).sum()
@@ -233,13 +262,13 @@ def _result(model: PreTrainedModel, states: Tensor) -> Result:
 
 
 def reason_against(compute: Callable[[], Result], own: Result) -> str | None:
-    """In what the result of `compute` is another than a model's `own`, or fails; None if exact."""
+    """How the result of `compute` differs from a model's `own`, or how it fails; None if exact."""
     try:
         ours = compute()
     except torch.OutOfMemoryError:
         raise
     except _FAULTS as fault:
-        return _shown(fault)
+        return _in_one_line(fault)
     values = relative_difference(ours.states, own.states)
     if not values < _EXACT:
         return f"values differ by {values:.1g}"
@@ -252,6 +281,6 @@ def reason_against(compute: Callable[[], Result], own: Result) -> str | None:
     return None if gradients < 10 * _EXACT else f"gradients differ by {gradients:.1g}"
 
 
-def _shown(fault: Exception) -> str:
-    """What an error says, in a line."""
+def _in_one_line(fault: Exception) -> str:
+    """What an error says, in one line."""
     return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"

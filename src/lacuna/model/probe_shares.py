@@ -1,36 +1,31 @@
-"""Tries in small whether a model can be shared out: sequences over ranks, layers over stages."""
+"""Tries on a small model whether sequences can be cut over ranks, and layers into stages."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.data import Batch
+from lacuna.model.architecture import causal_class
 from lacuna.model.attention import PACKED, packed_attention
 from lacuna.model.forward import hidden_states
 from lacuna.model.inputs import packing_arguments, prepare_inputs
 from lacuna.model.probe import (
     Result,
-    longest_position,
+    Rows,
     own_result,
     reason_against,
     result_in_rows,
-    rows_of,
     trial_of,
 )
 from lacuna.model.specimen import LENGTH, specimen_and_layers
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.context import join_sequence, shard_sequence
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.pipeline import stage_of
+from lacuna.parallel.stages import stage_of
 
 SHARED = "lacuna_shared"
 RANKS = 2
@@ -39,13 +34,14 @@ RANKS = 2
 def shared_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **told: Any
 ) -> tuple[Tensor, None]:
-    """Attention of whole rows, for a model that runs on the shares of two ranks as on more rows.
+    """Computes attention of whole rows for a model that takes the shares of two ranks as its rows.
 
-    All but attention then sees what a context-parallel rank sees. `query` [2 * B, heads, T / 2, D].
+    So all but attention sees what a context-parallel rank sees. `query` is [2 * B, heads, T / 2,
+    D].
     """
-    whole = (join_sequence(one.chunk(RANKS), 2) for one in (query, key, value))
-    output, _ = packed_attention(module, *whole, mask, **told)
-    return _shares(output), None
+    query, key, value = (join_sequence(one.chunk(RANKS), 2) for one in (query, key, value))
+    output, _ = packed_attention(module, query, key, value, mask, **told)
+    return _shares_in_order(output), None
 
 
 States = Callable[[PreTrainedModel, nn.ModuleList, Batch], Tensor]
@@ -54,17 +50,20 @@ AttentionInterface.register(SHARED, shared_attention)
 
 
 def require_shareable(
-    model_config: PretrainedConfig, config: Config, layout: Layout, device: torch.device
+    model_config: PretrainedConfig,
+    layout: Layout,
+    rows: Rows,
+    longest: int,
+    device: torch.device,
 ) -> None:
     """Raises `UserError` where context or pipeline parallelism would change what a model computes.
 
-    That is where more than attention passes something from token to token (a convolution, a
-    state), or where more than the next layer goes by what a layer has made.
+    That is so where something else than attention passes information from token to token (a
+    convolution, a state), or where other layers than the next one use what a layer has made.
     """
-    kind = AutoModelForCausalLM._model_mapping[type(model_config)].__name__
-    longest = longest_position(config)
-    trial = trial_of(rows_of(config))
-    tried = {}
+    kind = causal_class(model_config).__name__
+    trial = trial_of(rows)
+    tried: dict[str, tuple[str, States]] = {}
     if layout.cp > 1:
         tried["context_parallel_degree"] = (SHARED, _states_by_shares)
     if layout.pp > 1:
@@ -72,8 +71,10 @@ def require_shareable(
     for setting, (attention, states) in tried.items():
 
         def shared(attention: str = attention, states: States = states) -> Result:
-            model, layers = specimen_and_layers(model_config, attention, longest, least=RANKS)
-            return result_in_rows(model, states(model.to(device), layers, trial.batch), trial)
+            model, layers = specimen_and_layers(
+                model_config, attention, longest, device, least=RANKS
+            )
+            return result_in_rows(model, states(model, layers, trial.batch), trial)
 
         own = own_result(model_config, longest, trial, device, least=RANKS)
         reason = reason_against(shared, own)
@@ -84,23 +85,23 @@ def require_shareable(
             )
 
 
-def _shares(whole: Tensor) -> Tensor:
-    """The shares of all ranks of tensors that are whole along dimension 1, one behind the other."""
+def _shares_in_order(whole: Tensor) -> Tensor:
+    """The shares of all ranks, one behind the other, of a tensor whole along dimension 1."""
     return torch.cat([shard_sequence(whole, 1, RANKS, rank) for rank in range(RANKS)])
 
 
 def _states_by_shares(model: PreTrainedModel, _: nn.ModuleList, batch: Batch) -> Tensor:
-    """Hidden states of whole rows, computed in the shares of two ranks."""
+    """The hidden states of whole rows, computed in the shares of two ranks."""
     bounds = (batch.cu_seqlens, batch.max_seqlen, LENGTH)
     told = packing_arguments(PACKED, *bounds, model.device)
     names = ("input_ids", "position_ids")
-    arguments = {name: _shares(batch.columns[name].to(model.device)) for name in names}
+    arguments = {name: _shares_in_order(batch.columns[name].to(model.device)) for name in names}
     states = backbone(model)(**arguments, use_cache=False, **told).last_hidden_state
     return join_sequence(states.chunk(RANKS), 1)
 
 
 def _states_by_stages(model: PreTrainedModel, layers: nn.ModuleList, batch: Batch) -> Tensor:
-    """Hidden states of whole rows, computed by the two stages of a pipeline."""
+    """The hidden states of whole rows, computed by the two stages of a pipeline."""
     half = len(layers) // 2
     ranges = [range(half), range(half, len(layers))]
     first, last = (stage_of(model, layers, ranges, index) for index in range(RANKS))

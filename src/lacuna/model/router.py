@@ -8,35 +8,31 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
+from lacuna.config.documents import CurriculumConfig
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
+from lacuna.config.sections import ModelConfig, TrainingConfig
+from lacuna.model.architecture import ROUTER_COEFFICIENTS
 from lacuna.parallel.mesh import Layout
-
-_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
 
 @dataclass(frozen=True)
 class Router:
-    """How much the load-balancing loss counts, and how many experts a token goes to."""
+    """The coefficient of the load-balancing loss, and how many experts are `chosen` for a token."""
 
     coefficient: float
     chosen: int
 
 
-def asks_for_router_loss(model_config: PretrainedConfig) -> bool:
-    """Whether a configuration asks for the load-balancing loss of its routers."""
-    text_config = model_config.get_text_config()
-    asked = getattr(text_config, "output_router_logits", False)
-    return asked and any(getattr(text_config, name, None) for name in _COEFFICIENTS)
+def set_router_loss(settings: ModelConfig, model_config: PretrainedConfig) -> None:
+    """Writes the run's settings of the load-balancing loss into a model's configuration, in place.
 
-
-def set_router_loss(config: Config, model_config: PretrainedConfig) -> None:
-    """Has the configuration of a model say what the run's settings do of its router loss, in place.
-
-    Raises `UserError` for a model that has none.
+    Raises `UserError` for a model that has no such loss.
     """
     text_config = model_config.get_text_config()
-    asked, coefficient = config.model.output_router_logits, config.model.router_aux_loss_coef
-    known = [name for name in _COEFFICIENTS if hasattr(text_config, name)]
+    asked = settings.output_router_logits
+    coefficient = settings.router_aux_loss_coef
+    known = [name for name in ROUTER_COEFFICIENTS if hasattr(text_config, name)]
     if (asked or coefficient is not None) and not known:
         setting = "output_router_logits" if asked else "router_aux_loss_coef"
         kind = text_config.model_type
@@ -49,10 +45,16 @@ def set_router_loss(config: Config, model_config: PretrainedConfig) -> None:
         setattr(text_config, known[0], coefficient)
 
 
-def check_router_loss(config: Config, layout: Layout) -> None:
-    """Raises `UserError` where the loss of a step's routers would not be that of all its tokens.
+def check_router_loss(
+    training: TrainingConfig,
+    curriculum: CurriculumConfig,
+    compiled: CompileConfig,
+    recomputed: ActivationCheckpointConfig,
+    layout: Layout,
+) -> None:
+    """Raises `UserError` where a step's load-balancing loss would not be that of all its tokens.
 
-    It is not linear: the mean over micro-batches is another one.
+    The loss is not linear, so that its mean over micro-batches is something else.
     """
     mend = "leave that out, or set model.output_router_logits = false to train without it"
     where = None
@@ -60,12 +62,14 @@ def check_router_loss(config: Config, layout: Layout) -> None:
         where = "parallelism.tensor_parallel_degree"
     elif layout.pp > 1:
         where = "parallelism.pipeline_parallel_degree"
-    elif (config.training.gradient_accumulation_steps or 1) > 1:
+    elif (training.gradient_accumulation_steps or 1) > 1:
         where = "training.gradient_accumulation_steps"
-    elif config.curriculum.stages:
+    elif curriculum.stages:
         where = "curriculum.stages"
-    elif config.compile.enable:
+    elif compiled.enable:
         where = "compile.enable"
+    elif recomputed.mlp_chunks > 1:
+        where = "activation_checkpoint.mlp_chunks"
     if where is not None:
         raise UserError(
             f"model.output_router_logits, {where}: the load-balancing loss, which the model's "
@@ -74,12 +78,13 @@ def check_router_loss(config: Config, layout: Layout) -> None:
 
 
 def find_router(model: PreTrainedModel) -> Router | None:
-    """How the class of a model, here in small, weighs its load-balancing loss; None if it has none.
+    """How a small model weighs its load-balancing loss, or None if its class adds none.
 
-    Found out by asking it. Raises `UserError` when it is another than is known.
+    That is found out by comparing its losses. Raises `UserError` when its load-balancing loss is
+    another than the one that lacuna computes.
     """
     text_config = model.config.get_text_config()
-    coefficients = [getattr(text_config, name, None) for name in _COEFFICIENTS]
+    coefficients = [getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS]
     router = Router(next(filter(None, coefficients)), text_config.num_experts_per_tok)
     ids = torch.arange(16)[None].to(model.device) % text_config.vocab_size
     arguments = {"input_ids": ids, "use_cache": False, "output_router_logits": True}
@@ -91,9 +96,8 @@ def find_router(model: PreTrainedModel) -> Router | None:
         ours = 0.0
         logits = getattr(output, "router_logits", None)  # some classes say nothing of them
         if logits is not None:
-            ours = (
-                router.coefficient * _balance(logits, router.chosen, whole, over_ranks=False).item()
-            )
+            balance = _balance_loss(logits, router.chosen, whole, over_ranks=False)
+            ours = router.coefficient * balance.item()
     if abs(theirs) < 1e-6:
         return None
     if abs(theirs - ours) > 1e-5:
@@ -108,16 +112,18 @@ def find_router(model: PreTrainedModel) -> Router | None:
 def router_loss(router: Router, logits: Sequence[Tensor], real: Tensor) -> Tensor:
     """This rank's share of the load-balancing loss of all ranks' tokens, times its coefficient.
 
-    `logits` of each layer [tokens, experts]; `real` bool [tokens] leaves padding out. The shares
-    add up: how often experts are chosen, which has no gradient, is counted over all ranks first.
+    `logits` are [tokens, experts] of each layer, and `real`, bool [tokens], leaves padding out. The
+    shares add up, because how often each expert is chosen, which has no gradient, is counted over
+    all ranks first.
     """
-    return router.coefficient * _balance(logits, router.chosen, real, dist.is_initialized())
+    return router.coefficient * _balance_loss(logits, router.chosen, real, dist.is_initialized())
 
 
-def _balance(logits: Sequence[Tensor], chosen: int, real: Tensor, over_ranks: bool) -> Tensor:
-    """The share of experts * sum(choices * probabilities), means over all layers and tokens.
+def _balance_loss(logits: Sequence[Tensor], chosen: int, real: Tensor, over_ranks: bool) -> Tensor:
+    """The number of experts times sum(choices * probabilities), over this rank's probabilities.
 
-    Switch Transformers (arXiv 2101.03961), equations 4 to 6.
+    Choices and probabilities of experts are means over all layers and tokens, as in Switch
+    Transformers (arXiv 2101.03961), equations 4 to 6.
     """
     experts = logits[0].shape[-1]
     probabilities = logits[0].new_zeros(experts, dtype=torch.float32)

@@ -17,14 +17,26 @@ def sink_attention(
     scaling: float,
     window: int | None,
 ) -> Tensor:
-    """What the keys of a part give to its queries, beside a sink: [B, T, heads, D].
+    """Computes the attention of a part beside sinks: [B, T, heads, D].
 
-    `query` [B, T, heads, D], `key` and `value` [B, stop, key heads, D], `sinks` [heads]. The part
-    has every key that its queries may see. A sink is one more key of the softmax, of the value 0:
-    attention without it times the share of weight that is left.
+    `query` is [B, T, heads, D], `key` and `value` are [B, stop, key heads, D], and `sinks` [heads].
+    The part has every key that its queries may see. A sink is one more key of the softmax, whose
+    value is 0, so that the result is attention without it times the weight that it leaves over.
     """
-    bounds = (part.cu_q, part.cu_k, part.longest, part.stop)
-    return _forward(query, key, value, sinks, *bounds, scaling, window)[0]
+    output: Tensor
+    output, _ = _forward(
+        query,
+        key,
+        value,
+        sinks,
+        part.cu_q,
+        part.cu_k,
+        part.longest,
+        part.stop,
+        scaling,
+        window,
+    )
+    return output
 
 
 @torch.library.custom_op("lacuna::sink_attention", mutates_args=())
@@ -40,7 +52,7 @@ def _forward(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor]:
-    """Output, and the log-sum-exp over keys and sink."""
+    """The output, and the log-sum-exp over keys and sink."""
     part = Part(cu_q, cu_k, longest, stop)
     output, lse = attend(query, key, value, part, scaling, window)
     total = torch.logaddexp(lse, sinks.float())
@@ -64,19 +76,24 @@ def _backward(
     scaling: float,
     window: int | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of query, key, value and sinks.
+    """The gradients of query, key, value and sinks.
 
-    With the log-sum-exp over all that takes weight, those of the keys are as without a sink; the
-    sink's value is 0, so that it only takes away from what the others give.
+    Given the log-sum-exp over all keys and the sink, the gradients of the keys are computed as
+    without a sink. The sink's value is 0, so that it only takes weight away from the others.
     """
     part = Part(cu_q, cu_k, longest, stop)
-    whole = (grad.contiguous(), output, total, query, key, value)
-    grads = attend_backward(*whole, part, scaling, window)
+    of_query, of_key, of_value = attend_backward(
+        grad.contiguous(), output, total, query, key, value, part, scaling, window
+    )
     given = (grad.float() * output.float()).sum(-1)
     weight = (sinks.float() - total).exp()
     of_sinks = -(weight * given).sum((0, 1))
-    of_inputs = (one.to(query.dtype).contiguous() for one in grads)
-    return *of_inputs, of_sinks.to(sinks.dtype)
+    return (
+        of_query.to(query.dtype).contiguous(),
+        of_key.to(query.dtype).contiguous(),
+        of_value.to(query.dtype).contiguous(),
+        of_sinks.to(sinks.dtype),
+    )
 
 
 @_forward.register_fake

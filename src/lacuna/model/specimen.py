@@ -1,4 +1,4 @@
-"""A model in small: a layer of every kind, few tokens, and windows so short that these cross them."""
+"""A model in small: a layer of every kind, few tokens, and windows shorter than these."""
 
 import copy
 import math
@@ -8,13 +8,14 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.model.architecture import decoder_layers, meta_model
-from lacuna.model.initial import constructed
+from lacuna.model.initial import construct_model
 from lacuna.model.rotation import fix_rotations
 
+_CPU = torch.device("cpu")
 LENGTH = 28
 VOCABULARY = 64
 
-# Settings beyond which a token no longer sees others as before, and what they are tried with.
+# Settings of a distance beyond which a token sees others differently, and the distance tried.
 _LIMITS = (
     "sliding_window",
     "sliding_window_size",
@@ -31,21 +32,29 @@ _LIMIT = 8
 
 
 def specimen(
-    model_config: PretrainedConfig, attention: str | None = None, longest: int = LENGTH
+    model_config: PretrainedConfig,
+    attention: str | None = None,
+    longest: int = LENGTH,
+    device: torch.device = _CPU,
 ) -> PreTrainedModel:
-    """A model in small, float32 on the CPU, in evaluation mode, with weights that all matter.
+    """A model in small, float32 on `device`, in evaluation mode, with weights that all matter.
 
-    It has the layers up to the last of a new kind; those of one kind share their weights. Of the
-    weights that new models have, much would hardly show. `longest` is a run's longest position.
+    It has the layers up to the last one of a new kind, and layers of one kind share their weights.
+    The weights are drawn larger than those of new models, which would hide much. `longest` is a
+    run's longest position.
     """
-    return specimen_and_layers(model_config, attention, longest, least=1)[0]
+    return specimen_and_layers(model_config, attention, longest, device, least=1)[0]
 
 
 def specimen_and_layers(
-    model_config: PretrainedConfig, attention: str | None, longest: int, least: int
+    model_config: PretrainedConfig,
+    attention: str | None,
+    longest: int,
+    device: torch.device,
+    least: int,
 ) -> tuple[PreTrainedModel, nn.ModuleList]:
-    """The same with at `least` so many layers, and the list of them."""
-    small = _shortened(model_config)
+    """The same model, with at `least` so many layers, and the list of its layers."""
+    small = _shorten_config(model_config)
     shadow = meta_model(small, attention, torch.float32)
     first_of = _first_of_each_kind(shadow)
     layers = decoder_layers(shadow)
@@ -56,7 +65,7 @@ def specimen_and_layers(
     real = {name for name, _ in shadow.named_parameters()}
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model = constructed(small, attention, torch.float32, real)
+        model = construct_model(small, attention, torch.float32, real)
     layers = decoder_layers(model)
     del layers[count:]
     for layer, first in zip(layers, first_of, strict=False):
@@ -70,11 +79,12 @@ def specimen_and_layers(
             else:
                 weight.add_(drawn, alpha=0.1)
     fix_rotations(model, longest)
+    model.to(device)  # type: ignore[arg-type]  # transformers' `to` is typed as no method
     return model.eval(), layers
 
 
-def _shortened(model_config: PretrainedConfig) -> PretrainedConfig:
-    """The configuration with few tokens, and limits that a few of these cross."""
+def _shorten_config(model_config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of the configuration with a small vocabulary, and limits that short rows cross."""
     small = copy.deepcopy(model_config)
     text_config = small.get_text_config()
     text_config.vocab_size = min(text_config.vocab_size, VOCABULARY)
@@ -82,13 +92,14 @@ def _shortened(model_config: PretrainedConfig) -> PretrainedConfig:
     if padding is not None and padding >= text_config.vocab_size:  # which some insist on
         text_config.pad_token_id = text_config.vocab_size - 1
     for name in _LIMITS:
-        if isinstance(limit := getattr(text_config, name, None), int) and limit > _LIMIT:
+        limit = getattr(text_config, name, None)
+        if isinstance(limit, int) and limit > _LIMIT:
             setattr(text_config, name, _LIMIT)
     return small
 
 
 def _first_of_each_kind(model: PreTrainedModel) -> list[int]:
-    """For each layer the place of the first that is like it: in its class, weights and settings."""
+    """For each layer the index of the first one like it in class, weights and settings."""
     layers = decoder_layers(model)
     settings = model.config.get_text_config().to_dict().values()
     lists = [one for one in settings if isinstance(one, list | tuple) and len(one) == len(layers)]

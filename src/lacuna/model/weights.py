@@ -1,10 +1,10 @@
-"""What fills a sharded meta model: Hugging Face safetensors, or what new models begin with, and its buffers."""
+"""Fills a sharded meta model with Hugging Face safetensors or fresh weights, and its buffers."""
 
 import json
 import os
 import re
 from collections.abc import Set
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -27,131 +27,145 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from lacuna.config import Config, UserError, explained, refuse
-from lacuna.config.sections import ModelConfig
-from lacuna.data.gguf import hf_folder
+from lacuna.config import UserError, explained
+from lacuna.config.adapters import LoraConfig
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data.tokenizer import added_ids
+from lacuna.data.unpacked import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
 from lacuna.model.initial import draw_weights, place_buffers
-from lacuna.model.lora import PARTS, adapted_modules
-from lacuna.model.quantization import packed_slices
+from lacuna.model.layers.lora import PARTS, adapted_modules
+from lacuna.model.layers.wrapping import stored_parameter, wrapped_modules
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import stored_dtype
 
 
 def fill_model(
-    model: PreTrainedModel, trained: Set[str], config: Config, device: torch.device, fill: bool
+    model: PreTrainedModel,
+    trained: Set[str],
+    source: ModelConfig,
+    lora: LoraConfig,
+    training: TrainingConfig,
+    device: torch.device,
+    fill: bool,
 ) -> None:
-    """Gives a sharded meta model its memory, buffers, and with `fill` weights; offloaded weights stay on the CPU.
+    """Gives a sharded meta model, in place, its memory, its buffers, and with `fill` its weights.
 
-    All parameters are frozen but those `trained`.
+    Weights come from the files of `source`, or are drawn. Offloaded ones are on the CPU.
+    All parameters but those `trained` are frozen.
     """
-    home = torch.device("cpu") if config.training.enable_cpu_offload else device
-    # A copy of the configuration, in which another attention is noted: not every part has them all.
-    shadow = meta_model(deepcopy(model.config), "eager", stored_dtype(config, device.type))
+    home = torch.device("cpu") if training.enable_cpu_offload else device
+    dtype = stored_dtype(training, lora, device.type)
+    # It has eager attention, as not every part of a model has the run's, and notes that in a copy
+    # of the configuration.
+    shadow = meta_model(deepcopy(model.config), "eager", dtype)
     buffers = {name for name, _ in model.named_buffers()}
     stored = {*stored_tensors(model)} if fill else set()
-    loaded = fill and config.model.name_or_path is not None
+    loaded = fill and source.name_or_path is not None
     if loaded:
         for module in adapted_modules(model).values():
-            module.to_empty(device=home, recurse=False)  # what no file holds
-        load_weights(
-            model,
-            shadow,
-            config.model,
-            {"": home} | dict.fromkeys(buffers & stored, device),
-            device,
-        )
+            module.to_empty(device=home, recurse=False)  # no file has adapters
+        places = {"": home} | dict.fromkeys(buffers & stored, device)
+        load_weights(model, shadow, source, places, device)
     else:
         model.to_empty(device=home)
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
-        tie(model)  # unless only one end of it is on this rank's pipeline stages
-    place_buffers(model, shadow, buffers - stored if loaded else buffers, device)
-    if not loaded:
-        draw_weights(model, shadow, stored, device, config.training.seed)
+        share_tied_parameters(model)  # unless this rank's pipeline stages have but one end of it
+    if loaded:
+        place_buffers(model, shadow, buffers - stored, device)
+    else:
+        place_buffers(model, shadow, buffers, device)
+        draw_weights(model, shadow, stored, device, training.seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # splitting and loading made new ones
 
 
-def tie(model: PreTrainedModel) -> None:
-    """Makes one parameter, in place, of those that share their values.
+def share_tied_parameters(model: PreTrainedModel) -> None:
+    """Makes one parameter of each two that are tied, in place.
 
-    `tie_weights` would also lengthen biases by nothing, which torch 2.11 cannot do to shards.
+    transformers' `tie_weights` would also pad biases by nothing, which torch 2.11 cannot do to
+    shards.
     """
     for name, source in model.all_tied_weights_keys.items():
-        place, _, own = name.rpartition(".")
-        setattr(model.get_submodule(place), own, model.get_parameter(source))
+        path, _, own = name.rpartition(".")
+        setattr(model.get_submodule(path), own, model.get_parameter(source))
 
 
 def weight_files(source: str) -> list[Path]:
     """The safetensors files of `source`, a folder or a Hub id (downloaded to the Hub's cache).
 
-    Raises `UserError` when there is no such thing, or a file is missing.
+    Raises `UserError` when there is no such folder or id, or when a file is missing.
     """
     kinds = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
     source = hf_folder(source)
     problem = f"model.name_or_path: no folder {source!r}, and the Hub did not give it"
-    with explained(
-        problem, OSError, ValueError, mend="check the name, and whether the Hub can be reached"
-    ):
-        folder = Path(
-            source if os.path.isdir(source) else snapshot_download(source, allow_patterns=kinds)
-        )
+    mend = "check the name, and whether the Hub can be reached"
+    with explained(problem, OSError, ValueError, mend=mend):
+        is_here = os.path.isdir(source)
+        folder = Path(source if is_here else snapshot_download(source, allow_patterns=kinds))
     index = folder / SAFE_WEIGHTS_INDEX_NAME
-    names = (
-        set(json.loads(index.read_text())["weight_map"].values())
-        if index.exists()
-        else {SAFE_WEIGHTS_NAME}
-    )
-    lacks = f"model.name_or_path: {source!r} lacks the weight file"
-    refuse({f"{lacks} {name}": not (folder / name).exists() for name in sorted(names)})
-    return [folder / name for name in sorted(names)]
+    names = {SAFE_WEIGHTS_NAME}
+    if index.exists():
+        names = {*json.loads(index.read_text())["weight_map"].values()}
+    files = [folder / name for name in sorted(names)]
+    for file in files:
+        if not file.exists():
+            raise UserError(
+                f"model.name_or_path: {source!r} lacks the weight file {file.relative_to(folder)}."
+            )
+    return files
 
 
 def stored_slices(source: str) -> dict[str, Any]:
-    """The tensors in the files of `source` by their names there, none of them read yet."""
-    with explained(
-        f"{source}: a weight file is damaged", SafetensorError, mend="download or write it again"
-    ):
-        files = [safe_open(path, framework="pt") for path in weight_files(source)]
+    """The tensors in the files of `source` by their names there; none of them is read yet."""
+    problem = f"{source}: a weight file is damaged"
+    with explained(problem, SafetensorError, mend="download or write it again"):
+        files: list[Any] = [safe_open(path, framework="pt") for path in weight_files(source)]
     return {key: file.get_slice(key) for file in files for key in file.keys()}  # noqa: SIM118
 
 
 def check_base(setting: str, base: str, stated: str | None) -> None:
-    """Raises `UserError` where adapters are `stated` to be of another model than `base`, and that is in its folder yet.
+    """Raises `UserError` where adapters belong to another model than `base`.
 
-    Both may be one, trained further or quantised: this is seen by the directions of the first rows
-    of their tensors.
+    `stated` is the folder of the model that they say they belong to, and nothing is checked unless
+    it is still there. The two may also be one model, trained further or quantised, which the
+    directions of the first rows of their tensors tell.
     """
-    here = stated is not None and any(Path(stated).glob("*.safetensors"))
-    wrong = f"{setting}: {base} is another model than the adapters', {stated}: give that, or one made from it"
-    refuse({wrong: here and not _same_origin(str(stated), base)})
+    is_here = stated is not None and any(Path(stated).glob("*.safetensors"))
+    if is_here and not _same_origin(str(stated), base):
+        raise UserError(
+            f"{setting}: {base} is another model than the adapters', {stated}: give that, or one "
+            "made from it."
+        )
 
 
 def _same_origin(source: str, other: str) -> bool:
-    first, second = stored_slices(source), stored_slices(other)
-    both = [
+    """Whether the first rows of the tensors that two models share point about the same way."""
+    ours = stored_slices(source)
+    theirs = stored_slices(other)
+    shared = [
         key
-        for key in first.keys() & second.keys()
-        if first[key].get_shape() == second[key].get_shape()
+        for key in ours.keys() & theirs.keys()
+        if ours[key].get_shape() == theirs[key].get_shape()
     ]
-    rows = ([found[key][:1].flatten().float() for key in both] for found in (first, second))
-    one, two = (
-        torch.cat([torch.zeros(1), *(normalize(row, dim=0) for row in found)]) for found in rows
-    )
-    return bool(torch.dist(one, two) <= one.norm() / 2)
+
+    def directions(slices: dict[str, Any]) -> Tensor:
+        rows = (slices[key][:1].flatten().float() for key in shared)
+        return torch.cat([torch.zeros(1), *(normalize(row, dim=0) for row in rows)])
+
+    expected = directions(ours)
+    return bool(torch.dist(expected, directions(theirs)) <= expected.norm() / 2)
 
 
-def _grown(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
-    """What a safetensors file has of a vocabulary, with `rows` rows.
+def _grow_rows(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
+    """Reads a weight of a vocabulary and gives it `rows` rows.
 
-    Those of the ids `added` and those that the file lacks are the mean of the first `known`.
+    The rows of the ids `added`, and those that the file lacks, are the mean of the first `known`.
     """
     read = stored[...]
-    mean = sum(block.double().sum(0) for block in read[:known].split(4096)) / len(
-        read[:known]
-    )  # one block as float64
+    blocks = read[:known].split(4096)  # so that few rows at a time are float64
+    mean = sum(block.double().sum(0) for block in blocks) / len(read[:known])
     grown = torch.cat([read, read.new_empty(max(rows - len(read), 0), *read.shape[1:])])
     grown[[*added, *range(len(read), rows)]] = mean.to(read.dtype)
     return grown
@@ -164,54 +178,72 @@ def load_weights(
     places: dict[str, torch.device],
     device: torch.device,
 ) -> None:
-    """Loads the weights of `name_or_path` into the sharded meta `model`; each rank reads only the slices it holds.
+    """Loads the weights of `name_or_path` into the sharded meta `model`, in place.
 
-    `places` says to which device each goes, by its name or how that begins; what is packed is
-    computed on `device`. Where the vocabulary is to grow, it is read whole, and the rows of new
-    tokens, and all that the files lack, become the mean of those of the tokens before.
+    Each rank reads only the slices that it has a share of. `places` gives the device of each
+    weight by its name or how that begins, and packed weights are computed on `device`.
 
-    transformers' own loader renames and fuses what its model classes store otherwise than the Hub
-    does; it finds its rules by class, which sharding changes, hence `shadow`, the same model
+    transformers' own loader renames and fuses what its model classes store otherwise than files do.
+    It finds its rules by class, and sharding changes the class, hence `shadow`: the same model
     unsharded. Raises `UserError` when the files do not fit the model.
     """
     source = str(settings.name_or_path)
-    slices = stored_slices(source)
-    if settings.new_tokens or settings.vocabulary_multiple > 1:
-        grow = shadow.config.get_text_config().vocab_size, *added_ids(settings)
-        ends = {
-            tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)
-        }  # what precedes may differ
-        slices |= {
-            key: _grown(stored, *grow)
-            for key, stored in slices.items()
-            if tuple(key.split(".")[-2:]) in ends
-        }
-    slices = slices | packed_slices(model, slices, device)  # which read the others
-    mapping = get_model_conversion_mapping(shadow)
-    dtypes = {"dtype": shadow.dtype, "dtype_plan": shadow._get_dtype_plan(shadow.dtype)}
-    placing = LoadStateDictConfig(weight_mapping=mapping, device_map=places, **dtypes)
-    # It makes a DTensor on its mesh's device, wherever that is to be.
-    keeps = lambda _, __, made: nn.Parameter(made.to(places[""]), made.requires_grad)  # noqa: E731
-    with (
-        register_module_parameter_registration_hook(keeps)
-        if places[""] != device
-        else nullcontext()
-    ):
-        joined = _load_joined(
-            model, shadow, slices, replace(placing, device_map={"": "cpu"}), places[""]
-        )
+    slices = _slices_to_load(model, shadow, settings, device)
+    home = places[""]
+    placing = LoadStateDictConfig(
+        # transformers' two types of the same list differ.
+        weight_mapping=get_model_conversion_mapping(shadow),  # type: ignore[arg-type]
+        device_map=places,
+        dtype=shadow.dtype,
+        dtype_plan=shadow._get_dtype_plan(shadow.dtype),
+    )
+
+    def kept_home(_: nn.Module, __: str, made: nn.Parameter) -> nn.Parameter:
+        """transformers makes DTensors on their mesh's device, wherever they are to be."""
+        return nn.Parameter(made.to(home), made.requires_grad)
+
+    keeping: AbstractContextManager[Any] = nullcontext()
+    if home != device:
+        # torch's types forget that what the hook returns is registered.
+        keeping = register_module_parameter_registration_hook(kept_home)  # type: ignore[arg-type]
+    with keeping:
+        on_cpu = replace(placing, device_map={"": "cpu"})
+        joined = _load_joined(model, shadow, slices, on_cpu, home)
         info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
     lacking = info.missing_keys - {*model.all_tied_weights_keys} - joined
     missing = sorted(name for name in lacking if not name.endswith(PARTS))
     if missing or info.mismatched_keys or info.conversion_errors:
-        problem = (
-            f"lacks {missing[:3]}"
-            if missing
-            else f"does not fit: {sorted(info.mismatched_keys)[:3]}"
-        )
+        problem = f"does not fit: {sorted(info.mismatched_keys)[:3]}"
+        if missing:
+            problem = f"lacks {missing[:3]}"
         raise UserError(
-            f"model.name_or_path: the checkpoint in {source!r} {problem} {info.conversion_errors or ''}"
+            f"model.name_or_path: the checkpoint in {source!r} {problem} "
+            f"{info.conversion_errors or ''}"
         )
+
+
+def _slices_to_load(
+    model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig, device: torch.device
+) -> dict[str, Any]:
+    """The tensors of the files in the forms that the model stores.
+
+    Where the vocabulary is to grow, it is read whole. The rows of new tokens, and all rows that the
+    files lack, become the mean of the rows of earlier tokens.
+    """
+    slices = stored_slices(str(settings.name_or_path))
+    if settings.new_tokens or settings.vocabulary_multiple > 1:
+        rows = shadow.config.get_text_config().vocab_size
+        known, added = added_ids(settings)
+        # How the names begin may differ between files and model, so that only their ends count.
+        ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}
+        for key, stored in slices.items():
+            if tuple(key.split(".")[-2:]) in ends:
+                slices[key] = _grow_rows(stored, rows, known, added)
+    if any(module.is_packed for module in wrapped_modules(model)):
+        from lacuna.model.layers.quantized_files import packed_slices
+
+        slices = slices | packed_slices(model, slices, device)  # which read the others
+    return slices
 
 
 def _load_joined(
@@ -221,20 +253,17 @@ def _load_joined(
     placing: LoadStateDictConfig,
     home: torch.device,
 ) -> set[str]:
-    """Loads, into `model` and off `slices`, what several tensors in files are joined or cut to.
+    """Loads the weights that are joined or cut, along dimension 0, from others in files.
 
-    That is where it is along the dimension that shards cut: transformers' loader would join each
-    rank's slices of all of them. Returns the names of what was loaded; `shadow` has it whole.
+    Shards cut that dimension too, and transformers' loader would join a rank's slices of the
+    others. So they are loaded into `shadow` whole, copied into `model`, and taken off `slices`.
+    Returns their names.
     """
-    converters = (one for one in placing.weight_mapping if isinstance(one, WeightConverter))
-    patterns = [
-        pattern.replace("*", ".*")
-        for converter in converters
-        if any(
-            type(step) in (Concatenate, Chunk) and step.dim == 0 for step in converter.operations
-        )
-        for pattern in converter.source_patterns
-    ]
+    patterns = []
+    for converter in placing.weight_mapping or []:
+        operations = converter.operations if isinstance(converter, WeightConverter) else []
+        if any(isinstance(step, Concatenate | Chunk) and step.dim == 0 for step in operations):
+            patterns += [pattern.replace("*", ".*") for pattern in converter.source_patterns]
     sources = [key for key in slices if patterns and re.search("|".join(patterns), key)]
     if not sources:
         return set()
@@ -243,8 +272,8 @@ def _load_joined(
     whole = {name: one for name, one in shadow.named_parameters() if not one.is_meta}
     with torch.no_grad():
         for name in whole.keys() & {name for name, _ in model.named_parameters()}:
-            place, _, own_name = name.rpartition(".")
-            module = model.get_submodule(place).to_empty(device=home, recurse=False)
-            made = module._parameters[own_name]
+            path, _, own_name = name.rpartition(".")
+            module = model.get_submodule(path).to_empty(device=home, recurse=False)
+            made = stored_parameter(module, own_name)
             local(made).copy_(own_part(whole[name], made))
     return {*whole}

@@ -1,1 +1,1 @@
-"""What is minimised, and what is told of it: all that the one loop is given of a task."""
+"""What is minimised and what is logged of it: all that the one loop knows of a task."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -10,18 +10,22 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError, explained
+from lacuna.config import Config, UserError
 from lacuna.config.objectives import DistillationConfig
-from lacuna.config.sections import LoraConfig, ModelConfig, QuantizationConfig
 from lacuna.data import Batch
 from lacuna.data.packing import IGNORED
-from lacuna.data.tokenizer import grown_tokenizer
-from lacuna.model.build import BuiltModel, build_frozen
+from lacuna.data.tokenizer import grown_tokenizer, rows_of_tokens
+from lacuna.model.build import BuiltModel
 from lacuna.model.forward import head_input
-from lacuna.model.head import Head
-from lacuna.model.lora import whole_tensor
 from lacuna.model.loss import Columns, Loss, Sums, TokenLoss
-from lacuna.objective.language_modelling import LanguageModelling
+from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
+from lacuna.objective.teacher import (
+    build_teacher,
+    check_vocabulary,
+    stored_by,
+    teacher_config,
+    teacher_head,
+)
 from lacuna.parallel.fsdp import inference
 
 NAMES = ("loss", "divergence", "cross_entropy")
@@ -56,89 +60,73 @@ def distillation_sums(
     teacher_logits: Callable[[Tensor], Tensor],
     words: int | None,
 ) -> Sums:
-    """The divergence from the teacher and the cross-entropy of the labels, mixed, over trained tokens.
+    """The divergence from the teacher and the cross-entropy of the labels, mixed.
 
-    The teacher's logits are made here from the column `teacher_states`. Both distributions are over
-    the first `words` tokens, where one has more logits than there are. As in TRL, the divergence is
-    not multiplied by the squared temperature.
+    Both are over trained tokens. The teacher's logits are made here from the column
+    `teacher_states`. Both distributions are over the first `words` ids, where one has logits of
+    others. As in TRL, the divergence is not multiplied by the squared temperature.
     """
     labels = columns["labels"]
     temperature = settings.temperature
     student = (logits[:, :words] / temperature).log_softmax(-1)
     found = teacher_logits(columns["teacher_states"])
     teacher = (found[:, :words] / temperature).log_softmax(-1)
-    distance = (divergence(teacher, student, settings) * (labels != IGNORED)).sum()
+    return mixed_sums(divergence(teacher, student, settings), logits, labels, settings.alpha)
+
+
+def mixed_sums(each: Tensor, logits: Tensor, labels: Tensor, alpha: float) -> Sums:
+    """The divergences of `each` token and the cross-entropy of its label, mixed and summed."""
+    distance = (each * (labels != IGNORED)).sum()
     nats = F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")
-    loss = settings.alpha * distance + (1 - settings.alpha) * nats
+    loss = alpha * distance + (1 - alpha) * nats
     return {"loss": loss, "divergence": distance, "cross_entropy": nats}
-
-
-@dataclass(frozen=True)
-class TeacherHead:
-    """The teacher's head, whole on every rank: what makes logits of a chunk of its hidden states."""
-
-    weight: Tensor
-    bias: Tensor | None
-    head: Head
-
-    def __call__(self, states: Tensor) -> Tensor:
-        """Logits [tokens, vocabulary], float32, of hidden states [tokens, width]."""
-        return self.head.logits(F.linear(states.to(self.weight.dtype), self.weight, self.bias))
 
 
 class Distillation(LanguageModelling):
     """Trains on what a teacher finds likely, mixed with what the data say."""
 
-    loss = TokenLoss(distillation_sums, NAMES)  # given its teacher by prepare
+    # `prepare` gives it the teacher that it lacks here.
+    loss: Loss = TokenLoss(distillation_sums, NAMES)  # type: ignore[arg-type]
     settings = DistillationConfig()
     teacher: BuiltModel | None = None
     words: int | None = None
+    stored: dict[str, str] | None = None  # checksums of what the teacher said, where it is on disk
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for a teacher of another vocabulary."""
         self.settings = config.distillation
-        if self.settings.teacher is not None:
+        if self.settings.teacher_logprobs is not None:
+            from lacuna.objective.top_k import top_k_sums
+
+            self.stored = stored_by(self.settings)
+            of = partial(top_k_sums, settings=self.settings, words=rows_of_tokens(tokenizer))
+            self.loss = TokenLoss(of, NAMES)
+        elif self.settings.teacher is not None:
             check_vocabulary(config, tokenizer)
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Builds the teacher, spread over the ranks as the model is."""
-        if self.settings.teacher is not None:
-            with explained("distillation.teacher", UserError, mend="choose another teacher"):
-                config = teacher_config(policy.config)
-                tokenizer = grown_tokenizer(config.model)
-                teacher = build_frozen(config, tokenizer, policy.mesh, policy.device)
+        if self.settings.teacher is not None and self.stored is None:
+            teacher = build_teacher(policy.config, policy.mesh, policy.device)
+            tokenizer = grown_tokenizer(teacher.config.model)
             widths = {one.model.config.get_text_config().vocab_size for one in (policy, teacher)}
-            self.words = len(tokenizer) if len(widths) > 1 else None
+            self.words = rows_of_tokens(tokenizer) if len(widths) > 1 else None
             self.use_teacher(teacher)
 
     def use_teacher(self, teacher: BuiltModel) -> None:
-        """Learns from this model from now on.
-
-        Raises `UserError` for one whose logits cannot be made chunk by chunk.
-        """
-        if not teacher.head.chunked:
-            raise UserError(
-                "distillation.teacher: its head does more than lacuna knows, so that its logits "
-                "cannot be made chunk by chunk: choose another teacher."
-            )
+        """Learns from this model from now on."""
         self.teacher = teacher
         if teacher.has_head:
-            linear = teacher.stages[-1].module.get_output_embeddings()
-            bias = None if linear.bias is None else whole_tensor(linear.bias)
-            head = TeacherHead(whole_tensor(linear.weight).detach(), bias, teacher.head)
-            self.loss = self._loss(head)
-
-    def _loss(self, teacher_logits: Callable[[Tensor], Tensor]) -> TokenLoss:
-        of = partial(
-            distillation_sums,
-            settings=self.settings,
-            teacher_logits=teacher_logits,
-            words=self.words,
-        )
-        return TokenLoss(of, NAMES)
+            of = partial(
+                distillation_sums,
+                settings=self.settings,
+                teacher_logits=teacher_head(teacher),
+                words=self.words,
+            )
+            self.loss = TokenLoss(of, NAMES)
 
     def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
-        """Adds the teacher's hidden states; held-out batches, measured by cross-entropy, need none."""
+        """Adds the teacher's hidden states, but not to held-out batches, which need none."""
         if self.teacher is None or loss is self.held_out_loss:
             return batches
         return [self._with_states(self.teacher, batch) for batch in batches]
@@ -150,33 +138,25 @@ class Distillation(LanguageModelling):
             return batch
         return replace(batch, own_columns=batch.own_columns | {"teacher_states": states})
 
+    def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
+        """The teacher, where there is one to ask: not where what it said is on disk."""
+        if config.distillation.teacher is None or config.distillation.teacher_logprobs is not None:
+            return {}
+        return {"distillation.teacher": FrozenModel(teacher_config(config), keeps_states=True)}
+
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
         """The loss and its two parts, in nats per trained token."""
         trained = max(counts["trained_tokens"], 1)
         return {name: sums[name] / trained for name in NAMES}
 
+    def state_dict(self) -> dict[str, object]:
+        """What tells what the teacher said, where that is on disk."""
+        return {"teacher_logprobs": self.stored}
 
-def teacher_config(config: Config) -> Config:
-    """The settings of a run whose model is the teacher: the same layout, its own weights."""
-    settings = config.distillation
-    model = ModelConfig(
-        name_or_path=settings.teacher,
-        trust_remote_code=config.model.trust_remote_code,
-        attention=config.model.attention,
-    )
-    base = QuantizationConfig(base=settings.teacher_base)
-    return config.model_copy(update={"model": model, "lora": LoraConfig(), "quantization": base})
-
-
-def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `UserError` unless the teacher's tokenizer has the same tokens as the model's."""
-    theirs = grown_tokenizer(teacher_config(config).model).get_vocab()
-    ours = tokenizer.get_vocab()
-    if theirs == ours:
-        return
-    token, number = min(ours.items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
-    of = "the model" if (token, number) in ours.items() else "the teacher"
-    raise UserError(
-        f"distillation.teacher: {config.distillation.teacher} has another vocabulary: token "
-        f"{number} is {token!r} for {of} alone: choose a teacher with the model's tokenizer."
-    )
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Raises `UserError` where the run learnt from something else so far."""
+        if state.get("teacher_logprobs") != self.stored:
+            raise UserError(
+                "distillation.teacher_logprobs: it is not what the run learnt from so far; take "
+                "the change back, or start a new run."
+            )

@@ -1,15 +1,16 @@
 """Which objective a run has, by its task."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
-from lacuna.config.imported import imported
+from lacuna.config.user_code import import_attribute
 from lacuna.data import Batch, Loader
 from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Loss
+from lacuna.objective.language_modelling import FrozenModel
 
 _TASKS = {
     "pretrain": "lacuna.objective.language_modelling:LanguageModelling",
@@ -35,33 +36,39 @@ class Objective(Protocol):
     held_out_loss: Loss
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Before anything is built: raises `UserError` for settings that cannot be had."""
+        """Called before anything is built; raises `UserError` for settings that cannot be had."""
+
+    def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
+        """The models that `prepare` will build, by the setting that asks for each."""
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
-        """Once the model has the weights that training begins or goes on with; may build others.
+        """Called once the model has its weights; may build other models.
 
         `all_batches` goes over all training and held-out data once, in this rank's micro-batches.
         """
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
-        """The micro-batches of the next step: of the data, or of what the model makes of them."""
+        """The micro-batches of the next step, of the data or of what the model generates."""
 
     def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
-        """The micro-batches of a step with all columns and counts that `loss` takes; may run models."""
+        """The micro-batches with all columns and counts that `loss` takes; may run models."""
 
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
-        """What the log has of a step, by the sums of its loss and its counts, over all ranks.
+        """What the log has of a step, first its loss.
 
-        The first is the loss.
+        `sums` are those of the loss, `counts` those of the batches, over all ranks.
         """
 
     def report_held_out(
         self, sums: dict[str, float], counts: dict[str, float]
     ) -> dict[str, float | None]:
-        """The same of held-out data; `val_loss` is what stages, patience and the best checkpoint go by."""
+        """What the log has of held-out data.
+
+        Its `val_loss` decides on stages of the curriculum, patience and the best checkpoint.
+        """
 
     def state_dict(self) -> dict[str, object]:
-        """What a resumed run must know of it, in plain numbers and text."""
+        """What a resumed run must know of the objective, in plain numbers and text."""
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Goes on from what `state_dict` gave."""
@@ -69,5 +76,5 @@ class Objective(Protocol):
 
 def find_objective(task: str) -> Objective:
     """A new objective of this task."""
-    make: Callable[[], Any] = imported(_TASKS.get(task, task))
+    make: Callable[[], Objective] = import_attribute(_TASKS.get(task, task))
     return make()

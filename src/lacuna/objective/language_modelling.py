@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -21,21 +23,39 @@ def cross_entropy(logits: Tensor, columns: Columns) -> Sums:
 
 
 def judged_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
-    """The same, and of how many labels the likeliest token is right."""
+    """The summed cross-entropy, and how many labels the model finds the likeliest token."""
     right = (logits.argmax(-1) == columns["labels"]).sum()
     return cross_entropy(logits, columns) | {"right_tokens": right}
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that a run asks and does not train.
+
+    Attributes:
+        config: the settings of a run that would train it.
+        keeps_states: whether its hidden states are kept for a whole step, and its head is whole on
+            every rank.
+    """
+
+    config: Config
+    keeps_states: bool = False
 
 
 class LanguageModelling:
     """Trains on the next token of texts; of conversations where `trains_on` says so."""
 
-    trains_on = "texts"
+    trains_on: Literal["texts", "conversations", "preferences"] = "texts"
     denominator = "trained_tokens"
-    loss = TokenLoss(cross_entropy)
-    held_out_loss = TokenLoss(judged_cross_entropy, ("loss", "right_tokens"))
+    loss: Loss = TokenLoss(cross_entropy)
+    held_out_loss: Loss = TokenLoss(judged_cross_entropy, ("loss", "right_tokens"))
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Refuses nothing: whatever the settings ask for can be had."""
+
+    def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
+        """None: the model itself is all that there is."""
+        return {}
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Needs nothing but the model itself."""
@@ -45,21 +65,21 @@ class LanguageModelling:
         return source.next_step(whole=policy.pipeline is not None)
 
     def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
-        """The batches as they are: nothing is to be known of them before the loss."""
+        """The batches as they are: the loss takes nothing else."""
         return batches
 
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
-        """What a row of the log has of a step's `sums` over all ranks: the loss in nats per trained token."""
+        """What the log has of a step: the loss in nats per trained token."""
         return {"loss": sums["loss"] / max(counts["trained_tokens"], 1)}
 
     def report_held_out(
         self, sums: dict[str, float], counts: dict[str, float]
     ) -> dict[str, float | None]:
-        """What is told of held-out data.
+        """What the log has of held-out data.
 
-        That is the loss in nats per trained token, the share of trained tokens that are the
-        likeliest, and bits per byte of text (None where the bytes are unknown; those that the
-        untrained first token of each document stands for are taken out in proportion).
+        That is the loss in nats per trained token, the share of trained tokens that the model finds
+        the likeliest, and bits per byte of text. The last is None where the bytes are unknown. No
+        model is asked for the first token of a document, so its share of the bytes is left out.
         """
         trained = counts["trained_tokens"]
         mean = sums["loss"] / trained if trained else math.nan

@@ -1,8 +1,9 @@
-"""Preference: which of two answers is better, learnt from the log-probabilities of both (DPO and its kin)."""
+"""Preference (DPO and its kin): which of two answers is better, by their log-probabilities."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,12 +14,13 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import Config
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import Batch
-from lacuna.data.packing import IGNORED
+from lacuna.data.packing import IGNORED, prompt_labels
 from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Columns, Loss, SequenceLoss, Sums
-from lacuna.objective.language_modelling import LanguageModelling
+from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import (
     Reference,
+    frozen_copy,
     read_without_gradient,
     reference_kind,
     with_sequence_column,
@@ -26,8 +28,9 @@ from lacuna.objective.reference import (
 
 
 def pair_losses(chosen: Tensor, rejected: Tensor, settings: PreferenceConfig) -> Tensor:
-    """The loss of each pair [pairs] by what its answers are worth: log-probabilities, or their ratios.
+    """The loss of each pair [pairs] by what its answers are worth.
 
+    An answer is worth its log-probability, or the ratio of it to the reference's. The losses are
     sigmoid: DPO (arXiv 2305.18290, equation 7), smoothed as in its conservative form; ipo: arXiv
     2310.12036, equation 17; hinge: SLiC (arXiv 2305.10425); simpo: arXiv 2405.14734, equation 6.
     """
@@ -43,8 +46,9 @@ def pair_losses(chosen: Tensor, rejected: Tensor, settings: PreferenceConfig) ->
 
 
 def odds_ratio_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
-    """What ORPO asks of each pair [pairs] by mean log-probabilities (arXiv 2403.07691, equation 7)."""
-    log_odds = [mean - torch.log1p(-mean.exp()) for mean in (chosen, rejected)]
+    """ORPO's loss of each pair [pairs] by mean log-probabilities (arXiv 2403.07691, equation 7)."""
+    # the odds of an answer that is certain are infinite, and their gradient is no number
+    log_odds = [mean - torch.log1p(-mean.clamp(max=-1e-6).exp()) for mean in (chosen, rejected)]
     return -F.logsigmoid(log_odds[0] - log_odds[1])
 
 
@@ -59,8 +63,9 @@ def answer_losses(worth: Tensor, columns: Columns, settings: PreferenceConfig) -
 def preference_sums(logprobs: Tensor, columns: Columns, settings: PreferenceConfig) -> Sums:
     """The loss and the rewards, summed over pairs, or answers with kto.
 
-    `logprobs` [sequences] and columns [sequences], those of a pair side by side, the chosen answer
-    first; with kto each answer before the one whose log-probability is of the divergence alone.
+    `logprobs` and `columns` are [sequences]. The answers of a pair stand side by side, the chosen
+    one first. With kto each answer is followed by another row's answer to the same prompt, which
+    serves to measure the divergence alone.
     """
     mean = logprobs / columns["tokens"].clamp(min=1)
     worth = logprobs - columns["reference"] if settings.needs_reference else mean
@@ -94,7 +99,7 @@ def preference_sums(logprobs: Tensor, columns: Columns, settings: PreferenceConf
 
 
 class Preference(LanguageModelling):
-    """Trains on pairs of answers, or answers with a label; what it is measured from is a reference."""
+    """Trains on pairs of answers, or on answers with a label, mostly relative to a reference."""
 
     trains_on = "preferences"
     settings = PreferenceConfig()
@@ -104,13 +109,17 @@ class Preference(LanguageModelling):
         """Raises `UserError` where the reference would not be what training begins with."""
         self.settings = config.preference
         kind = reference_kind(config)
-        self.reference = None if kind is None else Reference(kind)
+        self.reference = None if kind is None else Reference(kind, config)
         is_kto = self.settings.loss == "kto"
         extra = ("chosen", "divergence") if is_kto else ("right",)
         names = ("loss", "reward_chosen", "reward_rejected", *extra)
         self.denominator = "sequences" if is_kto else "pairs"
         self.loss = SequenceLoss(partial(preference_sums, settings=self.settings), names)
         self.held_out_loss = self.loss
+
+    def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
+        """The frozen copy, where that is the reference."""
+        return frozen_copy(config)
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Makes the reference, where the loss has one."""
@@ -156,11 +165,14 @@ class Preference(LanguageModelling):
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Takes what `state_dict` gave."""
         if self.reference is not None:
-            self.reference.load(state["reference"])
+            self.reference.load(cast(dict[str, float], state["reference"]))
 
 
 def with_divergence(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
-    """KTO's estimate of how far the model is from the reference, of all answers of a step, at least 0."""
+    """Batches of a step with KTO's estimate of how far the model is from the reference.
+
+    It is a mean over the answers of other rows, on all ranks, and at least 0.
+    """
     total = torch.zeros(2, device=policy.device)
     for batch in batches:
         logprobs = read_without_gradient(policy, batch)
@@ -174,8 +186,12 @@ def with_divergence(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]
 
 
 def with_prompts(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
-    """ORPO also learns the prompts of chosen answers: their labels, and the weight of a token beside a pair."""
-    annotated, totals = [], torch.zeros(2, dtype=torch.float64)
+    """Batches of a step with what ORPO needs to learn the prompts of chosen answers as well.
+
+    That is the labels of prompts, and how much a token weighs beside a pair.
+    """
+    annotated = []
+    totals = torch.zeros(2, dtype=torch.float64)
     for batch in batches:
         labels = prompt_labels(batch)
         chosen = batch.sequence_columns["chosen"].bool()
@@ -188,13 +204,3 @@ def with_prompts(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
     dist.all_reduce(totals)
     share = (totals[1] / totals[0].clamp(min=1)).float()
     return [with_sequence_column(batch, "pairs_per_token", share) for batch in annotated]
-
-
-def prompt_labels(batch: Batch) -> Tensor:
-    """What each token predicts that is not trained, within its sequence [B, T]; else `IGNORED`."""
-    ids = batch.columns["input_ids"].flatten()
-    following = torch.full_like(ids, IGNORED)
-    following[:-1] = ids[1:]
-    following[batch.cu_seqlens[1:].long() - 1] = IGNORED
-    is_prompt = batch.columns["real"].flatten() & (batch.columns["labels"].flatten() == IGNORED)
-    return torch.where(is_prompt, following, IGNORED).view(batch.shape)

@@ -1,9 +1,9 @@
-"""The reference of a preference: what the model was before training, and what it says of every sequence."""
+"""The reference that preferences are measured from: the model as it was before training."""
 
 import hashlib
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -15,16 +15,18 @@ from lacuna.data import Batch
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.forward import sequence_logprobs
-from lacuna.model.lora import without_adapters
+from lacuna.model.layers.lora import without_adapters
+from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.fsdp import inference
 
 
 def reference_kind(config: Config) -> str | None:
-    """Where the reference comes from: base, copy or cached; None where the loss needs none.
+    """Where the reference comes from (base, copy or cached), or None where the loss needs none.
 
     Raises `UserError` where it would not be what training begins with.
     """
-    lora, asked = config.lora, config.preference.reference
+    lora = config.lora
+    asked = config.preference.reference
     if not config.preference.needs_reference:
         return None
     is_base = lora.rank > 0 and not (lora.modules or lora.adapter or lora.init != "zero")
@@ -49,23 +51,32 @@ def reference_kind(config: Config) -> str | None:
     return kind
 
 
+def frozen_copy(config: Config) -> dict[str, FrozenModel]:
+    """The model that a reference is, beside the one that is trained, by the setting that asks."""
+    if reference_kind(config) != "copy":
+        return {}
+    return {"preference.reference": FrozenModel(config)}
+
+
+@dataclass
 class Reference:
     """Log-probabilities of sequences by the model that training began with.
 
     `kind` says where they come from: the model without its adapters (base), a frozen copy, or a
-    pass over all data before training (cached).
+    pass over all data before training (cached). `config` is that of the run: the trained model may
+    have another, since where a run goes on its adapters no longer begin with what the settings say.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.known: dict[str, float] = {}
-        self.copy: BuiltModel | None = None
+    kind: str
+    config: Config
+    known: dict[str, float] = field(default_factory=dict)
+    copy: BuiltModel | None = None
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Makes the copy, or asks the model, as it is before training, for every sequence."""
         if self.kind == "copy":
-            tokenizer = grown_tokenizer(policy.config.model)
-            self.copy = build_frozen(policy.config, tokenizer, policy.mesh, policy.device)
+            tokenizer = grown_tokenizer(self.config.model)
+            self.copy = build_frozen(self.config, tokenizer, policy.mesh, policy.device)
         elif self.kind == "cached" and not self.known:
             own: dict[str, float] = {}
             for batch in all_batches():
@@ -119,7 +130,7 @@ def read_without_gradient(asked: BuiltModel, batch: Batch, is_base: bool = False
 def with_sequence_column(batch: Batch, name: str, column: Tensor | None) -> Batch:
     """The batch with one more column of its sequences, or one value for them all.
 
-    Zeros stand for what only another rank knows.
+    Without a `column` it is zeros: another rank knows the values.
     """
     chosen = batch.sequence_columns["chosen"]
     column = torch.zeros_like(chosen) if column is None else column.expand(len(chosen))

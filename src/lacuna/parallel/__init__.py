@@ -1,1 +1,1 @@
-"""The layout: processes, the device mesh, and how a model is spread over it."""
+"""The layout of a run: its processes, their mesh, and how a model is spread over it."""

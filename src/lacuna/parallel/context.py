@@ -1,9 +1,11 @@
-"""Context parallelism: rows of tokens cut over ranks, and causal attention across the cuts, inside documents.
+"""Context parallelism: rows of tokens are cut over ranks, and attention reaches across the cuts.
 
-A row of T tokens is cut in 2·C equal chunks over C ranks. Rank r holds the chunks r and 2·C − 1 − r
-(head and tail), one behind the other, so that causal attention costs every rank the same. Documents
-are given as `bounds`, int32 [N + 1]: where they begin and end among the tokens of all rows,
-flattened; some may be empty.
+Attention is causal and stays inside documents.
+
+A row of T tokens is cut into 2·C equal chunks over C ranks. Rank r has the chunks r and 2·C − 1 − r
+(its head and its tail), one behind the other, so that causal attention costs every rank the same.
+Documents are given as `bounds`, int32 [N + 1]: where they begin and end among the tokens of all
+rows, flattened. Some may be empty.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,37 +22,36 @@ _collectives = torch.ops._c10d_functional
 
 
 def causal_parts(bounds: Tensor, length: int, cp: int, rank: int, longest: int) -> Iterator[Part]:
-    """A rank's queries among the keys of whole rows of `length` tokens: its head and its tail.
+    """Yields what a rank's head and what its tail see of the keys of whole rows of `length` tokens.
 
     No document has more than `longest` tokens.
     """
     size = length // (2 * cp)
-    for chunk in _chunks(cp, rank):
+    for chunk in _chunks_of_rank(cp, rank):
         stop = (chunk + 1) * size
-        yield Part(
-            _among(bounds, length, size, (chunk,)),
-            _among(bounds, length, stop, (0,)),
-            longest,
-            stop,
-        )
+        cu_q = _bounds_in_chunks(bounds, length, size, (chunk,))
+        cu_k = _bounds_in_chunks(bounds, length, stop, (0,))
+        yield Part(cu_q, cu_k, longest, stop)
 
 
 def shard_sequence(tensor: Tensor, dim: int, cp: int, rank: int) -> Tensor:
-    """A rank's head and tail of a tensor that is whole along `dim`."""
+    """Cuts a rank's head and tail out of a tensor that is whole along `dim`."""
     chunks = tensor.chunk(2 * cp, dim)
-    return torch.cat([chunks[chunk] for chunk in _chunks(cp, rank)], dim)
+    return torch.cat([chunks[chunk] for chunk in _chunks_of_rank(cp, rank)], dim)
 
 
 def gather_sequence(tensor: Tensor, dim: int, group: ProcessGroup) -> Tensor:
-    """The whole tensor from every rank's head and tail along `dim`; its gradients are summed over the ranks."""
-    gathered = _collectives.all_gather_into_tensor(
-        tensor.contiguous(), group.size(), group.group_name
-    )
+    """Gathers the whole tensor from the heads and tails along `dim` that the ranks have.
+
+    Its gradients are summed over the ranks.
+    """
+    own = tensor.contiguous()
+    gathered = _collectives.all_gather_into_tensor(own, group.size(), group.group_name)
     return join_sequence(_collectives.wait_tensor(gathered).chunk(group.size()), dim)
 
 
 def join_sequence(shards: Sequence[Tensor], dim: int) -> Tensor:
-    """The whole tensor from the heads and tails of all ranks along `dim`."""
+    """Joins the heads and tails of all ranks along `dim` to the whole tensor."""
     heads, tails = zip(*(shard.chunk(2, dim) for shard in shards), strict=True)
     return torch.cat([*heads, *reversed(tails)], dim)
 
@@ -64,67 +65,85 @@ def ring_attention(
     group: ProcessGroup,
     scaling: float,
 ) -> Tensor:
-    """Causal attention inside documents, with keys and values that travel round the ranks of `group`.
+    """Causal attention inside documents; keys and values travel round the ranks of `group`.
 
-    `query` [B, heads, T/C, D], `key` and `value` [B, key heads, T/C, D] are a rank's head and tail;
-    so is the result, in the query's shape. No document has more than `longest` tokens. Beside its
-    own, a rank holds the keys and values of two others at most, and going backward their gradients.
-    What each rank's keys give is merged by log-sum-exp in float32, which makes it one softmax over
-    all keys (Liu et al., Ring Attention, arXiv 2310.01889).
+    `query` [B, heads, T/C, D], `key` and `value` [B, key heads, T/C, D] are a rank's head and tail,
+    and so is the result, in the query's shape. No document has more than `longest` tokens. Beside
+    its own keys and values a rank holds those of at most two others, and in the backward pass also
+    their gradients. The outputs over each rank's keys are merged by their log-sum-exps in float32,
+    which is the same as one softmax over all keys (Liu et al., Ring Attention, arXiv 2310.01889).
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    place = (group.group_name, group.size(), group.rank())
-    return _ring_forward(query, torch.stack((key, value)), bounds, longest, scaling, *place)[
-        0
-    ].transpose(1, 2)
+    pair = torch.stack((key, value))
+    cp, rank = group.size(), group.rank()
+    output: Tensor
+    output, _ = _ring_forward(query, pair, bounds, longest, scaling, group.group_name, cp, rank)
+    return output.transpose(1, 2)
 
 
-def _chunks(cp: int, rank: int) -> tuple[int, int]:
+def _chunks_of_rank(cp: int, rank: int) -> tuple[int, int]:
     return rank, 2 * cp - 1 - rank
 
 
-def _among(bounds: Tensor, length: int, size: int, chunks: Sequence[int]) -> Tensor:
-    """Bounds among the tokens of rows of `length` to bounds among those in these `chunks` of `size` of each row."""
-    before, places = bounds // length * (size * len(chunks)), bounds % length
-    return sum(((places - chunk * size).clamp(0, size) for chunk in chunks), before)
+def _bounds_in_chunks(bounds: Tensor, length: int, size: int, chunks: Sequence[int]) -> Tensor:
+    """Turns bounds among the tokens of rows of `length` into those among the `chunks` of each row.
+
+    A chunk has `size` tokens.
+    """
+    places = bounds % length
+    found = bounds // length * (size * len(chunks))
+    for chunk in chunks:
+        found = found + (places - chunk * size).clamp(0, size)
+    return found
 
 
 def _ring_part(
     bounds: Tensor, rows: int, size: int, cp: int, rank: int, origin: int, longest: int
 ) -> tuple[int, Part]:
-    """A rank's queries among the keys of rank `origin`: the first query that sees any, and the part.
+    """What a rank's queries see of the keys of rank `origin`.
 
-    Unless the keys are the rank's own, all that are seen stand before all queries, so that at most
-    one document of each row has both.
+    Returns the first query that sees any of them, and the part that begins with it. Unless the keys
+    are the rank's own, all that are seen stand before all queries, so that at most one document of
+    each row has both.
     """
-    queries, keys = (
-        _chunks(cp, rank)[1 if origin > rank else 0 :],
-        _chunks(cp, origin)[: 1 if origin < rank else 2],
-    )
-    length, stop = 2 * cp * size, len(keys) * size
-    whole, own = len(bounds) == rows + 1, origin == rank
-    if not own:  # three pieces a row: that one document, all before it and all after it
+    # Only the tail sees keys of later ranks, and of earlier ranks' keys only the head is seen.
+    queries = _chunks_of_rank(cp, rank)[1 if origin > rank else 0 :]
+    keys = _chunks_of_rank(cp, origin)[: 1 if origin < rank else 2]
+    length = 2 * cp * size
+    stop = len(keys) * size
+    whole = len(bounds) == rows + 1
+    own = origin == rank
+    if not own:  # each row has three pieces: that one document, all before it, and all after it
         starts = torch.arange(0, rows * length, length, dtype=torch.int32, device=bounds.device)
         place = torch.searchsorted(bounds, starts + (keys[-1] + 1) * size - 1, right=True)
         pieces = torch.stack((bounds[place - 1], bounds[place], starts + length), 1)
-        bounds, longest = torch.cat((starts[:1], pieces.flatten())), length
-    cu_q, cu_k = _among(bounds, length, size, queries), _among(bounds, length, size, keys)
+        bounds = torch.cat((starts[:1], pieces.flatten()))
+        longest = length
+    cu_q = _bounds_in_chunks(bounds, length, size, queries)
+    cu_k = _bounds_in_chunks(bounds, length, size, keys)
     return (2 - len(queries)) * size, Part(cu_q, cu_k, longest, stop, own, whole)
 
 
 def _pass_on(tensor: Tensor, group: str, cp: int, rank: int) -> Tensor:
-    """Starts to send a tensor to the next rank; returns what the rank before sends, once waited for."""
-    sent, received = [0] * cp, [0] * cp
-    sent[(rank + 1) % cp] = received[rank - 1] = len(tensor)
-    return _collectives.all_to_all_single(tensor.contiguous(), received, sent, group)
+    """Starts to send a tensor to the next rank.
+
+    Returns the tensor that the rank before sends, which must be waited for.
+    """
+    sent = [0] * cp
+    received = [0] * cp
+    sent[(rank + 1) % cp] = len(tensor)
+    received[rank - 1] = len(tensor)
+    arriving: Tensor = _collectives.all_to_all_single(tensor.contiguous(), received, sent, group)
+    return arriving
 
 
-def _travel(
+def _visit_ranks(
     pair: Tensor, bounds: Tensor, longest: int, group: str, cp: int, rank: int
 ) -> Iterator[tuple[int, Part, Tensor, Tensor]]:
-    """Of each rank, its own first: the first query that sees its keys, their part, its keys and values that are seen.
+    """Yields what this rank's queries see of the keys of each rank, its own first.
 
-    The next are on their way while some are worked on.
+    That is the first query that sees any, the part, and the keys and values that are seen. The next
+    rank's are on their way while these are worked on.
     """
     _, rows, tokens, *_ = pair.shape
     for step in range(cp):
@@ -149,16 +168,15 @@ def _ring_forward(
     cp: int,
     rank: int,
 ) -> tuple[Tensor, Tensor]:
-    """Output and log-sum-exp."""
+    """The output and its log-sum-exp."""
     output = query.new_zeros(query.shape, dtype=torch.float32)
     lse = output.new_full(query.shape[:-1], -torch.inf)
-    for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
+    for start, part, keys, values in _visit_ranks(pair, bounds, longest, group, cp, rank):
         partial, partial_lse = attend(query[:, start:], keys, values, part, scaling)
-        output[:, start:].lerp_(
-            partial.float(), torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1)
-        )
+        weight = torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1)
+        output[:, start:].lerp_(partial.float(), weight)
         lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
-        del keys, values  # or they would still be there when the ones after the next set out
+        del keys, values  # else they would still be in memory when those after the next are sent
     return output.to(query.dtype), lse
 
 
@@ -176,15 +194,22 @@ def _ring_backward(
     cp: int,
     rank: int,
 ) -> tuple[Tensor, Tensor]:
-    """Gradients of the query, and of the pair, which travel with what they belong to."""
-    grad_query, grads = (
-        tensor.new_zeros(tensor.shape, dtype=torch.float32) for tensor in (query, pair)
-    )
-    for start, part, keys, values in _travel(pair, bounds, longest, group, cp, rank):
-        seeing = (tensor[:, start:] for tensor in (grad, output, lse, query))
-        of_query, of_key, of_value = attend_backward(*seeing, keys, values, part, scaling)
+    """The gradients of the query, and those of the pair, which travel round with their keys."""
+    grad_query = query.new_zeros(query.shape, dtype=torch.float32)
+    grads = pair.new_zeros(pair.shape, dtype=torch.float32)
+    for start, part, keys, values in _visit_ranks(pair, bounds, longest, group, cp, rank):
+        of_query, of_key, of_value = attend_backward(
+            grad[:, start:],
+            output[:, start:],
+            lse[:, start:],
+            query[:, start:],
+            keys,
+            values,
+            part,
+            scaling,
+        )
         grad_query[:, start:] += of_query
-        if not part.causal:  # all but one's own
+        if not part.causal:  # these are another rank's, so that their gradients are on their way
             grads = _collectives.wait_tensor(grads)
         grads[0, :, : part.stop] += of_key
         grads[1, :, : part.stop] += of_value

@@ -1,4 +1,4 @@
-"""From degrees to one named device mesh."""
+"""Makes one named device mesh of the degrees of parallelism."""
 
 import math
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from lacuna.config import Config, refuse
+from lacuna.config import UserError
+from lacuna.config.machine import ParallelismConfig
 
 # The axes of the mesh, outermost first, and the setting of each one's size.
 AXES = {
@@ -20,9 +21,11 @@ AXES = {
 
 @dataclass(frozen=True)
 class Layout:
-    """The degrees: copies of the model, ranks that shard one, and that share a sequence, a matrix, the layers.
+    """The degrees of parallelism.
 
-    `ring` says that the ranks of a sequence pass keys and values round instead of gathering them.
+    They are the number of copies of the model, and the numbers of ranks that share a copy, a
+    sequence, the matrices and the layers. `ring` says that the ranks of a sequence pass keys and
+    values round instead of gathering them.
     """
 
     dp_replicate: int = 1
@@ -39,51 +42,46 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """The number of ranks that read the same data, and share its sequences or the layers."""
+        """The number of ranks that read the same data, and share its sequences or layers."""
         return self.cp * self.tp * self.pp
 
 
-def resolve_layout(config: Config, world_size: int) -> Layout:
+def resolve_layout(settings: ParallelismConfig, world_size: int) -> Layout:
     """The degrees for `world_size` processes, with -1 filled in.
 
     Raises `UserError`, with the arithmetic, when the degrees do not multiply to the world.
     """
-    degrees = {name: getattr(config.parallelism, setting) for name, setting in AXES.items()}
+    degrees = {name: getattr(settings, setting) for name, setting in AXES.items()}
     if degrees["dp_shard"] == -1:
-        degrees["dp_shard"] = max(
-            world_size // -math.prod(degrees.values()), 1
-        )  # what the others leave
+        others = -math.prod(degrees.values())
+        degrees["dp_shard"] = max(world_size // others, 1)
     product = math.prod(degrees.values())
-    shown = {
-        name: setting
-        for name, setting in AXES.items()
-        if degrees[name] > 1 or name.startswith("dp")
-    }
-    arithmetic = f"{' × '.join(shown.values())} = {' × '.join(str(degrees[name]) for name in shown)} = {product}"
-    mend = f"choose degrees whose product is {world_size}, or set data_parallel_shard_degree = -1 for the rest"
-    refuse(
-        {
-            f"parallelism: {arithmetic}, but there are {world_size} processes: {mend}": product
-            != world_size
-        }
-    )
-    return Layout(**degrees, ring=config.parallelism.context_parallel_rotate_method == "alltoall")
+    if product != world_size:
+        shown = [name for name in AXES if degrees[name] > 1 or name.startswith("dp")]
+        settings_shown = " × ".join(AXES[name] for name in shown)
+        degrees_shown = " × ".join(str(degrees[name]) for name in shown)
+        raise UserError(
+            f"parallelism: {settings_shown} = {degrees_shown} = {product}, but there are "
+            f"{world_size} processes: choose degrees whose product is {world_size}, or set "
+            "data_parallel_shard_degree = -1 for the rest."
+        )
+    return Layout(**degrees, ring=settings.context_parallel_rotate_method == "alltoall")
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """The devices of a run under their names, and the cuts of it that parameters are spread over.
+    """The mesh of a run's devices with named dimensions, and the meshes that parameters are on.
 
     Attributes:
         layout: the degrees.
         named: (`pp`, `dp_replicate`, `dp_shard`, `cp`, `tp`) over all ranks; `tp` varies fastest.
-        layers: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp`: over it a layer is
-            sharded.
-        tensor: `tp`, of the same root as `layers`: over it the matrices of a layer are split.
-        root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`: what is outside
-            the layers works on its own slice of the sequence on every `tp` rank, and is sharded
-            over all of them.
-        ends: the group of this rank's first and last pipeline stage.
+        layers: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp`. Layers are sharded over
+            it.
+        tensor: `tp`, cut from the same mesh as `layers`. The matrices of layers are split over it.
+        root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`. All that is
+            outside the layers works on its own slice of the sequence on every `tp` rank, and is
+            sharded over all of them.
+        ends: the group of the ranks with the first and the last stage of this rank's pipeline.
     """
 
     layout: Layout
@@ -105,26 +103,26 @@ class Mesh:
 
 def build_mesh(layout: Layout, device_type: str) -> Mesh:
     """The mesh over all processes of the default group."""
-    pp, replicate, shard, cp, tp = sizes = [getattr(layout, axis) for axis in AXES]
-    named = init_device_mesh(device_type, tuple(sizes), mesh_dim_names=tuple(AXES))
+    sizes = tuple(getattr(layout, axis) for axis in AXES)
+    pp, replicate, shard, cp, tp = sizes
+    named = init_device_mesh(device_type, sizes, mesh_dim_names=tuple(AXES))
     # Meshes of their own and not flattened dimensions: FSDP wants `layers` and `tensor` cut from
     # one root, and torch is about to drop slices of flattened dimensions.
-    cuts = ("pp", "dp_replicate", "fsdp", "tp")
-    split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=cuts)
-    root = (
-        init_device_mesh(device_type, (pp, replicate, shard * cp * tp), mesh_dim_names=cuts[:3])
-        if tp > 1
-        else split
-    )
-    pairs = named.mesh.flatten(1)[
-        [0, -1]
-    ].T.tolist()  # the ranks of the first stage beside those of the last
-    ends = dist.new_subgroups_by_enumeration(pairs)[0] if pp > 1 else None
+    names = ("pp", "dp_replicate", "fsdp", "tp")
+    split = init_device_mesh(device_type, (pp, replicate, shard * cp, tp), mesh_dim_names=names)
+    root = split
+    if tp > 1:
+        whole = (pp, replicate, shard * cp * tp)
+        root = init_device_mesh(device_type, whole, mesh_dim_names=names[:3])
+    ends = None
+    if pp > 1:
+        first_beside_last = named.mesh.flatten(1)[[0, -1]].T.tolist()
+        ends, _ = dist.new_subgroups_by_enumeration(first_beside_last)
     return Mesh(
         layout,
         named,
-        split["dp_replicate", "fsdp"],
-        split["tp"],
-        root["dp_replicate", "fsdp"],
-        ends,
+        layers=split["dp_replicate", "fsdp"],
+        tensor=split["tp"],
+        root=root["dp_replicate", "fsdp"],
+        ends=ends,
     )

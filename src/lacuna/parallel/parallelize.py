@@ -1,49 +1,63 @@
-"""The recipe: what is done to a model on the meta device, in this order."""
+"""The recipe of parallelism: what is done to a model on the meta device, in order."""
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from lacuna.config import Config
+from lacuna.config.machine import CompileConfig, ParallelismConfig
 from lacuna.parallel.fsdp import is_alone, shard_model
 from lacuna.parallel.mesh import Mesh
-from lacuna.parallel.pipeline import Stage, keep_own_stages
 from lacuna.parallel.recompute import offload_inputs, recompute
 from lacuna.parallel.schedule import splits_backward
+from lacuna.parallel.stages import Stage, keep_own_stages
 from lacuna.parallel.tensor import overlap_communication, slice_positions, split_layers
 
 
-def compile_enabled(config: Config, device_type: str) -> bool:
-    """`compile.enable`, by default on for GPUs and off for CPUs and for schedules that cannot have it."""
-    able = device_type == "cuda" and not splits_backward(config.parallelism)
-    return able if config.compile.enable is None else config.compile.enable
+def compile_enabled(
+    settings: CompileConfig, parallelism: ParallelismConfig, device_type: str
+) -> bool:
+    """Whether layers are compiled.
+
+    By default they are on GPUs, except in pipelines whose schedule goes backward twice.
+    """
+    if settings.enable is not None:
+        return settings.enable
+    return device_type == "cuda" and not splits_backward(parallelism)
 
 
 def parallelize(
     model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config
 ) -> list[Stage]:
-    """Spreads `model` over `mesh`, in place; returns the parts of it that this rank runs.
+    """Spreads `model` over `mesh`, in place, and returns the parts of it that this rank runs.
 
     Raises `UserError` for a model that cannot be spread like that.
     """
-    stages = keep_own_stages(model, layers, mesh, config)
+    stages = keep_own_stages(model, layers, mesh, config.parallelism)
     own = [layer for stage in stages for layer in stage.layers]
     if mesh.layout.tp > 1:
         slice_positions(model, mesh.tensor)
         split_layers(own, model.config, mesh.tensor)
         if config.parallelism.enable_async_tensor_parallel:
             overlap_communication(mesh.tensor)
-    recompute(own, config)
-    if compile_enabled(config, mesh.named.device_type):
-        # Layer by layer: one small graph compiled once serves them all, and sharding's hooks stay
-        # outside it. Kinds of batches (packed or not, learnt from or not, of several lengths) are
-        # more than torch allows, 8.
+    recompute(own, config.activation_checkpoint)
+    if compile_enabled(config.compile, config.parallelism, mesh.named.device_type):
+        # Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay
+        # outside it. There are more kinds of batches (packed or not, learned from or not, of
+        # several lengths) than the 8 graphs that torch allows.
         torch._dynamo.config.recompile_limit = 64
         for layer in own:
             layer.compile(fullgraph=True)
     for stage in stages:
         if config.activation_checkpoint.offload:
             offload_inputs(stage.module, mesh.named.device_type)
-        if not is_alone(config, mesh.layout):
-            shard_model(stage.module, stage.layers, mesh, config)
+        if not is_alone(config.training, mesh.layout):
+            shard_model(
+                stage.module,
+                stage.layers,
+                mesh,
+                config.parallelism,
+                config.training,
+                config.quantization,
+            )
     return stages

@@ -1,4 +1,4 @@
-"""Attention over a part of the keys, with the log-sum-exp by which parts are merged."""
+"""Attention over a part of the keys, and the log-sum-exp by which parts are merged."""
 
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ _FLASH_BACKWARD = torch.ops.aten._flash_attention_backward
 
 
 class Part(NamedTuple):
-    """Queries and the keys they may see, in N pieces: a query sees keys of its own piece only.
+    """Queries and keys in N pieces, where a query sees only keys of its own piece.
 
     A piece may have no queries or no keys.
 
@@ -21,11 +21,12 @@ class Part(NamedTuple):
         cu_q: int32 [N + 1], bounds of the pieces among the queries of all rows, flattened.
         cu_k: int32 [N + 1], bounds of the pieces among the first `stop` keys of each row,
             flattened.
-        longest: no piece has more queries, nor more keys.
-        stop: how many keys of each row there are.
-        causal: whether the last query of a piece sees all of its keys, the one before all but the
-            last and so on (FlashAttention's alignment, bottom right), or every query sees all.
-        whole: whether every row is known to be one piece; if causal, with as many queries as keys.
+        longest: no piece has more queries than this, nor more keys.
+        stop: the number of keys of each row.
+        causal: if true, the last query of a piece sees all of its keys, the one before all but the
+            last, and so on (FlashAttention's bottom-right alignment); else every query sees all.
+        whole: whether every row is known to be one piece, which has, if causal, as many queries as
+            keys.
     """
 
     cu_q: Tensor
@@ -37,27 +38,28 @@ class Part(NamedTuple):
 
 
 def flash_bounds(part: Part, queries: int) -> tuple[Tensor, Tensor, int, int]:
-    """What FlashAttention must be told of a part with so many `queries` in a row."""
-    # Told that none has more than 1, it would take every piece to have one query, as in generation.
+    """The bounds and longest lengths that FlashAttention takes, for so many `queries` in a row."""
+    # Told that no piece has more than 1 query, it would take each to have one, as in generation.
     return part.cu_q, part.cu_k, max(min(part.longest, queries), 2), min(part.longest, part.stop)
 
 
 def visible(part: Part, rows: int, queries: int, window: int | None = None) -> Tensor:
-    """Which keys each of a row's `queries` sees: bool [rows, queries, stop].
+    """The keys that each of a row's `queries` sees: bool [rows, queries, stop].
 
-    With a `window` a query sees itself and the window − 1 keys before it.
+    With a `window` a query sees only itself and the window − 1 keys before it.
     """
 
     def places(bounds: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Of each token, its piece and how many tokens are left of that."""
+        """The piece of each token, and the number of tokens from it to the end of the piece."""
         tokens = torch.arange(rows * length, dtype=torch.int32, device=bounds.device)
-        piece = torch.searchsorted(
-            bounds, tokens, right=True
-        )  # of the whole: torch 2.11 does not compile a slice here
+        # All bounds are searched, since torch 2.11 does not compile a slice here.
+        piece = torch.searchsorted(bounds, tokens, right=True)
         return piece.view(rows, -1), (bounds[piece] - tokens).view(rows, -1)
 
-    (piece_q, left_q), (piece_k, left_k) = places(part.cu_q, queries), places(part.cu_k, part.stop)
-    seen, distance = piece_q[:, :, None] == piece_k[:, None], left_k[:, None] - left_q[:, :, None]
+    piece_q, left_q = places(part.cu_q, queries)
+    piece_k, left_k = places(part.cu_k, part.stop)
+    seen = piece_q[:, :, None] == piece_k[:, None]
+    distance = left_k[:, None] - left_q[:, :, None]
     if part.causal:
         seen = seen & (distance >= 0)
     return seen if window is None else seen & (distance < window)
@@ -71,10 +73,11 @@ def attend(
     scaling: float,
     window: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [B, T, heads, D] and float32 log-sum-exp [B, T, heads] over the keys of a part.
+    """The output [B, T, heads, D] and float32 log-sum-exp [B, T, heads] over the keys of a part.
 
-    `query` [B, T, heads, D], `key` and `value` [B, stop, key heads, D]. Zero and -inf for a query
-    that sees no key; with a `window` it sees itself and the window - 1 keys before it.
+    `query` is [B, T, heads, D], `key` and `value` are [B, stop, key heads, D]. For a query that
+    sees no key they are 0 and -inf. With a `window` a query sees only itself and the window - 1
+    keys before it.
     """
     if window is None and _takes_cudnn(query, key, value, part):
         tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
@@ -85,14 +88,16 @@ def attend(
         causal, sees = _flash_sight(part, window)
         settings = (*flash_bounds(part, query.shape[1]), 0.0, causal, False)
         output, lse, *_ = _FLASH(*tensors, *settings, scale=scaling, **sees)
-        lse = lse.masked_fill(lse == torch.inf, -torch.inf)  # what it says of one that sees no key
+        lse = lse.masked_fill(
+            lse == torch.inf, -torch.inf
+        )  # of queries that see no key it says inf
         return output.unflatten(0, query.shape[:2]), lse.T.unflatten(0, query.shape[:2])
-    query, key, value = _grouped(key.shape[2], query, key, value)
-    scores = _scores(query, key, part, scaling, window)
+    query, key, value = _group_heads(key.shape[2], query, key, value)
+    scores = _masked_scores(query, key, part, scaling, window)
     lse = scores.logsumexp(-1)
     finite = lse.clamp(min=torch.finfo(lse.dtype).min)  # weights are zero where all scores are -inf
     weights = (scores - finite[..., None]).exp()
-    return _ungrouped(weights @ value), _ungrouped(lse)
+    return _ungroup_heads(weights @ value), _ungroup_heads(lse)
 
 
 def attend_backward(
@@ -106,43 +111,46 @@ def attend_backward(
     scaling: float,
     window: int | None = None,
 ) -> tuple[Tensor, ...]:
-    """What a part gives to the gradients of query, key and value.
+    """The contribution of a part to the gradients of query, key and value.
 
-    Output and log-sum-exp are those over all keys, of which these may be some.
+    The output and the log-sum-exp are those over all keys, of which the part may have only some.
     """
     if window is None and _takes_cudnn(query, key, value, part):
         tensors = (tensor.transpose(1, 2) for tensor in (grad, query, key, value, output))
         none = torch.empty((), dtype=torch.int64, device=query.device)  # there is no dropout
-        settings = (lse.transpose(1, 2).unsqueeze(-1).contiguous(), none, none, None, None, None)
+        saved = (lse.transpose(1, 2).unsqueeze(-1).contiguous(), none, none, None, None, None)
         lengths = (query.shape[1], key.shape[1])
-        grads = _CUDNN_BACKWARD(*tensors, *settings, *lengths, 0.0, part.causal, scale=scaling)
+        grads = _CUDNN_BACKWARD(*tensors, *saved, *lengths, 0.0, part.causal, scale=scaling)
         return tuple(tensor.transpose(1, 2) for tensor in grads)
     if _takes_flash(query):
         tensors = (tensor.flatten(0, 1) for tensor in (grad, query, key, value, output))
-        no_dropout = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0)
+        no_dropout = (torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0))
         causal, sees = _flash_sight(part, window)
         bounds = flash_bounds(part, query.shape[1])
         settings = (lse.flatten(0, 1).T.contiguous(), *bounds, 0.0, causal, *no_dropout)
         grads = _FLASH_BACKWARD(*tensors, *settings, scale=scaling, **sees)
         return tuple(tensor.unflatten(0, (len(query), -1)) for tensor in grads)
     key_heads = key.shape[2]
-    grad, output, lse, query, key, value = _grouped(key_heads, grad, output, lse, query, key, value)
-    weights = (_scores(query, key, part, scaling, window) - lse[..., None]).exp()
+    grad, output, lse, query, key, value = _group_heads(
+        key_heads, grad, output, lse, query, key, value
+    )
+    weights = (_masked_scores(query, key, part, scaling, window) - lse[..., None]).exp()
     of_weights = grad @ value.mT - (grad * output).sum(-1, keepdim=True)
     of_scores = weights * of_weights * scaling
     of_key = (of_scores.mT @ query).sum(2, keepdim=True)
     of_value = (weights.mT @ grad).sum(2, keepdim=True)
-    return _ungrouped(of_scores @ key), _ungrouped(of_key), _ungrouped(of_value)
+    return _ungroup_heads(of_scores @ key), _ungroup_heads(of_key), _ungroup_heads(of_value)
 
 
 def _takes_cudnn(query: Tensor, key: Tensor, value: Tensor, part: Part) -> bool:
-    """Whether cuDNN's kernel, the fastest on the newest GPUs, can do a part: it knows no pieces."""
-    if not (
-        query.is_cuda and part.whole
-    ):  # torch made for GPUs fails where it is asked without one
-        return False
-    tensors = (tensor.transpose(1, 2) for tensor in (query, key, value))
-    return can_use_cudnn_attention(SDPAParams(*tensors, None, 0.0, part.causal, True))
+    """Whether cuDNN's kernel, the fastest on the newest GPUs, can compute a part.
+
+    It knows no pieces.
+    """
+    if not (query.is_cuda and part.whole):
+        return False  # the question below fails where torch was built for GPUs and there is none
+    query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
+    return can_use_cudnn_attention(SDPAParams(query, key, value, None, 0.0, part.causal, True))
 
 
 def _takes_flash(tensor: Tensor) -> bool:
@@ -150,22 +158,27 @@ def _takes_flash(tensor: Tensor) -> bool:
 
 
 def _flash_sight(part: Part, window: int | None) -> tuple[bool, dict[str, int]]:
-    """Whether FlashAttention is to be causal, or the window that is causal by itself."""
+    """Whether FlashAttention is to be causal, and its window; a window is causal by itself."""
     if window is None:
         return part.causal, {}
     return False, {"window_size_left": window - 1, "window_size_right": 0}
 
 
-def _grouped(key_heads: int, *tensors: Tensor) -> list[Tensor]:
-    """Each [B, tokens, heads, ...] as float32 [B, key heads, queries of each, tokens, ...]."""
+def _group_heads(key_heads: int, *tensors: Tensor) -> list[Tensor]:
+    """Turns each [B, tokens, heads, ...] into float32 [B, key heads, queries of each, tokens, ...].
+
+    The queries of a key head are then side by side.
+    """
     return [tensor.float().unflatten(2, (key_heads, -1)).movedim(1, 3) for tensor in tensors]
 
 
-def _ungrouped(tensor: Tensor) -> Tensor:
+def _ungroup_heads(tensor: Tensor) -> Tensor:
     return tensor.movedim(3, 1).flatten(2, 3)
 
 
-def _scores(query: Tensor, key: Tensor, part: Part, scaling: float, window: int | None) -> Tensor:
-    """Of grouped queries and keys, -inf where a query does not see a key."""
+def _masked_scores(
+    query: Tensor, key: Tensor, part: Part, scaling: float, window: int | None
+) -> Tensor:
+    """The scores of grouped queries and keys: -inf where a query does not see a key."""
     seen = visible(part, len(query), query.shape[3], window)[:, None, None]
     return (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)

@@ -1,4 +1,4 @@
-"""This process among the others: device, process groups, time limits, and talk that must not touch the device."""
+"""This process among the others: its device, its groups, its time limits, its messages."""
 
 import os
 import threading
@@ -8,28 +8,34 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import (  # type: ignore[attr-defined]  # it does not mark them as its own
+    HashStore,
+    Store,
+    TCPStore,
+)
 
-from lacuna.config import STORE, Config, UnansweredError, refuse
+from lacuna.config import STORE, Config, UnansweredError, UserError
+from lacuna.config.machine import CommConfig
 
 Result = TypeVar("Result")
 
-# Ranks that wait for the same one give up within so long of each other; shorter than the launcher's
-# patience.
+# Ranks that wait for the same one give up within so many seconds of each other. The launcher's
+# patience is longer.
 LISTENING_SECONDS = 3.0
 POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the run; by default one that has no group, for tools that work on files.
+    """One process of the run; by default one without groups, for commands that work on files.
 
-    That of rank 0 prints and writes files. `control` is a gloo group over all of them for talk in
-    between steps; `background` is another one for threads, whose collectives must not mix with
-    those.
+    The process of rank 0 prints and writes files. `control` is a gloo group over all processes, for
+    messages between steps. `background` is another one for threads, whose collectives must not mix
+    with those of `control`.
     """
 
     rank: int = 0
@@ -40,100 +46,127 @@ class Process:
 
 
 def device_type() -> str:
-    """`cuda` where there is a usable GPU, else `cpu`; `LACUNA_DEVICE=cpu` keeps a run off the GPUs."""
-    return (
-        "cuda" if os.environ.get("LACUNA_DEVICE") != "cpu" and torch.cuda.is_available() else "cpu"
-    )
+    """`cuda` where there is a usable GPU, else `cpu`.
+
+    `LACUNA_DEVICE=cpu` keeps a run off the GPUs.
+    """
+    is_kept_off = os.environ.get("LACUNA_DEVICE") == "cpu"
+    return "cuda" if not is_kept_off and torch.cuda.is_available() else "cpu"
 
 
 def check_device(config: Config, kind: str) -> None:
-    """Raises `UserError` for settings that need a GPU where there is none, or a package where there is one."""
+    """Raises `UserError` for settings that this kind of device does not have.
+
+    They need a GPU where there is none, or a package that is not installed on a GPU.
+    """
+    base = config.quantization.base
+    if kind == "cuda":
+        if base == "nf4" and not find_spec("bitsandbytes"):
+            raise UserError(
+                f"quantization.base: {base} on a GPU needs bitsandbytes, which is not installed: "
+                "pip install 'lacuna-train[qlora]'."
+            )
+        return
     uncompiled = config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable
-    gpu_only = {
-        'checkpoint.async_mode = "async_with_pinned_mem"': config.checkpoint.async_mode
-        == "async_with_pinned_mem",
+    pinned = config.checkpoint.async_mode == "async_with_pinned_mem"
+    needing_a_gpu = {
+        'checkpoint.async_mode = "async_with_pinned_mem"': pinned,
         "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
         "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
         'activation_checkpoint.mode = "memory_budget" without compile.enable = true': uncompiled,
     }
-    needs = "needs a GPU, and this run is on the CPU: leave it out"
-    refuse(
-        {f"{setting} {needs}": wanted and kind != "cuda" for setting, wanted in gpu_only.items()}
-    )
-    kernels = f"quantization.base: {config.quantization.base} on a GPU needs bitsandbytes, which is not installed"
-    unaided = kind == "cuda" and config.quantization.base == "nf4" and not find_spec("bitsandbytes")
-    refuse({f"{kernels}: pip install 'lacuna-train[qlora]'": unaided})
+    for setting, wanted in needing_a_gpu.items():
+        if wanted:
+            raise UserError(f"{setting} needs a GPU, and this run is on the CPU: leave it out.")
 
 
 def start_process(config: Config) -> Process:
-    """Joins the process group described by the environment (torchrun's variables), or makes a group of one."""
-    rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    local_rank, kind, gpu = int(os.environ.get("LOCAL_RANK", rank)), device_type(), None
+    """Joins the process group that the environment describes by torchrun's variables.
+
+    Where it describes none, this process is a group of its own. Raises `UnansweredError` where not
+    all processes come together in time, and `UserError` as `check_device` does.
+    """
+    rank = int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    kind = device_type()
     check_device(config, kind)
+    gpu = None
+    backend = "gloo"
     if kind == "cuda":
-        gpu = torch.device(kind, local_rank)
-        gpus, started = torch.cuda.device_count(), os.environ.get("LOCAL_WORLD_SIZE", world_size)
-        wrong = f"{started} processes were started on a host with {gpus} GPU(s): start at most one per GPU (--gpus N)"
-        refuse({wrong: local_rank >= gpus})
-        torch.cuda.set_device(gpu)
-        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(config.comm.trace_buf_size))
-        if config.comm.trace_buf_size:
-            traces = os.path.join(str(config.job.dump_folder), "comm_trace")
-            os.makedirs(traces, exist_ok=True)
-            os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
-            os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(traces, "rank_"))
-    backend = (
-        "gloo"
-        if kind == "cpu"
-        else "cpu:gloo,cuda:nccl"
-        if config.training.enable_cpu_offload
-        else "nccl"
-    )
+        gpu = _select_gpu(int(os.environ.get("LOCAL_RANK", rank)), world_size)
+        _record_communication(config.comm, str(config.job.dump_folder))
+        backend = "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
     timeout = timedelta(seconds=config.comm.init_timeout_seconds)
-    apart = f"not all of {world_size} processes came together within comm.init_timeout_seconds = {timeout.seconds}"
     try:
-        store = _store(rank, world_size, timeout)
         dist.init_process_group(
-            backend, timeout=timeout, store=store, rank=rank, world_size=world_size, device_id=gpu
+            backend,
+            timeout=timeout,
+            store=_rendezvous_store(rank, world_size, timeout),
+            rank=rank,
+            world_size=world_size,
+            device_id=gpu,
         )
         control, background = (dist.new_group(backend="gloo", timeout=timeout) for _ in range(2))
     except RuntimeError as error:
-        if not of_other_ranks(error):
+        if not concerns_other_ranks(error):
             raise
-        raise UnansweredError(f"{apart} (this is rank {rank}): {_first_line(error)}.") from error
+        raise UnansweredError(
+            f"not all of {world_size} processes came together within comm.init_timeout_seconds = "
+            f"{timeout.seconds} (this is rank {rank}): {_first_line(error)}."
+        ) from error
     for group in (control, background):  # a save of a large model may outlast any step
         set_timeout(group, config.comm.save_timeout_seconds)
     return Process(rank, world_size, gpu or torch.device("cpu"), control, background)
 
 
-def of_other_ranks(error: BaseException) -> bool:
-    """Whether an error is about the talk with other ranks; gloo's have no type of their own."""
-    return (
-        isinstance(error, dist.DistError)
-        or isinstance(error, RuntimeError)
-        and "/gloo/" in str(error)
-    )
+def _select_gpu(local_rank: int, world_size: int) -> torch.device:
+    """Makes the GPU of this process its current one, and returns it."""
+    gpus = torch.cuda.device_count()
+    if local_rank >= gpus:
+        started = os.environ.get("LOCAL_WORLD_SIZE", world_size)
+        raise UserError(
+            f"{started} processes were started on a host with {gpus} GPU(s): start at most one per "
+            "GPU (--gpus N)."
+        )
+    gpu = torch.device("cuda", local_rank)
+    torch.cuda.set_device(gpu)
+    return gpu
+
+
+def _record_communication(comm: CommConfig, folder: str) -> None:
+    """Has torch's flight recorder write to a run's folder when a wait for other ranks times out."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(comm.trace_buf_size))
+    if comm.trace_buf_size:
+        traces = os.path.join(folder, "comm_trace")
+        os.makedirs(traces, exist_ok=True)
+        os.environ.setdefault("TORCH_NCCL_DUMP_ON_TIMEOUT", "1")
+        os.environ.setdefault("TORCH_FR_DUMP_TEMP_FILE", os.path.join(traces, "rank_"))
+
+
+def concerns_other_ranks(error: BaseException) -> bool:
+    """Whether an error is about messages between ranks; gloo's errors have no type of their own."""
+    is_gloos = isinstance(error, RuntimeError) and "/gloo/" in str(error)
+    return is_gloos or isinstance(error, dist.DistError)
 
 
 @contextmanager
-def answered(config: Config) -> Iterator[None]:
-    """Within it, a wait for other ranks that came to nothing ends in an error that names those that did not answer."""
+def naming_silent_ranks(comm: CommConfig) -> Iterator[None]:
+    """Turns a failed wait for other ranks into an `UnansweredError` that names the silent ones."""
     try:
         yield
     except RuntimeError as error:
-        if not of_other_ranks(error):
+        if not concerns_other_ranks(error):
             raise
-        silent, comm = _silent_ranks(), config.comm
-        who = (
-            f"rank {', '.join(map(str, silent))} did not answer"
-            if silent
-            else "all ranks answer, but too late"
-        )
+        silent = _silent_ranks()
+        who = "all ranks answer, but too late"
+        if silent:
+            who = f"rank {', '.join(map(str, silent))} did not answer"
         raise UnansweredError(
-            f"{who}: {_first_line(error)}. A wait ends after comm.init_timeout_seconds = {comm.init_timeout_seconds} "
-            f"until the first step is done, comm.train_timeout_seconds = {comm.train_timeout_seconds} after it, and "
-            f"comm.save_timeout_seconds = {comm.save_timeout_seconds} where checkpoints are written. Once that process "
-            f"and its host are well, the same command goes on from the last checkpoint."
+            f"{who}: {_first_line(error)}. A wait ends after comm.init_timeout_seconds = "
+            f"{comm.init_timeout_seconds} until the first step is done, comm.train_timeout_seconds "
+            f"= {comm.train_timeout_seconds} after it, and comm.save_timeout_seconds = "
+            f"{comm.save_timeout_seconds} where checkpoints are written. Once that process and its "
+            "host are well, the same command goes on from the last checkpoint."
         ) from error
 
 
@@ -143,45 +176,53 @@ def _first_line(error: BaseException) -> str:
 
 
 def _silent_ranks() -> list[int]:
-    """The ranks that have not given up as well a little after this one did; ends all talk over the groups."""
+    """The ranks that have not given up shortly after this one did.
+
+    It aborts all groups.
+    """
     for group in [*dist.distributed_c10d._world.pg_map]:
         group.abort()  # so that whoever waits for this rank gives up now
-    store, own, world_size = (
-        dist.distributed_c10d._get_default_store(),
-        dist.get_rank(),
-        dist.get_world_size(),
-    )
+    store = dist.distributed_c10d._get_default_store()
+    world_size = dist.get_world_size()
     heard: set[int] = set()
 
     def listen() -> None:
         with suppress(RuntimeError):  # where the store is gone with its rank
-            store.set(f"lacuna/gave-up/{own}", "")
+            store.set(f"lacuna/gave-up/{dist.get_rank()}", "")
             while len(heard) < world_size:
-                heard.update(
-                    rank for rank in range(world_size) if store.check([f"lacuna/gave-up/{rank}"])
-                )
+                for rank in range(world_size):
+                    if store.check([f"lacuna/gave-up/{rank}"]):
+                        heard.add(rank)
                 time.sleep(POLL_SECONDS)
 
-    listener = threading.Thread(
-        target=listen, daemon=True
-    )  # the first rank has the store, and may be the silent one
+    # It listens in a thread, since the first rank has the store, and may be the silent one.
+    listener = threading.Thread(target=listen, daemon=True)
     listener.start()
     listener.join(LISTENING_SECONDS)
     return sorted({*range(world_size)} - heard) if heard else [0]
 
 
-def _store(rank: int, world_size: int, timeout: timedelta) -> dist.Store | None:
-    """Where ranks meet; None where torch opens its own as the environment says.
+def _rendezvous_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
+    """The store where ranks meet, or None where torch opens its own as the environment says.
 
-    Its own faces every network: our launcher hands the first rank a socket that faces none.
+    torch's own listens on every network. So our launcher hands the first rank a socket that only
+    this host can reach.
     """
     if "RANK" not in os.environ:
-        return dist.HashStore()
+        return HashStore()
     if STORE not in os.environ:
         return None
-    own = {"is_master": True, "master_listen_fd": int(os.environ[STORE])} if rank == 0 else {}
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    return dist.TCPStore(host, port, world_size, timeout=timeout, **own)
+    if rank > 0:
+        return TCPStore(host, port, world_size, timeout=timeout)
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=True,
+        timeout=timeout,
+        master_listen_fd=int(os.environ[STORE]),
+    )
 
 
 def stop_process() -> None:
@@ -190,22 +231,24 @@ def stop_process() -> None:
     dist.destroy_process_group()
 
 
-def tighten_timeout(config: Config, process: Process) -> None:
-    """After the first step (compilation, first data) a collective should fail sooner, but for talk in between steps."""
+def tighten_timeout(seconds: int, process: Process) -> None:
+    """Has collectives fail sooner, once the first step (compilation, first data) is done.
+
+    Messages between steps keep their time limit.
+    """
     for group in dist.distributed_c10d._world.pg_map:
         if group not in (process.control, process.background):
-            set_timeout(group, config.comm.train_timeout_seconds)
+            set_timeout(group, seconds)
 
 
 def set_timeout(group: dist.ProcessGroup, seconds: int) -> None:
     """Sets how long the ranks of a group wait for each other."""
-    dist.distributed_c10d._set_pg_timeout(
-        timedelta(seconds=seconds), group
-    )  # there is no public call yet
+    # There is no public call yet.
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
 
-def gather_objects(process: Process, value: Any) -> list[Any]:
-    """`value` of every rank, on every rank, over the control group."""
+def gather_objects(process: Process, value: Result) -> list[Result]:
+    """Gathers the `value` of every rank on every rank, over the control group."""
     if process.world_size == 1:
         return [value]
     values: list[Any] = [None] * process.world_size
@@ -214,28 +257,34 @@ def gather_objects(process: Process, value: Any) -> list[Any]:
 
 
 def require_same_config(config: Config, process: Process) -> None:
-    """Raises `UserError`, on all ranks alike, when they were not all started with the same configuration."""
+    """Raises `UserError`, on all ranks alike, when their configurations differ."""
     own = {f"{section}.{name}": repr(value) for section, table in config for name, value in table}
     first, *others = gather_objects(process, own)
     for rank, other in enumerate(others, start=1):
         changed = sorted(other.items() - first.items())
-        shown = "; ".join(
-            f"{name} is {first[name]} on rank 0, {value} on rank {rank}"
-            for name, value in changed[:3]
-        )
-        wrong = f"the processes were started with different configurations: {shown}"
-        refuse({f"{wrong}. Start all of them with the same file and the same flags": bool(changed)})
+        if changed:
+            shown = "; ".join(
+                f"{name} is {first[name]} on rank 0, {value} on rank {rank}"
+                for name, value in changed[:3]
+            )
+            raise UserError(
+                f"the processes were started with different configurations: {shown}. Start all of "
+                "them with the same file and the same flags."
+            )
 
 
 def on_first(process: Process, action: Callable[[], Result]) -> Result:
-    """Runs `action` on the first rank and hands its result to all; an error of it is raised on all ranks alike."""
-    result = failure = None
+    """Runs `action` on the first rank and hands its result to all.
+
+    Whatever it raises is raised on all ranks alike.
+    """
+    outcome: tuple[Result | None, Exception | None] = (None, None)
     if process.rank == 0:
         try:
-            result = action()
-        except Exception as error:  # passed on below, on every rank
-            failure = error
-    result, failure = gather_objects(process, (result, failure))[0]
+            outcome = (action(), None)
+        except Exception as error:  # whatever it is, every rank raises it below
+            outcome = (None, error)
+    result, failure = gather_objects(process, outcome)[0]
     if failure is not None:
         raise failure
-    return result
+    return cast(Result, result)

@@ -1,12 +1,12 @@
-"""Tensor and sequence parallelism of decoder layers, by the plan that transformers has for the architecture.
+"""Tensor and sequence parallelism of decoder layers, by transformers' plan for the architecture.
 
-Only the layers are split. Embedding, last norm and head work on each rank's own slice of the
-sequence: the logits are then sharded by token, tied weights need no care, and a vocabulary need not
-divide.
+Only the layers are split. The embedding, the last norm and the head work on each rank's own slice
+of the sequence. So logits are sharded by token, tied weights need no care, and the vocabulary need
+not divide by the number of ranks.
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
@@ -25,12 +25,12 @@ from torch.distributed.tensor import (
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from lacuna.config import UserError, refuse
+from lacuna.config import UserError
 from lacuna.parallel.backbone import backbone
 
 SETTING = "parallelism.tensor_parallel_degree"
 _NORM = "replicated_with_grad_allreduce"
-_PLANS = {  # of one layer, for architectures that transformers has none for
+_STYLES_OF = {  # for architectures that transformers has no plan for
     "gpt2": {
         "attn.c_attn": "colwise_gather_output",  # queries, keys and values in one
         "attn.c_proj": "rowwise_split_input",
@@ -38,72 +38,78 @@ _PLANS = {  # of one layer, for architectures that transformers has none for
         "mlp.c_proj": "rowwise",
     }
 }
-_STYLES = {  # torch's, by transformers' names
+# torch's styles by transformers' names: those of matrices, and that of the norms of heads, which
+# are [B, T, heads, head_dim].
+_MATRIX_STYLES: dict[str, parallel.ColwiseParallel | parallel.RowwiseParallel] = {
     "colwise": parallel.ColwiseParallel(),
     "colwise_gather_output": parallel.ColwiseParallel(output_layouts=Replicate()),
     "rowwise": parallel.RowwiseParallel(output_layouts=Shard(1)),
     "rowwise_split_input": parallel.RowwiseParallel(
         input_layouts=Replicate(), output_layouts=Shard(1)
     ),
-    # norms of heads [B, T, heads, head_dim]
-    _NORM: parallel.SequenceParallel(sequence_dim=2, use_local_output=True),
 }
+_NORM_STYLE = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
-def tensor_plan(model_config: PretrainedConfig) -> dict[str, str]:
-    """transformers' plan for one decoder layer: name of a module in it -> style.
+def layer_styles(model_config: PretrainedConfig) -> dict[str, str]:
+    """How transformers' plan splits the modules of one decoder layer: the style of each name.
 
-    Raises `UserError` when there is none, or it has a style without a counterpart.
+    Raises `UserError` when there is no plan, or when it has a style that is not available.
     """
     text_config = model_config.get_text_config()
     plan = getattr(text_config, "base_model_tp_plan", None) or {}
-    plan = {name.split(".*.", 1)[1]: style for name, style in plan.items() if ".*." in name}
-    plan = plan or _PLANS.get(text_config.model_type, {})
-    unknown = sorted({*plan.values()} - _STYLES.keys())
-    setting = f"{SETTING}: use data, context or pipeline parallelism for {text_config.model_type!r} models"
-    refuse(
-        {
-            f"{setting}, for which transformers has no tensor-parallel plan (base_model_tp_plan)": not plan,
-            f"{setting}, whose plan splits {', '.join(unknown)}, which is not available yet": bool(
-                unknown
-            ),
-        }
+    styles = {name.split(".*.", 1)[1]: style for name, style in plan.items() if ".*." in name}
+    styles = styles or _STYLES_OF.get(text_config.model_type, {})
+    unknown = sorted({*styles.values()} - {_NORM, *_MATRIX_STYLES})
+    setting = (
+        f"{SETTING}: use data, context or pipeline parallelism for {text_config.model_type!r} "
+        "models"
     )
-    return plan
+    if not styles:
+        raise UserError(
+            f"{setting}, for which transformers has no tensor-parallel plan (base_model_tp_plan)."
+        )
+    if unknown:
+        raise UserError(
+            f"{setting}, whose plan splits {', '.join(unknown)}, which is not available yet."
+        )
+    return styles
+
+
+def gathered_blocks(model_config: PretrainedConfig) -> set[str]:
+    """The blocks of a layer that take whole sequences, and make this rank's slice of them."""
+    styles = layer_styles(model_config).items()
+    return {name.rpartition(".")[0] for name, style in styles if style.startswith("colwise")}
 
 
 def check_tensor_parallel(model_config: PretrainedConfig, degree: int) -> None:
     """Raises `UserError` for a model whose heads or matrices `degree` ranks cannot share evenly."""
-    plan, text_config = tensor_plan(model_config), model_config.get_text_config()
-    fields = ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner")
-    sizes = {field: getattr(text_config, field, None) for field in fields}
-    uneven = f"{SETTING}: {degree} ranks cannot share the model's %s = %s evenly: choose a degree that divides it"
-    refuse(
-        {
-            uneven % (field, size): size % degree > 0
-            for field, size in sizes.items()
-            if isinstance(size, int)
-        }
-    )
-    dropout = f"{SETTING}: every rank computes all heads, and would drop out others: set the model's %s to 0"
+    styles = layer_styles(model_config)
+    text_config = model_config.get_text_config()
+    for field in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "n_inner"):
+        size = getattr(text_config, field, None)
+        if isinstance(size, int) and size % degree > 0:
+            raise UserError(
+                f"{SETTING}: {degree} ranks cannot share the model's {field} = {size} evenly: "
+                "choose a degree that divides it."
+            )
     for name in ("attention_dropout", "attn_pdrop"):
-        refuse(
-            {
-                dropout % name: "colwise_gather_output" in plan.values()
-                and getattr(text_config, name, 0) > 0
-            }
-        )
+        if "colwise_gather_output" in styles.values() and getattr(text_config, name, 0) > 0:
+            raise UserError(
+                f"{SETTING}: every rank computes all heads, and would drop out others: set the "
+                f"model's {name} to 0."
+            )
 
 
-def check_split(layers: Sequence[nn.Module], model_config: PretrainedConfig) -> None:
-    """Raises `UserError` where the plan does not say of every part of a layer how to split it."""
-    plan = tensor_plan(model_config)
+def check_split(layers: Iterable[nn.Module], model_config: PretrainedConfig) -> None:
+    """Raises `UserError` where the plan does not say how to split every part of the layers."""
+    styles = layer_styles(model_config)
     kind = f"{SETTING}: the plan of {model_config.model_type!r} models"
     for layer in layers:
-        absent = plan.keys() - {name for name, _ in layer.named_modules()}
+        absent = styles.keys() - {name for name, _ in layer.named_modules()}
         if absent:
             raise UserError(f"{kind} splits {min(absent)}, which not all layers have.")
-        parts = [*plan, *_between_whole_outputs(layer, plan)]
+        parts = [*styles, *_between_whole_outputs(layer, styles)]
         parts += [name for name, child in layer.named_children() if _goes_by_token(child)]
         for name, _ in layer.named_parameters():
             if not any(name.startswith(f"{part}.") for part in parts):
@@ -111,75 +117,83 @@ def check_split(layers: Sequence[nn.Module], model_config: PretrainedConfig) -> 
 
 
 def split_layers(
-    layers: Sequence[nn.Module], model_config: PretrainedConfig, mesh: DeviceMesh
+    layers: Iterable[nn.Module], model_config: PretrainedConfig, mesh: DeviceMesh
 ) -> None:
-    """Splits each layer's matrices over `mesh` in place; activations in between are split along the sequence."""
-    # It advises, at every new shape, to flatten meshes that FSDP and its layers want apart.
+    """Splits each layer's matrices over `mesh` in place.
+
+    Activations in between are split along the sequence.
+    """
+    # At every new shape this logger advises to flatten meshes that FSDP needs apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    plan = tensor_plan(model_config)
-    gathered = {
-        name.rpartition(".")[0] for name, style in plan.items() if style.startswith("colwise")
-    }
+    styles = layer_styles(model_config)
+    gathering = gathered_blocks(model_config)
+    by_token = parallel.SequenceParallel(use_local_output=True)
+    gather = partial(_gather_input, mesh)
     for layer in layers:
-        for name in gathered:
-            layer.get_submodule(name).register_forward_pre_hook(
-                partial(_gather_input, mesh), with_kwargs=True
-            )
+        for name in gathering:
+            layer.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
         for name, child in layer.named_children():
-            if name not in gathered and any(True for _ in child.parameters()):
-                parallel.parallelize_module(
-                    child, mesh, parallel.SequenceParallel(use_local_output=True)
-                )
-        for name, style in plan.items():
-            split = parallel.parallelize_module if style == _NORM else _split
-            split(layer.get_submodule(name), mesh, _STYLES[style])
-        for name in _between_whole_outputs(layer, plan):
-            distribute_module(layer.get_submodule(name), mesh, None, _replicated, _own)
+            if name not in gathering and _has_parameters(child):
+                parallel.parallelize_module(child, mesh, by_token)
+        for name, style in styles.items():
+            part = layer.get_submodule(name)
+            if style == _NORM:
+                parallel.parallelize_module(part, mesh, _NORM_STYLE)
+            else:
+                _split_layer(part, mesh, _MATRIX_STYLES[style])
+        for name in _between_whole_outputs(layer, styles):
+            part = layer.get_submodule(name)
+            # torch's types forget that what these return is what the module is then given.
+            distribute_module(part, mesh, None, _as_replicated, _as_local)  # type: ignore[arg-type]
 
 
 def _goes_by_token(module: nn.Module) -> bool:
-    """Whether a module works on each token by itself, so that it can have a share of them."""
+    """Whether a module works on each token by itself, so that a share of them is enough for it."""
     has_parts = any(True for _ in module.children())
     return not has_parts and (isinstance(module, nn.Linear) or "Norm" in type(module).__name__)
 
 
-def _between_whole_outputs(layer: nn.Module, plan: dict[str, str]) -> list[str]:
-    """The modules that work on outputs which the plan gathers, such as norms over all heads.
+def _between_whole_outputs(layer: nn.Module, styles: dict[str, str]) -> list[str]:
+    """The names of the modules that work on gathered outputs, such as norms over all heads.
 
-    Every rank has these whole, and computes the same with them.
+    Every rank has them whole, and computes the same with them.
     """
-    styles: dict[str, set[str]] = {}
-    for name, style in plan.items():
+    used: dict[str, set[str]] = {}
+    for name, style in styles.items():
         if style.startswith("colwise"):
-            styles.setdefault(name.rpartition(".")[0], set()).add(style)
-    whole = [place for place, used in styles.items() if used == {"colwise_gather_output"}]
-    children = [
-        f"{place}.{name}"
-        for place in whole
-        for name, _ in layer.get_submodule(place).named_children()
-    ]
-    return [
-        name
-        for name in children
-        if name not in plan and any(True for _ in layer.get_submodule(name).parameters())
-    ]
+            used.setdefault(name.rpartition(".")[0], set()).add(style)
+    found = []
+    for place, kinds in used.items():
+        if kinds == {"colwise_gather_output"}:
+            for name, child in layer.get_submodule(place).named_children():
+                if f"{place}.{name}" not in styles and _has_parameters(child):
+                    found.append(f"{place}.{name}")
+    return found
 
 
-def _replicated(_: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+def _has_parameters(module: nn.Module) -> bool:
+    return any(True for _ in module.parameters())
+
+
+def _as_replicated(
+    _: nn.Module, inputs: tuple[Tensor, ...], mesh: DeviceMesh
+) -> tuple[DTensor, ...]:
     return tuple(DTensor.from_local(one, mesh, [Replicate()], run_check=False) for one in inputs)
 
 
-def _own(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
+def _as_local(_: nn.Module, output: DTensor, __: DeviceMesh) -> Tensor:
     return output.to_local()
 
 
-def _split(module: nn.Module, mesh: DeviceMesh, style: parallel.ParallelStyle) -> None:
-    """Splits in place, by column or row, a linear layer (GPT-2's weights are [in, out]) and the adapter beside it."""
-    rowwise, inward = (
-        isinstance(style, parallel.RowwiseParallel),
-        0 if isinstance(module, Conv1D) else 1,
-    )
-    # What is beside the inputs is split where these are, and all else where the outputs are.
+def _split_layer(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    style: parallel.ColwiseParallel | parallel.RowwiseParallel,
+) -> None:
+    """Splits a linear layer and the adapter beside it by column or row, in place."""
+    rowwise = isinstance(style, parallel.RowwiseParallel)
+    inward = 0 if isinstance(module, Conv1D) else 1  # GPT-2's weights are [in, out]
+    # Parameters with a dimension of inputs are split where inputs are, others where outputs are.
     places = {
         "weight": Shard(inward if rowwise else 1 - inward),
         "lora_A": Shard(1) if rowwise else Replicate(),
@@ -187,34 +201,36 @@ def _split(module: nn.Module, mesh: DeviceMesh, style: parallel.ParallelStyle) -
     for name, whole in [*module.named_parameters(recurse=False)]:
         place = places.get(name, Replicate() if rowwise else Shard(0))
         setattr(module, name, nn.Parameter(distribute_tensor(whole, mesh, [place])))
-    inputs = partial(
-        style._prepare_input_fn, style.input_layouts, (Shard(-1) if rowwise else Replicate(),)
-    )
+    wanted = (Shard(-1) if rowwise else Replicate(),)
+    inputs = partial(style._prepare_input_fn, style.input_layouts, wanted)
     outputs = partial(style._prepare_output_fn, style.output_layouts, style.use_local_output)
     distribute_module(module, mesh, None, inputs, outputs)
 
 
-def _gathered(hidden: Tensor, mesh: DeviceMesh) -> DTensor:
-    """`hidden` [B, T, width] of all ranks along the sequence."""
-    return DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False).redistribute(
-        placements=[Replicate()]
-    )
+def _gather_sequence(hidden: Tensor, mesh: DeviceMesh) -> DTensor:
+    """Gathers `hidden` [B, T, width] of all ranks along the sequence."""
+    sharded = DTensor.from_local(hidden, mesh, [Shard(1)], run_check=False)
+    return sharded.redistribute(placements=[Replicate()])
 
 
 def _gather_input(
     mesh: DeviceMesh, _: nn.Module, arguments: Any, named: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """A module's arguments with gathered hidden states, however they are passed.
+    """Gathers the hidden states among a module's arguments, by position or by name.
 
-    Left a DTensor, so that the gradients of all projections are added before they are reduced.
+    They are left a DTensor, so that the gradients of all projections are added before they are
+    reduced.
     """
     if "hidden_states" in named:
-        return arguments, named | {"hidden_states": _gathered(named["hidden_states"], mesh)}
-    return (_gathered(arguments[0], mesh), *arguments[1:]), named
+        return arguments, named | {"hidden_states": _gather_sequence(named["hidden_states"], mesh)}
+    return (_gather_sequence(arguments[0], mesh), *arguments[1:]), named
 
 
 def slice_positions(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Makes learned positions, in place, those of a rank's own slice of the sequence, like the embedded tokens."""
+    """Has learned positions be embedded only for a rank's own slice of the sequence, in place.
+
+    The embedded tokens are those of this slice, too.
+    """
 
     def own_slice(_: nn.Module, arguments: tuple[Tensor]) -> Tensor:
         return arguments[0].chunk(mesh.size(), -1)[mesh.get_local_rank()]
@@ -225,7 +241,7 @@ def slice_positions(model: PreTrainedModel, mesh: DeviceMesh) -> None:
 
 
 def overlap_communication(mesh: DeviceMesh) -> None:
-    """Lets the compiler take collectives apart and run them beside the matrix products (async tensor parallelism)."""
+    """Has the compiler overlap collectives with matrix products (async tensor parallelism)."""
     from torch.distributed._symmetric_memory import enable_symm_mem_for_group
 
     torch._inductor.config._micro_pipeline_tp = True
@@ -233,8 +249,8 @@ def overlap_communication(mesh: DeviceMesh) -> None:
 
 
 def gather_sequence_slices(hidden: Tensor, mesh: DeviceMesh) -> Tensor:
-    """`hidden` [B, T, width] of all ranks along the sequence, for work that every rank then does alike.
+    """Gathers `hidden` [B, T, width] of all ranks along the sequence, for work done by every rank.
 
-    Gradients are summed over the ranks: each must contribute its share only.
+    Gradients are summed over the ranks, so each must contribute its share only.
     """
-    return _gathered(hidden, mesh).to_local(grad_placements=[Partial()])
+    return _gather_sequence(hidden, mesh).to_local(grad_placements=[Partial()])

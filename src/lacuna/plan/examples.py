@@ -10,13 +10,13 @@ from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
+from lacuna.config.console import open_console
 from lacuna.data import run_tokenizer
 from lacuna.data.document import Span
-from lacuna.data.plan import Plan, make_plan
+from lacuna.data.plan import RowPlan, make_row_plan
 from lacuna.data.rows import rows_from_the_start
+from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import resolve_layout
-from lacuna.train.metrics import open_console
-from lacuna.train.setup import plan_batch
 
 SHOWN = 3
 _BAR = 40
@@ -27,24 +27,25 @@ def show_data(config: Config, processes: int) -> None:
 
     Raises `UserError` for what the run would refuse of the data.
     """
-    size = plan_batch(config, resolve_layout(config, processes)).global_batch
-    tokenizer = run_tokenizer(config)
-    plan = make_plan(config, tokenizer, config.data.resolved_sources(), size)
+    layout = resolve_layout(config.parallelism, processes)
+    size = resolve_batch(config, layout).global_batch
+    tokenizer = run_tokenizer(config.model, config.conversations)
+    plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))
-    console = open_console(config)
+    console = open_console(config.metrics)
     marked = console.color_system is None
     for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
-        for title, ids, trained in _sequences(span):
+        for title, ids, trained in _shown_sequences(span):
             console.print(
                 f"[bold]example {number}[/bold]{title}: {len(ids)} tokens, "
                 "[green]trained[/green] and not"
             )
             console.print(coloured(ids, trained, tokenizer, marked), "")
-    console.print(_counts(plan, rows))
+    console.print(_counts_table(plan, rows))
 
 
-def _sequences(span: Span) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
-    """Of each sequence of a span what it is, its tokens, and which of them are trained."""
+def _shown_sequences(span: Span) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+    """For each sequence of a span, what it is, its tokens, and which of them are trained."""
     document = span.document
     if not document.sequence_columns:
         yield "", span.tokens, span.trained
@@ -53,36 +54,39 @@ def _sequences(span: Span) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
     mismatched = document.sequence_columns.get("mismatched", (0.0,) * len(chosen))
     for number, (begin, stop) in enumerate(document.bounds):
         kind = "chosen" if chosen[number] else "rejected"
-        kind = "with another row's answer" if mismatched[number] else kind
+        if mismatched[number]:
+            kind = "with another row's answer"
         yield f", {kind}", span.tokens[begin:stop], span.trained[begin:stop]
 
 
 def coloured(
     ids: np.ndarray, trained: np.ndarray, tokenizer: PreTrainedTokenizerBase, marked: bool
 ) -> Text:
-    """Tokens as text, those that are `trained` green, special ones reversed.
+    """Tokens as text: trained ones are green, special ones reversed.
 
-    `marked` sets trained ones in ⟦⟧ besides, for where there are no colours.
+    Where they are to be `marked`, because there are no colours, trained ones are in ⟦⟧ as well.
     """
     special = np.isin(ids, tokenizer.all_special_ids)
     text = Text()
-    for (is_trained, is_special), run in groupby(
-        zip(trained, special, ids, strict=True), key=lambda of: of[:2]
-    ):
-        ids_of_run = [token for *_, token in run]
-        words = str(tokenizer.decode(ids_of_run, clean_up_tokenization_spaces=False))
-        words = f"⟦{words}⟧" if is_trained and marked else words
-        text.append(words, f"{'green' if is_trained else 'dim'}{' reverse' if is_special else ''}")
+    tokens = zip(trained, special, ids, strict=True)
+    for (is_trained, is_special), alike in groupby(tokens, key=lambda token: token[:2]):
+        numbers = [number for *_, number in alike]
+        words = str(tokenizer.decode(numbers, clean_up_tokenization_spaces=False))
+        if is_trained and marked:
+            words = f"⟦{words}⟧"
+        style = "green" if is_trained else "dim"
+        text.append(words, f"{style} reverse" if is_special else style)
     return text
 
 
-def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
-    """Lengths, fill and sizes: of a pass over the data where it is known, else of the first step.
+def _counts_table(plan: RowPlan, rows: list[list[Span]]) -> Table:
+    """Lengths, fill and sizes of a pass over the data, or of the first step where none is known.
 
     `rows` are those of the first step.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    batch, length = plan.batch(rows), plan.config.training.seq_len
+    batch = plan.batch(rows)
+    length = plan.config.training.seq_len
     is_preference = plan.config.trains_on == "preferences"
     unit = "examples"
     if is_preference:
@@ -94,10 +98,15 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
     if plan.table is not None:
         long = f"{(lengths > length).sum():,} of {len(lengths):,} {unit}"
         table.add_row("longer than a row", long, "left out" if is_preference else "")
-    name, tokens, count, room = "first step", batch.counts["tokens"], len(rows), batch.shape.numel()
+    name = "first step"
+    tokens = batch.counts["tokens"]
+    count = len(rows)
+    room = batch.shape.numel()
     examples = [len(row) for row in rows]
     if plan.rows_per_pass is not None:
-        name, tokens, count = "epoch", lengths.sum(), plan.rows_per_pass
+        name = "epoch"
+        tokens = lengths.sum()
+        count = plan.rows_per_pass
         room = count * length
         if plan.fits:
             tokens = sum((stops - starts).sum() for _, starts, stops in plan.bins)
@@ -105,19 +114,16 @@ def _counts(plan: Plan, rows: list[list[Span]]) -> Table:
         steps = math.ceil(count / len(rows))
         table.add_row("steps", f"{steps:,} an epoch", f"{len(rows)} rows each")
     if is_preference:
-        table.add_row(
-            f"{unit} a row", f"{np.mean(examples):.1f}", f"{sum(examples):,} {unit} in {name}"
-        )
+        mean = f"{np.mean(examples):.1f}"
+        table.add_row(f"{unit} a row", mean, f"{sum(examples):,} {unit} in {name}")
     share = batch.counts["trained_tokens"] / max(batch.counts["tokens"], 1)
-    trained = f"{share:.1%} of the first step's tokens are trained"
-    table.add_row(
-        name, f"{tokens:,} tokens in {count:,} rows", f"fill {tokens / room:.2%}; {trained}"
-    )
+    fill = f"fill {tokens / room:.2%}; {share:.1%} of the first step's tokens are trained"
+    table.add_row(name, f"{tokens:,} tokens in {count:,} rows", fill)
     return table
 
 
 def _add_lengths(table: Table, lengths: np.ndarray, unit: str) -> None:
-    """Add how many examples have fewer tokens than each power of two, with bars."""
+    """Adds to the table how many examples have fewer tokens than each power of two, with bars."""
     powers, counts = np.unique(np.frexp(lengths)[1], return_counts=True)
     for power, count in zip(powers.tolist(), counts.tolist(), strict=True):
         bar = "█" * math.ceil(_BAR * count / counts.max())

@@ -22,59 +22,57 @@ _KEPT = ("training.seq_len", "training.batch_size", "optimizer.lr", "quantizatio
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
-    """What lies in the folder of a run over, a line each: the model, the curves, and commands to go on with."""
-    folder, training = str(config.job.dump_folder), config.training
+    """What lies in the folder of a run that has ended, and commands to go on with, a line each."""
+    folder = config.job.dump_folder
+    training = config.training
     model = os.path.join(folder, "hf")
-    adapter = (
-        os.path.join(model, "adapter") if config.lora.rank and config.model.name_or_path else None
-    )
-    longer = (
-        ("--training.steps", 2 * training.steps)
-        if training.steps
-        else ("--training.epochs", 2 * training.epochs)
-    )
+    adapter = None
+    if config.lora.rank and config.model.name_or_path:
+        adapter = os.path.join(model, "adapter")
+    longer: tuple[object, ...] = ("--training.epochs", 2 * (training.epochs or 0))
+    if training.steps:
+        longer = ("--training.steps", 2 * training.steps)
     if process.world_size > 1 and process.device.type == "cpu":
         longer = (*longer, "--cpus", process.world_size)
-    columns, first = next(_beginnings(sources[0]), (("messages",), []))
-    given = ("--prompt", _prompt(config, first))
-    answers = config.conversations is not None and (
-        columns == ("messages",) or not isinstance(first, str)
-    )
-    how = ("--chat", *given) if answers else (*given, "--temperature", 0.8)
-    other = _command("train", *_on_other_data(config, model, adapter))
-    lines = {
-        "model": f"{model}, which transformers' AutoModelForCausalLM.from_pretrained opens",
-        "adapter": adapter
-        and f"{adapter}, which peft's PeftModel.from_pretrained opens; the model has it merged",
-        "curves": f"{folder}/metrics.jsonl; tensorboard --logdir {shlex.quote(folder)}",
-        "try it": _command("generate", adapter or folder, *how),
-        "merge": adapter
-        and _command("convert", adapter, os.path.join(folder, "merged"), "--to", "hf"),
-        "train on": _command("train", os.path.join(folder, "config.toml"), *longer),
-        "your data": f"{other} (rows with {' and '.join(columns) if config.conversations else 'a text column'})",
-    }
-    return "\n".join(f"  {name:<10} {line}" for name, line in lines.items() if line)
+    columns, first = next(_first_rows(sources[0]), (("messages",), []))
+    how: tuple[object, ...] = ("--prompt", _example_prompt(config, first))
+    is_conversation = columns == ("messages",) or not isinstance(first, str)
+    if config.conversations is not None and is_conversation:
+        how = ("--chat", *how)
+    else:
+        how = (*how, "--temperature", 0.8)
+    other = _shell_command("train", *_flags_for_other_data(config, model, adapter))
+    wanted = " and ".join(columns) if config.conversations else "a text column"
+    lines = {"model": f"{model}, which transformers' AutoModelForCausalLM.from_pretrained opens"}
+    if adapter:
+        peft = "which peft's PeftModel.from_pretrained opens; the model has it merged"
+        lines["adapter"] = f"{adapter}, {peft}"
+    lines["curves"] = f"{folder}/metrics.jsonl; tensorboard --logdir {shlex.quote(folder)}"
+    lines["try it"] = _shell_command("generate", adapter or folder, *how)
+    if adapter:
+        merged = os.path.join(folder, "merged")
+        lines["merge"] = _shell_command("convert", adapter, merged, "--to", "hf")
+    lines["train on"] = _shell_command("train", os.path.join(folder, "config.toml"), *longer)
+    lines["your data"] = f"{other} (rows with {wanted})"
+    return "\n".join(f"  {name:<10} {line}" for name, line in lines.items())
 
 
-def _on_other_data(config: Config, model: str, adapter: str | None) -> Iterator[object]:
-    """The flags that train what came of this run on other data, for a pass over it."""
+def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> Iterator[object]:
+    """The flags that train the result of this run on other data, for one pass over them."""
     base = config.model.name_or_path
+    task = config.job.task
     if adapter and base and not config.model.new_tokens:
-        yield from (
-            "--model.name_or_path",
-            base,
-            "--model.tokenizer_path",
-            adapter,
-            "--lora.adapter",
-            adapter,
-        )
+        yield from ("--model.name_or_path", base, "--model.tokenizer_path", adapter)
+        yield from ("--lora.adapter", adapter)
     else:
         yield from ("--model.name_or_path", model)
-        yield from ("--lora.rank", config.lora.rank) if adapter else ()
-    yield from ("--job.task", config.job.task) if config.job.task != Config().job.task else ()
+        if adapter:
+            yield from ("--lora.rank", config.lora.rank)
+    if task != Config().job.task:
+        yield from ("--job.task", task)
     yield from ("--data.dataset", "my.jsonl", "--training.epochs", 1)
-    kept, task = list(_KEPT), config.job.task
-    if task in Config.model_fields:  # it has settings of its own
+    kept = list(_KEPT)
+    if task in Config.model_fields:  # the task has settings of its own
         kept += [f"{task}.{name}" for name in type(getattr(config, task)).model_fields]
     for setting in kept:
         section, name = setting.split(".")
@@ -84,31 +82,38 @@ def _on_other_data(config: Config, model: str, adapter: str | None) -> Iterator[
     yield from ("--job.name", "mine")
 
 
-def _command(*words: object) -> str:
+def _shell_command(*words: object) -> str:
+    """A command of lacuna's, quoted for a shell."""
     return shlex.join(map(str, ("lacuna", *words)))
 
 
-def _prompt(config: Config, value: Any) -> str:
-    """The run's own prompt, or the first words of its validation data, or else those of a `value` it trained on."""
+def _example_prompt(config: Config, value: Any) -> str:
+    """A prompt to try the model with.
+
+    That is the first of `validation.prompts`, or else the first words of the validation data, or of
+    the `value` of a row that was trained on.
+    """
     if config.validation.prompts:
         return config.validation.prompts[0]
-    if source := config.validation.resolved_source():
-        at_once = config.model_copy(update={"data": config.data.model_copy(update={"retries": 0})})
-        with suppress(UserError):  # it was there at the start, and may be gone by now
-            value = next(_beginnings(open_source(source, at_once)), ((), value))[1]
+    source = config.validation.resolved_source()
+    if source is not None:
+        at_once = config.data.model_copy(update={"retries": 0})
+        with suppress(UserError):  # the data were there at the start, and may be gone by now
+            opened = open_source(source, at_once, config.conversations, config.judged_answers)
+            value = next(_first_rows(opened), ((), value))[1]
     if isinstance(value, list):
         messages = [one for one in value if isinstance(one, dict)]
-        question = next(
-            (one for one in messages if {"user", "human"} & {one.get("role"), one.get("from")}), {}
-        )
+        asked = [one for one in messages if {"user", "human"} & {one.get("role"), one.get("from")}]
+        question = asked[0] if asked else {}
         value = question.get("content") or question.get("value")
-    return " ".join(value.split()[:_WORDS]) or "The" if isinstance(value, str) else "The"
+    words = value.split() if isinstance(value, str) else []
+    return " ".join(words[:_WORDS]) or "The"
 
 
-def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Of the first readable rows: the columns that are trained, in our names, and what the first of them holds.
+def _first_rows(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """For each of the first readable rows, our names of its columns, and what the first one holds.
 
-    There are none of a stream, which would have to be opened anew.
+    A stream gives none, because it would have to be opened anew.
     """
     if not isinstance(documents.dataset, Dataset):
         return
@@ -117,10 +122,7 @@ def _beginnings(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
             row = json.loads(record[RECORD] or "{}") if documents.column == RECORD else record
             columns, names = documents.columns_of(row)
             value = row[names[columns[0]]]
+            if columns == ("messages",) and isinstance(value, str) and value:
+                value = json.loads(value)
             if value:
-                yield (
-                    columns,
-                    json.loads(value)
-                    if columns == ("messages",) and isinstance(value, str)
-                    else value,
-                )
+                yield columns, value

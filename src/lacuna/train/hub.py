@@ -1,118 +1,128 @@
-"""Uploads to the Hugging Face Hub: of a run's checkpoints, and of its final model. None of them can end the run."""
+"""Uploads of a run's checkpoints and its final model to the Hub, none of which can end it."""
 
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from threading import Thread
 
 from huggingface_hub import HfApi, get_token
 
 from lacuna.config import RunError, logger
+from lacuna.formats.checkpoint import checkpoint_path
 from lacuna.parallel.processes import on_first
-from lacuna.train.checkpoint import checkpoint_path
 from lacuna.train.setup import Run
 
 
 class Uploads:
-    """What a run sends to `checkpoint.hf_repo_base_name`; all ranks must call its methods, the first one sends.
+    """What a run sends to `checkpoint.hf_repo_base_name`.
 
-    Each upload is a commit, which a tag `step-N` names. Models are at the top, checkpoints in the
-    folder of their name. The token stays where `huggingface_hub` finds it, and is written nowhere.
+    All ranks must call its methods; the first rank sends. Each upload is a commit with a tag
+    `step-N`. Models are at the top of the repository, checkpoints in folders of their names. The
+    token stays where `huggingface_hub` finds it, and is written nowhere.
     """
 
     def __init__(self, run: Run) -> None:
-        self.run, self.settings = run, run.config.checkpoint
-        self.hub, self.thread = HfApi(), Thread()
-        self.active = on_first(run.process, self._prepare)
+        self.run = run
+        self.settings = run.config.checkpoint
+        self.hub = HfApi()
+        self.thread = Thread()
+        self.active = on_first(run.process, self._make_repository)
 
-    def _prepare(self) -> bool:
-        """Whether there is a token. Says what else the Hub refuses, which may be another time than this."""
-        repository, folder = self.settings.hf_repo_base_name, str(self.run.config.job.dump_folder)
+    def _make_repository(self) -> bool:
+        """Makes the repository, and returns whether there is a token.
+
+        Anything else that the Hub refuses is logged, because it may not refuse it the next time.
+        """
+        repository = str(self.settings.hf_repo_base_name)
+        folder = self.run.config.job.dump_folder
         for left in Path(folder).glob(".hub-step-*"):  # by a run that was killed
             shutil.rmtree(left, ignore_errors=True)
         if get_token() is None:
             later = f"hf upload {repository} {os.path.join(folder, 'hf')} ."
             logger.warning(
-                "checkpoint.hf_upload_enabled: there is no token of the Hugging Face Hub (HF_TOKEN, or hf "
-                "auth login), so nothing is uploaded; once there is: %s",
+                "checkpoint.hf_upload_enabled: there is no token of the Hugging Face Hub "
+                "(HF_TOKEN, or hf auth login), so nothing is uploaded; once there is: %s",
                 later,
             )
             return False
         try:
-            self.hub.create_repo(str(repository), exist_ok=True)
-        except (
-            Exception
-        ) as error:  # of the network, the Hub or a library: said, and tried again with each upload
-            logger.warning(
-                "checkpoint.hf_upload_enabled: %s; the run goes on, and tries again",
-                self._reason(error),
-            )
+            self.hub.create_repo(repository, exist_ok=True)
+        # Errors of the network, the Hub and libraries have no class in common, and none may end a
+        # run. Each upload tries this again.
+        except Exception as error:
+            said = "checkpoint.hf_upload_enabled: %s; the run goes on, and tries again"
+            logger.warning(said, self._first_line_of(error))
         return True
 
     def after_checkpoint(self) -> None:
-        """Sends the present step, whose checkpoint was asked for, unless the one before is still on its way."""
-        run, step, settings = self.run, self.run.state.step, self.settings
+        """Sends the present step, after its checkpoint was written or is being written.
+
+        The step is left out while the one before is still on its way.
+        """
+        run = self.run
+        step = run.state.step
+        settings = self.settings
         if not self.active or settings.hf_upload_when == "end":
             return
         if on_first(run.process, self.thread.is_alive):
             logger.warning("step-%d is not uploaded: the one before is still on its way", step)
             return
-        failures: list[Exception] = []
+        send: Callable[[], None]
+        failure: Exception | None = None
         if settings.hf_upload_format == "dcp":
             run.saver.wait()
-            arguments = (
-                checkpoint_path(run.saver.folder, step),
-                step,
-                f"{settings.folder}/step-{step}",
-                False,
-            )
+            send = partial(self._upload_checkpoint, step)
         else:
-            folder = os.path.join(str(run.config.job.dump_folder), f".hub-step-{step}")
-            arguments = (folder, step, None, True)
-            failures = [
-                error
-                for write in run.exports(folder)
-                if (error := self._failure(write)) is not None
-            ]
-        if failures:  # on the first rank, the only one that writes
-            logger.warning("step-%d is not uploaded: %s", step, self._reason(failures[0]))
+            folder = os.path.join(run.config.job.dump_folder, f".hub-step-{step}")
+            send = partial(self._upload_folder, folder, step, None, once=True)
+            failure = self._export_model(folder)
+        if failure is not None:  # on the first rank, the only one that writes
+            logger.warning("step-%d is not uploaded: %s", step, self._first_line_of(failure))
             shutil.rmtree(folder, ignore_errors=True)
         elif run.process.rank == 0:
-            self.thread = Thread(target=self._send, args=arguments, daemon=True)
+            self.thread = Thread(target=send, daemon=True)
             self.thread.start()
         if not settings.hf_upload_background:
-            on_first(run.process, self._wait)
+            on_first(run.process, self._wait_for_upload)
 
     def after_end(self, model: str) -> None:
-        """Sends the final model in the folder `model`, and the last checkpoint where these are sent."""
-        step, settings = self.run.state.step, self.settings
+        """Sends the final model, which is in `model`, and the last checkpoint if they are sent."""
+        step = self.run.state.step
         last = checkpoint_path(self.run.saver.folder, step)
 
         def send() -> None:
-            self._wait()
-            if settings.hf_upload_format == "dcp" and os.path.isdir(last):
-                self._send(last, step, f"{settings.folder}/step-{step}", False)
-            self._send(model, step, None, False)
+            self._wait_for_upload()
+            if self.settings.hf_upload_format == "dcp" and os.path.isdir(last):
+                self._upload_checkpoint(step)
+            self._upload_folder(model, step, None)
 
         if self.active:
             on_first(self.run.process, send)
 
-    @staticmethod
-    def _failure(write: Callable[[], None]) -> Exception | None:
-        """What the disk says to the export that `write` makes, if it refuses."""
-        try:
-            write()
-        except (OSError, RunError) as error:
-            return error
-        return None
+    def _export_model(self, folder: str) -> Exception | None:
+        """Writes the model to `folder`. Returns the first error of the disk, if there was one."""
+        failures: list[Exception] = []
+        for write in self.run.exports(folder):  # all ranks must call each
+            try:
+                write()
+            except (OSError, RunError) as error:
+                failures.append(error)
+        return failures[0] if failures else None
 
-    def _wait(self) -> None:
+    def _wait_for_upload(self) -> None:
+        """Waits for the upload that is on its way, if any."""
         if self.thread.is_alive():
             self.thread.join()
 
-    def _send(self, folder: str, step: int, place: str | None, once: bool) -> None:
-        """Uploads a folder to its place in the repository; one that is wanted `once` is deleted then."""
+    def _upload_checkpoint(self, step: int) -> None:
+        """Uploads the checkpoint of a step."""
+        folder = checkpoint_path(self.run.saver.folder, step)
+        self._upload_folder(folder, step, f"{self.settings.folder}/step-{step}")
+
+    def _upload_folder(self, folder: str, step: int, place: str | None, once: bool = False) -> None:
+        """Uploads a folder to its place in the repository; deletes it if it is for this `once`."""
         repository = str(self.settings.hf_repo_base_name)
         try:
             self.hub.create_repo(repository, exist_ok=True)
@@ -122,22 +132,17 @@ class Uploads:
             )
             self.hub.create_tag(repository, tag=f"step-{step}", exist_ok=True)
             logger.info("uploaded step-%d to %s", step, repository)
-        except (
-            Exception
-        ) as error:  # of the network, the Hub, the disk or a library: none of them may end a run
+        # Errors of the network, the Hub, the disk and libraries have no class in common, and none
+        # may end a run.
+        except Exception as error:
             kept = "" if once else f"; it is in {folder}"
-            logger.warning(
-                "step-%d could not be uploaded to %s: %s%s",
-                step,
-                repository,
-                self._reason(error),
-                kept,
-            )
+            reason = self._first_line_of(error) + kept
+            logger.warning("step-%d could not be uploaded to %s: %s", step, repository, reason)
         finally:
             if once:
                 shutil.rmtree(folder, ignore_errors=True)
 
-    def _reason(self, error: Exception) -> str:
-        """What an error says in its first line, without the token, whatever else is in it."""
+    def _first_line_of(self, error: Exception) -> str:
+        """The first line of an error's message, without the token, which may be in it."""
         said = next(iter(str(error).strip().splitlines()), type(error).__name__)
         return said.replace(str(get_token()), "***")

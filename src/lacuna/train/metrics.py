@@ -1,27 +1,24 @@
-"""What a run reports: `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal, and profiler traces."""
+"""What a run reports: to `metrics.jsonl`, TensorBoard, Weights & Biases, the terminal."""
 
 import json
-import logging
 import math
 import os
 import re
 import resource
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import torch
 from rich.console import Console
-from rich.logging import RichHandler
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
 from lacuna.config import Config, explained, logger
 
-# Dense bfloat16 tensor-core peak with float32 accumulation, TFLOP/s, by a part of the device's
-# name: the first fits.
+# Part of a device's name -> its dense bfloat16 peak with float32 accumulation, TFLOP/s. The first
+# part that the name has counts.
 PEAK_TFLOPS = {
     "B200": 2250.0,
     "GB200": 2500.0,
@@ -67,75 +64,47 @@ SHOWN = {
     "val_reward_accuracy": "{:.1%} of pairs right",
 }
 
-PROFILER_WARMUP_STEPS = 3
-ENDLESS = 100_000
-MAX_MEMORY_ENTRIES = 100_000
-
 
 def peak_flops(device: torch.device) -> float | None:
-    """The device's bf16 peak in FLOP/s, or None (said once in the log) for a device not in the table."""
+    """The device's bf16 peak in FLOP/s; None, with a warning, if it is not in the table."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    peak = next(
-        (peak * 1e12 for part, peak in PEAK_TFLOPS.items() if re.search(rf"\b{part}\b", name)), None
-    )
-    if peak is None:
-        logger.warning("no bf16 peak is known for %r: mfu stays null", name)
-    return peak
+    for part, peak in PEAK_TFLOPS.items():
+        if re.search(rf"\b{part}\b", name):
+            return peak * 1e12
+    logger.warning("no bf16 peak is known for %r: mfu stays null", name)
+    return None
 
 
 def peak_memory(device: torch.device) -> float:
-    """Peak memory in GiB: what the allocator reserved on this GPU, or this process's resident set on a CPU."""
+    """Peak memory in GiB.
+
+    That is what the allocator reserved on this GPU, or this process's resident set on a CPU.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_reserved() / 2**30
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
 
 
-def open_console(config: Config, visible: bool = True, **settings: Any) -> Console:
-    """Where a command prints; what is no terminal, but a file or a pipe, gets lines as long as they are."""
-    plain = config.metrics.disable_color_printing
-    console = Console(no_color=plain, highlight=False, quiet=not visible, **settings)
-    if not console.is_terminal:
-        console.width = ENDLESS
-    return console
-
-
-def set_up_logging(config: Config, visible: bool) -> Console:
-    """Sends log messages to the terminal (stderr), of the first rank only unless `visible`."""
-    console = open_console(config, visible, stderr=True)
-    handler: logging.Handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)-8s %(message)s", "%H:%M:%S"))
-    if console.is_terminal:
-        handler = RichHandler(
-            console=console, show_path=False, log_time_format="%H:%M:%S", markup=False
-        )
-    logger.handlers, logger.propagate = [handler], False
-    logger.setLevel("INFO" if visible else "ERROR")
-    return console
-
-
 def _open_rows(path: str, step: int) -> TextIO:
-    """Opens a file of rows to add to, without those beyond `step`: a resume from there will write them anew.
+    """Opens a file of rows to add to, and drops those beyond `step`: a resume writes them anew.
 
-    Lines that are no rows, as a disk or an editor may leave them, are told and left out.
+    Lines that are no rows, as a disk or an editor may leave them, are dropped too, and logged.
     """
     lines = Path(path).read_bytes().splitlines(keepends=True) if os.path.exists(path) else []
-    steps = [_step_of(line) for line in lines]
-    whole = enumerate(zip(lines, steps, strict=True), start=1)
-    if broken := [
-        number for number, (line, found) in whole if found is None and line.endswith(b"\n")
-    ]:
-        logger.warning(
-            "%s: line %d is no row; %d such lines are left out", path, broken[0], len(broken)
-        )
-    kept = b"".join(
-        line
-        for line, found in zip(lines, steps, strict=True)
-        if found is not None and found <= step
-    )
-    if kept != b"".join(lines):
-        Path(f"{path}.new").write_bytes(kept)
+    kept, broken = [], []
+    for number, line in enumerate(lines, start=1):
+        found = _step_of(line)
+        if found is None and line.endswith(b"\n"):
+            broken.append(number)
+        elif found is not None and found <= step:
+            kept.append(line)
+    if broken:
+        said = "%s: line %d is no row; %d such lines are left out"
+        logger.warning(said, path, broken[0], len(broken))
+    if kept != lines:
+        Path(f"{path}.new").write_bytes(b"".join(kept))
         os.replace(f"{path}.new", path)
     return open(path, "a", buffering=1)
 
@@ -150,17 +119,18 @@ def _step_of(line: bytes) -> int | None:
 
 
 class MetricWriter(ExitStack):
-    """Writes rows of metrics to wherever the configuration wants them, and to `console`, which is quiet on most ranks.
+    """Writes rows of metrics to wherever the configuration wants them, and to the console.
 
-    Only the first rank writes, unless `metrics.rank_0_only` is false. As a context it closes what
-    it has opened.
+    The console is quiet on all ranks but the first. Files are written by the first rank alone,
+    unless `metrics.rank_0_only` is false. As a context it closes what it has opened.
     """
 
     def __init__(
         self, config: Config, rank: int, console: Console, start_step: int, total_steps: int
     ) -> None:
         super().__init__()
-        settings, folder = config.metrics, str(config.job.dump_folder)
+        settings = config.metrics
+        folder = config.job.dump_folder
         self.console = console
         self._rows = self._samples = self._board = self._wandb = None
         self._parts = ("question  ", "\nanswer    ") if config.conversations else ("", "")
@@ -171,20 +141,17 @@ class MetricWriter(ExitStack):
             if settings.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
-                board = os.path.join(
-                    folder, settings.save_tb_folder, f"rank-{rank}" if rank else ""
-                )
+                own = f"rank-{rank}" if rank else ""
+                board = os.path.join(folder, settings.save_tb_folder, own)
                 self._board = self.enter_context(SummaryWriter(board, purge_step=kept + 1))
         if rank == 0 and config.validation.prompts:
-            self._samples = self.enter_context(
-                _open_rows(os.path.join(folder, "samples.jsonl"), kept)
-            )
+            samples = os.path.join(folder, "samples.jsonl")
+            self._samples = self.enter_context(_open_rows(samples, kept))
         if rank == 0 and settings.enable_wandb:
             self._wandb = self.enter_context(_wandb_run(config))
-        columns, hidden = Progress.get_default_columns(), console.quiet or not console.is_terminal
-        progress = Progress(
-            MofNCompleteColumn(), *columns, console=console, transient=True, disable=hidden
-        )
+        columns = (MofNCompleteColumn(), *Progress.get_default_columns())
+        hidden = console.quiet or not console.is_terminal
+        progress = Progress(*columns, console=console, transient=True, disable=hidden)
         task = progress.add_task("step", total=total_steps, completed=start_step)
         # Moves the display: advance(completed=step).
         self.advance = partial(self.enter_context(progress).update, task)
@@ -194,21 +161,19 @@ class MetricWriter(ExitStack):
         step = row["step"]
         numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
         if self._rows is not None:
-            finite = {
-                key: value if math.isfinite(value or 0) else None for key, value in row.items()
+            finite = dict.fromkeys(row) | {
+                key: value for key, value in numbers.items() if math.isfinite(value)
             }
+            finite["step"] = step
             self._rows.write(json.dumps(finite) + "\n")
         if self._board is not None:
             for key, value in numbers.items():
                 self._board.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
-        shown = "  ".join(
-            text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key)
-        )
-        self.console.print(
-            f"step {step:>6}  {shown}", soft_wrap=True, style="cyan" if "val_loss" in row else None
-        )
+        texts = [text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key)]
+        style = "cyan" if "val_loss" in row else None
+        self.console.print(f"step {step:>6}  {'  '.join(texts)}", soft_wrap=True, style=style)
 
     def write_sample(self, step: int, prompt: str, text: str) -> None:
         """Keeps and shows a text that the model wrote after `prompt`."""
@@ -220,61 +185,15 @@ class MetricWriter(ExitStack):
 
 
 def _wandb_run(config: Config) -> Any:
+    """Starts or resumes the run at Weights & Biases. Raises `UserError` without their package."""
+    absent = "metrics.enable_wandb: the wandb package is not installed"
     mend = "pip install 'lacuna-train[wandb]', or leave the setting out"
-    with explained(
-        "metrics.enable_wandb: the wandb package is not installed", ImportError, mend=mend
-    ):
+    with explained(absent, ImportError, mend=mend):
         import wandb
-    project, name = (
-        os.environ.get("WANDB_PROJECT", "lacuna"),
-        os.environ.get("WANDB_NAME", config.job.name),
-    )
     return wandb.init(
-        project=project,
-        name=name,
+        project=os.environ.get("WANDB_PROJECT", "lacuna"),
+        name=os.environ.get("WANDB_NAME", config.job.name),
         resume="allow",
         config=config.model_dump(),
         dir=config.job.dump_folder,
     )
-
-
-@contextmanager
-def profiled(config: Config, rank: int, start_step: int) -> Iterator[Callable[[int], None]]:
-    """Yields a function to call after every step with the number of steps done.
-
-    Every `profiling.profile_freq` steps a Chrome trace of one step, and a memory snapshot (GPU), go
-    to `<dump_folder>/<save_…_folder>/step-N/rank-R…`.
-    """
-    settings = config.profiling
-    every, warmup = settings.profile_freq, min(PROFILER_WARMUP_STEPS, settings.profile_freq - 1)
-
-    def target(folder: str, step: int, kind: str) -> str:
-        path = os.path.join(
-            str(config.job.dump_folder), folder, f"step-{step}", f"rank-{rank}-{kind}"
-        )
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        return path
-
-    def save_trace(profiler: torch.profiler.profile) -> None:
-        profiler.export_chrome_trace(
-            target(settings.save_traces_folder, start_step + profiler.step_num, "trace.json")
-        )
-
-    def after_step(step: int) -> None:
-        if profiler is not None:
-            profiler.step()
-        if settings.enable_memory_snapshot and step % every == 0:
-            torch.cuda.memory._dump_snapshot(
-                target(settings.save_memory_snapshot_folder, step, "memory.pickle")
-            )
-
-    if settings.enable_memory_snapshot:
-        torch.cuda.memory._record_memory_history(max_entries=MAX_MEMORY_ENTRIES)
-    profiler = None
-    if settings.enable_profiling:
-        schedule = torch.profiler.schedule(wait=every - warmup - 1, warmup=warmup, active=1)
-        profiler = torch.profiler.profile(
-            schedule=schedule, on_trace_ready=save_trace, record_shapes=True
-        )
-    with profiler or nullcontext():
-        yield after_step

@@ -1,4 +1,4 @@
-"""What a run was started with, which its checkpoints keep, and what a resume makes of a difference."""
+"""What a run was started with, and what happens when it is resumed with something else."""
 
 import json
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lacuna.config import Config, logger, refuse
+from lacuna.config import Config, UserError, logger
 from lacuna.config.fields import shown
 from lacuna.data.cache import fingerprint
 from lacuna.data.sources import Documents
@@ -16,8 +16,8 @@ from lacuna.data.tokenizer import tokenizer_fingerprint
 from lacuna.model.weights import weight_files
 
 _SCHEDULE = "the learning rate goes on where the new schedule has it"
-# What comes of another value for the steps to come, by the settings that had a part in those that
-# are done.
+# Pattern of settings that the steps so far depended on -> what another value means for the steps to
+# come.
 _CONSEQUENCES = {
     "training.steps": _SCHEDULE,
     "training.epochs": _SCHEDULE,
@@ -26,7 +26,8 @@ _CONSEQUENCES = {
     "optimizer.*": "the moments of the steps so far are kept",
     "training.batch_size": "a step takes as many sequences as before",
     "training.gradient_accumulation_steps": "a step takes as many sequences as before",
-    "curriculum.*": "what was trained stays as it was, and what is due from here on goes by the new ones",
+    "curriculum.*": "what was trained stays as it was, and what is due from here on goes by the "
+    "new ones",
     "model.tokenizer_path": "it must be the same tokenizer",
     "lora.*": "the adapters so far count by it, too",
     "model.*": "the weights that are trained come from the checkpoint",
@@ -38,7 +39,7 @@ _CONSEQUENCES = {
     "validation.*": "the best loss so far was measured before",
     "parallelism.*": "the same samples, equal but for rounding",
 }
-# Said by others, or of no consequence for what the model computes.
+# Logged elsewhere, or without effect on what the model computes.
 _UNSAID = {"transformers_version", "architectures", "dtype", "torch_dtype"}
 
 
@@ -53,68 +54,85 @@ def settings_of(config: Config) -> dict[str, str]:
 
 
 def inputs_of(
-    config: Config, tokenizer: PreTrainedTokenizerBase, sources: Sequence[Documents]
+    sources: Sequence[Documents],
+    tokenizer: PreTrainedTokenizerBase,
+    template: object,
+    base: str | None,
 ) -> dict[str, str]:
-    """What tells apart contents that the samples, or what adapters are trained beside, come from."""
+    """A fingerprint of each content that a run is trained with, by what users call it.
+
+    `template` is that of the conversations, `base` the model beside adapters; None where there are
+    none.
+    """
     found = {
         f"the files of {source.name}": fingerprint(source.files)
         for source in sources
         if source.files
     }
-    told = (
-        tokenizer_fingerprint(tokenizer)
-        if tokenizer.is_fast
-        else sorted(tokenizer.get_vocab().items())
-    )
-    found["the tokenizer"] = Hasher.hash(told)
-    if config.conversations is not None:
-        found["the chat template"] = Hasher.hash(tokenizer.chat_template)
-    if config.lora.rank and config.model.name_or_path:
-        found["the weights in model.name_or_path"] = fingerprint(
-            weight_files(config.model.name_or_path)
-        )
+    if tokenizer.is_fast:
+        found["the tokenizer"] = Hasher.hash(tokenizer_fingerprint(tokenizer))
+    else:
+        found["the tokenizer"] = Hasher.hash(sorted(tokenizer.get_vocab().items()))
+    if template is not None:
+        found["the chat template"] = Hasher.hash(template)
+    if base:
+        found["the weights in model.name_or_path"] = fingerprint(weight_files(base))
     return found
 
 
-def described(model_config: PretrainedConfig) -> dict[str, str]:
-    """A model's configuration, as it is shown."""
-    values = model_config.to_dict().items()
+def shown_configuration(model_config: PretrainedConfig) -> dict[str, str]:
+    """Every value of a model's configuration that matters, as it is shown."""
     return {
         name: json.dumps(value, default=str, sort_keys=True)
-        for name, value in values
+        for name, value in model_config.to_dict().items()
         if name not in _UNSAID and not name.startswith("_")
     }
 
 
-def refuse_other_inputs(saved: dict[str, str], own: dict[str, str], path: str) -> None:
-    """Raises `UserError` when contents are not those that the run of the checkpoint at `path` was started with."""
+def require_same_inputs(saved: dict[str, str], own: dict[str, str], path: str) -> None:
+    """Raises `UserError` when contents are not those that the run at `path` was started with.
+
+    Both tables are as `inputs_of` makes them.
+    """
     changed = [name for name in saved | own if saved.get(name) != own.get(name)]
-    wrong = f"not what it was when the run was started: {'; '.join(changed)}. The samples would not be those promised"
-    mend = (
-        f"put the old content back, or start a new run with checkpoint.initial_load_path = {path!r}"
-    )
-    refuse({f"{wrong}: {mend}": bool(changed)})
+    if changed:
+        raise UserError(
+            f"not what it was when the run was started: {'; '.join(changed)}. The samples would "
+            f"not be those promised: put the old content back, or start a new run with "
+            f"checkpoint.initial_load_path = {path!r}."
+        )
 
 
-def say_changes(saved: dict[str, Any], own: dict[str, Any], step: int, rate: float) -> None:
-    """Lists what a run goes on with that was otherwise, and what comes of it.
+def log_changes(saved: dict[str, Any], own: dict[str, Any], step: int, rate: float) -> None:
+    """Logs what differs from what the run was trained with so far, and what comes of that.
 
     `rate` is the learning rate of the next step.
     """
-    before, after = saved["settings"], own["settings"]
+    before = saved["settings"]
     lines = []
-    for name in [name for name in after if before.get(name, after[name]) != after[name]]:
-        said = next(
-            (text for pattern, text in _CONSEQUENCES.items() if fnmatchcase(name, pattern)), ""
-        )
-        if said == _SCHEDULE:
-            said = f"{_SCHEDULE}: {saved['rate']:.3g} in step {step}, {rate:.3g} in step {step + 1}"
-        lines.append(f"{name}: {before[name]} → {after[name]}" + (f" ({said})" if said else ""))
+    for name, value in own["settings"].items():
+        if before.get(name, value) == value:
+            continue
+        line = f"{name}: {before[name]} → {value}"
+        consequence = _consequence_of(name)
+        if consequence == _SCHEDULE:
+            consequence += f": {saved['rate']:.3g} in step {step}, {rate:.3g} in step {step + 1}"
+        lines.append(f"{line} ({consequence})" if consequence else line)
     before, after = saved["model"], own["model"]
-    for name in [name for name in before | after if before.get(name) != after.get(name)]:
-        was, now = before.get(name, "none"), after.get(name, "none")
-        lines.append(
-            f"{name} of the model's configuration: {was} → {now} (the weights so far were trained by the old)"
-        )
+    for name in before | after:
+        if before.get(name) != after.get(name):
+            change = f"{before.get(name, 'none')} → {after.get(name, 'none')}"
+            lines.append(
+                f"{name} of the model's configuration: {change} (the weights so far were trained "
+                "by the old)"
+            )
     if lines:
         logger.warning("other than in the steps so far (was → is):\n  %s", "\n  ".join(lines))
+
+
+def _consequence_of(setting: str) -> str:
+    """What comes of another value of a setting; empty where nothing does."""
+    for pattern, text in _CONSEQUENCES.items():
+        if fnmatchcase(setting, pattern):
+            return text
+    return ""

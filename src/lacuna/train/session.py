@@ -1,4 +1,4 @@
-"""One run in this process from start to end: what it says, trains, exports."""
+"""One run in this process from start to end: it trains, exports, and tells the user."""
 
 import json
 import os
@@ -13,21 +13,22 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 
 from lacuna.config import LAUNCHED, Config, explained, logger, make_folder
-from lacuna.data import workers_told
+from lacuna.config.console import set_up_logging
+from lacuna.config.sections import TrainingConfig
+from lacuna.data import worker_ends_explained
 from lacuna.data.disk import replace_text
+from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import (
     Process,
-    answered,
     gather_objects,
+    naming_silent_ranks,
     on_first,
     require_same_config,
     start_process,
     stop_process,
 )
 from lacuna.train.branch import goes_back
-from lacuna.train.checkpoint import model_tensors
 from lacuna.train.hints import closing_hints
-from lacuna.train.metrics import set_up_logging
 from lacuna.train.setup import Run
 from lacuna.train.trainer import train
 
@@ -36,10 +37,10 @@ LOCK_PATIENCE_SECONDS = 10.0
 
 
 def stop_on_signals() -> list[int]:
-    """The signals received so far: from now on SIGINT and SIGTERM only ask the loop to save and stop after the step.
+    """Makes SIGINT and SIGTERM ask the loop to save and stop; returns the list that they go to.
 
-    A second Ctrl-C does what a first one did before. A thread sees to that, as the main one may
-    wait for other ranks and learn of no signal for as long.
+    A second Ctrl-C does what Ctrl-C did before this call. A thread sees to that, because the main
+    thread may be waiting for other ranks, and meanwhile learns of no signals.
     """
     received: list[int] = []
     at_once = signal.getsignal(signal.SIGINT)
@@ -62,130 +63,135 @@ def stop_on_signals() -> list[int]:
 
 
 def lock(folder: str) -> AbstractContextManager[object]:
-    """Takes the lock of a run folder, until the end of the context or of the process, however it dies.
+    """Takes the lock of a run folder until the end of the context, or of the process.
 
-    Raises `UserError` when another run has it. Waits some seconds first, for workers of a killed
-    run to be gone.
+    Raises `UserError` when another run has it. Before that it waits some seconds, in which the
+    workers of a killed run can end.
     """
     make_folder(folder)
-    closed = explained(
-        f"job.dump_folder: cannot write to {folder!r}", OSError, mend="choose another folder"
-    )
+    wrong = f"job.dump_folder: cannot write to {folder!r}"
+    closed = explained(wrong, OSError, mend="choose another folder")
     problem = f"job.dump_folder: another run is writing to {folder!r}"
     taken_already = explained(problem, Timeout, mend="stop it, or choose another folder")
-    # A file, as that of the lock may be there, and writable where the folder is not.
+    # A temporary file is tried too: the file of the lock may be writable where the folder is not.
     with closed, taken_already, TemporaryFile(dir=folder):
         held = FileLock(os.path.join(folder, ".lock")).acquire(timeout=LOCK_PATIENCE_SECONDS)
+    # Only now can no other run be writing logs: ours get their usual names.
     for log in Path(folder, "logs").glob(f"*.of-{os.environ.get(LAUNCHED)}"):
-        log.replace(
-            log.with_suffix("")
-        )  # until now there may have been a run whose logs have these names
+        log.replace(log.with_suffix(""))
     return held
 
 
 def train_here(config: Config) -> int:
-    """Trains, from the newest checkpoint if there is one, in this process, one of those that the environment describes.
+    """Trains in this process, one of those that the environment describes.
 
-    Ends after the last step, or from the first on saves and ends on Ctrl-C or SIGTERM. Returns the
-    exit status: that of shells when stopped by a signal. Raises `UserError` and `RunError`.
+    Goes on from the newest checkpoint if there is one, and ends after the last step. From the first
+    step on, Ctrl-C and SIGTERM make it save and end. Returns the exit status; after a signal, it is
+    128 plus the signal's number. Raises `UserError` and `RunError`.
     """
     status = 0
     first = int(os.environ.get("RANK", 0)) == 0
-    console = set_up_logging(config, visible=first)
-    with lock(str(config.job.dump_folder)) if first else nullcontext():
+    console = set_up_logging(config.metrics, visible=first)
+    folder = config.job.dump_folder
+    with lock(str(folder)) if first else nullcontext():
         process = start_process(config)
-        with answered(config), workers_told():
+        with naming_silent_ranks(config.comm), worker_ends_explained():
             require_same_config(config, process)
-            done = on_first(process, lambda: finished_step(config))
+            load_step = config.checkpoint.load_step
+            done = on_first(process, lambda: finished_step(folder, load_step, config.training))
             if done is None:
-                status = _train(config, process, console)
+                status = _train_and_export(config, process, console)
             else:
                 console.print(
-                    f"The run in {config.job.dump_folder} is finished (step {done}). To train it further, raise "
-                    f"training.steps or epochs; to train anew, choose another job.dump_folder."
+                    f"The run in {folder} is finished (step {done}). To train "
+                    f"it further, raise training.steps or epochs; to train anew, choose another "
+                    f"job.dump_folder."
                 )
             stop_process()
     return status
 
 
-def _train(config: Config, process: Process, console: Console) -> int:
+def _train_and_export(config: Config, process: Process, console: Console) -> int:
+    """Trains and exports. Returns the exit status."""
     started = time.monotonic()
     run = Run(config, process, console)
-    built, state, settings, folder = (
-        run.built,
-        run.state,
-        config.checkpoint,
-        str(config.job.dump_folder),
-    )
+    folder = config.job.dump_folder
     with run.metrics as ending:
-        ending.callback(
-            lambda: run.loader.close()
-        )  # the last one: a stage of the curriculum has its own
+        # Whichever loader is then the run's: each stage of the curriculum has its own.
+        ending.callback(lambda: run.loader.close())
         console.print(
-            f"[bold]{config.job.name}[/bold]: {built.parameters / 1e6:,.1f} M parameters on {process.world_size} × "
-            f"{process.device.type}; {run.total_steps:,} steps of {run.plan.global_batch} × {config.training.seq_len} "
-            f"tokens; writing to {folder}"
+            f"[bold]{config.job.name}[/bold]: {run.built.parameters / 1e6:,.1f} M parameters on "
+            f"{process.world_size} × {process.device.type}; {run.total_steps:,} steps of "
+            f"{run.batch.global_batch} × {config.training.seq_len} tokens; writing to {folder}"
         )
-        if settings.create_seed_checkpoint:  # for runs in any layout to start from
-            run.saver.save(
-                0, model_tensors(built.model), {"step": 0, "counters": vars(state)}, wait=True
-            )
+        if config.checkpoint.create_seed_checkpoint:  # for runs in any layout to start from
+            tensors = model_tensors(run.built.model)
+            run.saver.save(0, tensors, {"loop": run.loop_state()}, wait=True)
             console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
             return 0
         uploads = None
-        if settings.hf_upload_enabled:
-            from lacuna.train.hub import Uploads  # only here: it is no part of other runs
+        if config.checkpoint.hf_upload_enabled:
+            from lacuna.train.hub import Uploads  # an extension
 
             uploads = Uploads(run)
             run.after_checkpoint = uploads.after_checkpoint
-        if train(run, stop := stop_on_signals()):
-            model = os.path.join(folder, "hf")
-            for write in run.exports(model):
-                write()
-            on_first(process, lambda: mark_finished(config, state.step))
-            if uploads is not None:
-                uploads.after_end(model)
-            console.print(
-                f"Done: {state.step:,} steps, {state.tokens:,} tokens in {time.monotonic() - started:.0f} s."
-            )
-            adapted = "adapters merged in float32 and " if config.lora.rank else ""
-            written = f"{adapted}written in {settings.export_dtype} (checkpoint.export_dtype)"
-            console.print(f"The model: {model}, {written}.", soft_wrap=True, markup=False)
-            if process.rank == 0:
-                hints = closing_hints(config, run.loader.plan.sources, process)
-                console.print(hints, soft_wrap=True, markup=False)
-        else:
-            kept = "saved after step {}. The same command goes on from there."
-            lost = "nothing saved after step {} (checkpoint.enable_checkpoint). The same command starts anew."
-            console.print(
-                f"Stopped and {(kept if settings.enable_checkpoint else lost).format(state.step)}"
-            )
-            return 128 + next(
-                number for received in gather_objects(process, stop) for number in received
-            )
+        stop = stop_on_signals()
+        if not train(run, stop):
+            is_saved = config.checkpoint.enable_checkpoint
+            console.print(_about_stopping(is_saved, run.state.step))
+            received = [number for numbers in gather_objects(process, stop) for number in numbers]
+            return 128 + int(received[0])
+        model = os.path.join(folder, "hf")
+        for write in run.exports(model):
+            write()
+        on_first(process, lambda: mark_finished(folder, config.training, run.state.step))
+        if uploads is not None:
+            uploads.after_end(model)
+        _say_done(run, console, model, time.monotonic() - started)
     return 0
 
 
-def finished_step(config: Config) -> int | None:
-    """The step at which the run in this folder came to the end that `config` asks for, or None."""
-    path = Path(str(config.job.dump_folder), FINISHED)
-    if not path.exists() or goes_back(config):
+def _about_stopping(is_saved: bool, step: int) -> str:
+    """The message about a run that is stopped after `step`."""
+    if is_saved:
+        return f"Stopped and saved after step {step}. The same command goes on from there."
+    return (
+        f"Stopped and nothing saved after step {step} (checkpoint.enable_checkpoint). The same "
+        f"command starts anew."
+    )
+
+
+def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
+    """Prints what a run that came to its end has done, and what can be done with the `model`."""
+    config = run.config
+    steps = f"{run.state.step:,} steps, {run.state.tokens:,} tokens"
+    console.print(f"Done: {steps} in {seconds:.0f} s.")
+    adapted = "adapters merged in float32 and " if config.lora.rank else ""
+    written = f"{adapted}written in {config.checkpoint.export_dtype} (checkpoint.export_dtype)"
+    console.print(f"The model: {model}, {written}.", soft_wrap=True, markup=False)
+    if run.process.rank == 0:
+        hints = closing_hints(config, run.loader.plan.sources, run.process)
+        console.print(hints, soft_wrap=True, markup=False)
+
+
+def finished_step(folder: str, load_step: int, wanted: TrainingConfig) -> int | None:
+    """The step at which the run has already come to the end that is asked for now, else None."""
+    path = Path(folder, FINISHED)
+    if not path.exists() or goes_back(folder, load_step):
         return None
     try:
-        done, wanted = json.loads(path.read_text()), config.training
-        enough = (
-            wanted.steps <= done["steps"]
-            if wanted.steps is not None
-            else wanted.epochs == done["epochs"]
-        )
-        return done["step"] if enough else None
+        done = json.loads(path.read_text())
+        if wanted.steps is not None:
+            is_enough = wanted.steps <= done["steps"]
+        else:
+            is_enough = wanted.epochs == done["epochs"]
+        return int(done["step"]) if is_enough else None
     except (ValueError, TypeError, KeyError):
         logger.warning("%s is damaged: the run goes on from its newest checkpoint", path)
         return None
 
 
-def mark_finished(config: Config, step: int) -> None:
-    """Notes in the run folder that the run came to its end, which patience may have brought before its last step."""
-    path, training = Path(str(config.job.dump_folder), FINISHED), config.training
+def mark_finished(folder: str, training: TrainingConfig, step: int) -> None:
+    """Notes in the run's folder that the run came to its end, maybe before its last step."""
     note = {"step": step, "steps": max(training.steps or 0, step), "epochs": training.epochs}
-    replace_text(path, json.dumps(note))
+    replace_text(Path(folder, FINISHED), json.dumps(note))

@@ -1,338 +1,228 @@
 """Everything a run needs, made in the right order from its configuration, its batches first."""
 
 import os
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zipfile import BadZipFile
 
-import numpy as np
 import torch
 from rich.console import Console
 
-from lacuna.config import Config, explained, logger, of_stage, refuse, to_toml
-from lacuna.config.checks import long_warmup
-from lacuna.data import Batch, BatchPlan, Loader, build_loader, build_validation, run_tokenizer
+from lacuna.config import Config, to_toml
+from lacuna.config.learning_rate import learning_rate
+from lacuna.data import Batch, build_loader, build_validation, merge_states, run_tokenizer
 from lacuna.data.disk import replace_text
-from lacuna.export.huggingface import export_adapter, export_model, save_model_description
+from lacuna.data.sources import Documents
+from lacuna.formats.adapter import export_adapter
+from lacuna.formats.checkpoint import RUN, model_tensors, prepare_folder
+from lacuna.formats.huggingface import export_model, save_model_description
+from lacuna.formats.reader import read_tensors
 from lacuna.model.build import build_model
 from lacuna.objective.find import find_objective
-from lacuna.parallel.mesh import Layout, Mesh, build_mesh, resolve_layout
-from lacuna.parallel.processes import Process, on_first
-from lacuna.parallel.schedule import held_stages, pipeline_order
-from lacuna.train import checkpoint
-from lacuna.train.branch import goes_back, set_aside
+from lacuna.parallel.batch import curriculum_batches, total_steps
+from lacuna.parallel.mesh import Mesh, build_mesh, resolve_layout
+from lacuna.parallel.processes import Process, gather_objects, on_first
+from lacuna.train.branch import goes_back, set_aside_later_steps
 from lacuna.train.metrics import MetricWriter, peak_flops
-from lacuna.train.optimizer import build_optimizer, learning_rate, optimizer_tensors
-from lacuna.train.reader import read_state
-from lacuna.train.resume import described, inputs_of, refuse_other_inputs, say_changes, settings_of
-
-
-def plan_stages(
-    config: Config, layout: Layout, saved: int | None = None
-) -> list[tuple[Config, BatchPlan]]:
-    """The configuration and the batch of each stage of the curriculum, the first of which is that before all others.
-
-    `saved` is the global batch of the first. Raises `UserError` as `plan_batch` does.
-    """
-    plan = plan_batch(config, layout, saved)
-    batch = {"batch_size": plan.micro_batch, "gradient_accumulation_steps": plan.accumulation}
-    batch["global_batch_size"] = plan.global_batch
-    first = config.model_copy(update={"training": config.training.model_copy(update=batch)})
-    planned = [(first, plan)]
-    for number, stage in enumerate(first.stages()[1:], start=1):
-        with of_stage(number):
-            planned.append(
-                (stage, plan_batch(stage, layout, saved and stage.training.global_batch_size))
-            )
-    return planned
-
-
-def plan_batch(config: Config, layout: Layout, saved: int | None = None) -> BatchPlan:
-    """The batch of this run; a resumed one keeps its global batch, `saved`, whatever the ranks.
-
-    A pipeline takes all micro-batches of a step at once, and cuts the rows of a rank anew into as
-    many as it wants. Raises `UserError` when the global batch does not divide.
-    """
-    training, micro, ranks = config.training, config.training.batch_size, layout.data_parallel
-    asked, given = training.global_batch_size, training.gradient_accumulation_steps
-    total = saved or asked or micro * (given or 1) * ranks
-    rows = total // ranks
-    if saved:
-        micro = max(
-            (size for size in range(1, min(micro, rows) + 1) if rows % size == 0), default=1
-        )
-    accumulation = pieces = max(
-        rows // micro, 1
-    )  # 1 where it does not divide, which is refused below
-    if layout.pp > 1:
-        stages = sum(map(len, held_stages(pipeline_order(config.parallelism)).values()))
-        pieces = config.parallelism.pipeline_parallel_microbatches or max(accumulation, stages)
-    refuse(
-        {
-            f"training.global_batch_size: {asked} is asked for, but the run in {config.job.dump_folder!r} was started with "
-            f"{saved}: remove the setting, or choose another job.dump_folder": asked
-            not in (None, saved or asked),
-            f"the run was started with training.global_batch_size = {saved}, which {ranks} data-parallel ranks cannot "
-            f"share evenly: resume with a number of ranks that divides {saved}": saved is not None
-            and saved % ranks > 0,
-            f"training.global_batch_size: {total} is no multiple of training.batch_size × data-parallel ranks = "
-            f"{micro} × {ranks} = {micro * ranks}: change one of them": total % (micro * ranks) > 0,
-            f"training.gradient_accumulation_steps: {given} does not fit training.global_batch_size = {total}, which "
-            f"makes it {total} / ({micro} × {ranks}) = {accumulation}: give only one of the two": not saved
-            and given not in (None, accumulation),
-            "optimizer.early_step_in_backward: a step of several micro-batches (gradient accumulation, or a pipeline) has "
-            "no gradient that is complete before its end: use one micro-batch, or drop the setting": config.optimizer.early_step_in_backward
-            and (accumulation > 1 or layout.pp > 1),
-            f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = {rows} sequences of a step "
-            f"do not cut into {pieces} equal micro-batches: choose one that divides {rows}": rows
-            % pieces
-            > 0,
-        }
-    )
-    if layout.pp > 1:
-        pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
-    if micro != training.batch_size:
-        logger.info("micro-batches of %d keep the run's global batch of %d", micro, total)
-    return BatchPlan(rows // pieces, pieces, total)
-
-
-@dataclass
-class TrainState:
-    """Counters of a run. `step` is the number of steps done, `tokens` (`source_tokens`) those seen by all ranks.
-
-    `stage` is that of the curriculum, `ranked` the step at which documents were last ranked by
-    their loss.
-    """
-
-    source_tokens: list[int]
-    step: int = 0
-    tokens: int = 0
-    skipped_steps: int = 0
-    best_loss: float = float("inf")
-    best_step: int | None = None
-    worse_validations: int = 0
-    stage: int = 0
-    ranked: int | None = None
-
-
-@dataclass
-class Interval:
-    """What is measured from one log to the next; `started` is put off by the time that is not training."""
-
-    started: float = field(default_factory=time.perf_counter)
-    waited: float = 0.0
-    tokens: float = 0.0
-    flops: float = 0.0
-
-
-def total_steps(config: Config, loader: Loader, global_batch: int, done: int = 0) -> int:
-    """The length of a run in steps, of which `done` are: by `training.steps`, or until all epochs are trained.
-
-    Raises `UserError` for a warmup that is longer.
-    """
-    steps = config.training.steps or done + -(-loader.rows_left // global_batch)
-    refuse(dict.fromkeys(long_warmup(config.lr_scheduler, steps), True))
-    return steps
-
-
-def ranking_file(config: Config, step: int) -> str:
-    """Where the ranking of a step is kept: how often each document was used by then, and its loss."""
-    return os.path.join(str(config.job.dump_folder), "curriculum", f"step-{step}.npz")
-
-
-def find_start(
-    config: Config, folder: str, back: bool, process: Process
-) -> tuple[str | None, dict[str, Any] | None]:
-    """The checkpoint that the weights come from, if any, and its state where everything else does too.
-
-    That is the newest complete checkpoint in `folder`, or with `back` that of
-    `checkpoint.load_step`; `step-0` and `checkpoint.initial_load_path` give weights only. Raises
-    `UserError` for one that cannot be used.
-    """
-    settings = config.checkpoint
-    path = None
-    if back:
-        asked = checkpoint.checkpoint_path(folder, settings.load_step)
-        path = checkpoint.require_complete(asked, "checkpoint.load_step", process)
-    elif settings.enable_checkpoint:
-        path = checkpoint.newest_complete(folder, process)
-        done = [
-            step for step in on_first(process, lambda: checkpoint.listed_steps(folder)) if step > 0
-        ]
-        lost = f"of the checkpoints in {folder} ({len(done)} beyond step 0) none is complete"
-        mend = "put one back, or to start over on purpose move that folder away, or choose another job.dump_folder"
-        seed = checkpoint.checkpoint_path(folder, 0)
-        refuse({f"{lost}: {mend}": bool(done) and path in (None, seed)})
-        if settings.load_step >= 0:
-            again = "to go back once more, move the checkpoints after it away"
-            logger.info(
-                "step %d was gone back to by the start before: going on; %s",
-                settings.load_step,
-                again,
-            )
-    if path is not None and (state := read_state(path))["step"] > 0:
-        wrong = f"checkpoint.load_step: {path} holds weights only (checkpoint.model_weights_only)"
-        mend = f"start a new run with checkpoint.initial_load_path = {path!r}"
-        refuse({f"{wrong}, so the run cannot go on from it: {mend}": "data" not in state})
-        logger.info("resuming after step %d from %s", state["step"], path)
-        return path, state
-    if path is None and settings.initial_load_path:
-        path = checkpoint.require_complete(
-            settings.initial_load_path, "checkpoint.initial_load_path", process
-        )
-    if path is not None:
-        logger.info("starting from the weights in %s", path)
-    return path, None
+from lacuna.train.optimizer import build_optimizer, optimizer_tensors
+from lacuna.train.resume import (
+    inputs_of,
+    log_changes,
+    require_same_inputs,
+    settings_of,
+    shown_configuration,
+)
+from lacuna.train.saver import CheckpointSaver
+from lacuna.train.start import find_start
+from lacuna.train.state import Interval, TrainState
 
 
 class Run:
-    """The parts of a run, put where the newest checkpoint left them, and the moving parts of the loop over them.
+    """The parts of a run, as the newest checkpoint left them, and what its loop changes.
 
     Raises `UserError` for whatever the configuration or the data get wrong.
     """
 
     interval: Interval
     pending: tuple[list[str], torch.Tensor, Any] | None = None
-    stopping = save_wanted = False
+    stopping = False
+    save_wanted = False
     after_checkpoint: Callable[[], None] | None = None
     skipped_in_a_row = 0
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
-        self.config, self.process = config, process
+        self.process = process
         self.objective = find_objective(config.job.task)
         if config.training.deterministic:
-            os.environ.setdefault(
-                "CUBLAS_WORKSPACE_CONFIG", ":4096:8"
-            )  # before the first matrix product
+            # Before the first matrix product.
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        layout = resolve_layout(config, process.world_size)
+        layout = resolve_layout(config.parallelism, process.world_size)
         mesh = build_mesh(layout, process.device.type)
-        folder = os.path.join(str(config.job.dump_folder), config.checkpoint.folder)
-        on_first(process, lambda: checkpoint.prepare_folder(folder))
-        back = config.checkpoint.enable_checkpoint and on_first(process, lambda: goes_back(config))
-        start, saved = find_start(config, folder, back, process)
-        self.stages = plan_stages(config, layout, saved and saved["global_batch"])
-        config, plan = self.config, self.plan = self.stages[0]
-        tokenizer = self.tokenizer = run_tokenizer(config)
-        self.objective.check(config, tokenizer)
         self.data_rank = mesh.data_rank
-        self.loader = build_loader(config, tokenizer, plan, mesh.data_rank)
-        sources = self.loader.plan.sources  # of all stages
-        inputs = on_first(process, lambda: inputs_of(config, tokenizer, sources))
-        self.state = TrainState([0] * len(config.data.resolved_sources()))
-        before = saved and saved.get("started_with")
-        if saved is not None:
-            self.go_on_from(saved)
-        if before:
-            refuse_other_inputs(before["inputs"], inputs, str(start))
-        self.total_steps = total_steps(config, self.loader, plan.global_batch, self.state.step)
+        checkpoints = os.path.join(config.job.dump_folder, config.checkpoint.folder)
+        on_first(process, lambda: prepare_folder(checkpoints))
+        folder = config.job.dump_folder
+        back_to = config.checkpoint.load_step
+        back = False
+        if config.checkpoint.enable_checkpoint:
+            back = on_first(process, lambda: goes_back(folder, back_to))
+        start, saved = find_start(config.checkpoint, checkpoints, back, process)
+        loop: dict[str, Any] = {} if saved is None else saved["loop"]
+        self.curriculum = curriculum_batches(config, layout, loop.get("global_batch"))
+        started_with = loop.get("started_with")
+        self.config, self.batch = self.curriculum[0]
+        self.open_data(saved, started_with, str(start))
         if back:
-            on_first(process, lambda: set_aside(config, folder))
-        settings = to_toml(config)
-        on_first(
-            process,
-            lambda: replace_text(Path(str(config.job.dump_folder), "config.toml"), settings),
-        )
-        if config.job.print_args and process.rank == 0:
-            print(settings)
+            on_first(process, lambda: set_aside_later_steps(folder, checkpoints, back_to))
+        self.write_settings()
         self.load_model(mesh, start, saved)
-        own = {
-            "settings": settings_of(config),
-            "inputs": inputs,
-            "model": described(self.built.model.config),
-        }
-        self.started_with = own
-        if before:
-            say_changes(
-                before,
-                own,
-                self.state.step,
-                learning_rate(config, self.state.step, self.total_steps),
-            )
-        wanted = config.validation.resolved_source()
-        self.validation = wanted and build_validation(config, tokenizer, plan, mesh.data_rank)
+        self.say_what_changed(started_with)
+        self.validation = None
+        if config.validation.resolved_source():
+            parts = (self.config, self.tokenizer, self.batch, self.data_rank)
+            self.validation = build_validation(*parts)
         self.objective.prepare(self.built, self.all_batches)
-        self.saver = checkpoint.CheckpointSaver(config, folder, self.describe, process)
-        self.metrics = MetricWriter(
-            config, process.rank, console, self.state.step, self.total_steps
-        )
-        self.first_step, self.saved_step = self.state.step + 1, self.state.step
+        self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
+        step = self.state.step
+        self.metrics = MetricWriter(self.config, process.rank, console, step, self.total_steps)
+        self.first_step = step + 1
+        self.saved_step = step
         self.peak_flops = peak_flops(process.device)
 
-    def go_on_from(self, saved: dict[str, Any]) -> None:
-        """Puts the counters and the data where a checkpoint's state has them; refuses data of other samples."""
-        self.state = TrainState(**saved["counters"])
-        if self.state.stage or self.state.ranked is not None:
-            self.open_data()
-        self.skipped_in_a_row = saved.get("skipped_in_a_row", 0)
-        self.objective.load_state_dict(saved.get("objective", {}))
-        self.loader.load_state_dict(saved["data"])
+    def open_data(
+        self, saved: dict[str, Any] | None, started_with: dict[str, Any] | None, path: str
+    ) -> None:
+        """Opens the data, goes on from the state `saved` in `path`, and finds the run's length.
+
+        Refuses data that are not those that the run was `started_with`.
+        """
+        config = self.config
+        self.tokenizer = run_tokenizer(config.model, config.conversations)
+        self.objective.check(config, self.tokenizer)
+        self.loader = build_loader(config, self.tokenizer, self.batch, self.data_rank)
+        sources = self.loader.plan.sources  # of all stages of the curriculum
+        inputs = on_first(self.process, lambda: self.inputs(sources))
+        self.started_with: dict[str, Any] = {"settings": settings_of(config), "inputs": inputs}
+        self.state = TrainState([0] * len(config.data.resolved_sources()))
+        if saved is not None:
+            self.load_state_dict(saved)
+        if started_with:
+            require_same_inputs(started_with["inputs"], inputs, path)
+        rows_left = self.loader.rows_left
+        self.total_steps = total_steps(
+            config.training,
+            config.lr_scheduler,
+            rows_left,
+            self.batch.global_batch,
+            self.state.step,
+        )
+
+    def inputs(self, sources: Sequence[Documents]) -> dict[str, str]:
+        """Fingerprints of the contents that the run is trained with."""
+        config = self.config
+        template = None if config.conversations is None else self.tokenizer.chat_template
+        base = config.model.name_or_path if config.lora.rank else None
+        return inputs_of(sources, self.tokenizer, template, base)
+
+    def write_settings(self) -> None:
+        """Writes every resolved setting to the run folder, and prints them if that is asked for."""
+        settings = to_toml(self.config)
+        path = Path(self.config.job.dump_folder, "config.toml")
+        on_first(self.process, lambda: replace_text(path, settings))
+        if self.config.job.print_args and self.process.rank == 0:
+            print(settings)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the loop, the source and the objective; all ranks must call it."""
+        rate = self.optimizer.param_groups[0]["lr"]
+        return {
+            "loop": self.loop_state() | {"started_with": self.started_with | {"rate": rate}},
+            "source": merge_states(gather_objects(self.process, self.loader.state_dict())),
+            "objective": self.objective.state_dict(),
+        }
+
+    def loop_state(self) -> dict[str, Any]:
+        """The part of the saved state that says how far the run is."""
+        return {
+            "step": self.state.step,
+            "counters": vars(self.state).copy(),
+            "global_batch": self.curriculum[0][1].global_batch,
+            "skipped_in_a_row": self.skipped_in_a_row,
+        }
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        """Sets the loop, the data and the objective to a checkpoint's state.
+
+        Refuses a state that belongs to other samples.
+        """
+        loop = saved["loop"]
+        self.state = TrainState(**loop["counters"])
+        self.skipped_in_a_row = loop.get("skipped_in_a_row", 0)
+        if self.state.curriculum_stage or self.state.ranked is not None:
+            from lacuna.train.curriculum import reopen_data  # an extension
+
+            reopen_data(self)
+        self.loader.load_state_dict(saved["source"])  # refuses another task, whose state is other
+        self.objective.load_state_dict(saved["objective"])
 
     def all_batches(self) -> Iterator[Batch]:
-        """This rank's micro-batches of one pass over the training data, then of the held-out data."""
+        """This rank's micro-batches of a pass over the training data, then of the held-out data."""
         yield from self.loader.every_batch()
         if self.validation is not None:
             yield from self.validation()
 
     def load_model(self, mesh: Mesh, start: str | None, saved: dict[str, Any] | None) -> None:
-        """Builds the model and its optimizer, with the weights of the checkpoint `start`, and moments where `saved`."""
+        """Builds the model, with the weights of the checkpoint `start`, and its optimizer.
+
+        The optimizer gets its moments where there is a state `saved`.
+        """
         config = self.config
         fill = start is None or config.lora.rank > 0  # checkpoints hold nothing that is frozen
-        if start is not None:  # what adapters began from, which may be gone, is part of it
-            config = config.model_copy(
-                update={"lora": config.lora.model_copy(update={"adapter": (), "init": "zero"})}
-            )
+        if start is not None:  # which holds what adapters began from
+            lora = config.lora.model_copy(update={"adapter": (), "init": "zero"})
+            config = config.model_copy(update={"lora": lora})
         self.built = build_model(config, self.tokenizer, mesh, self.process.device, fill)
-        self.optimizer = build_optimizer(self.built.model, config)
+        model = self.built.model
+        decay_head = not config.model.train_new_tokens_only
+        self.optimizer = build_optimizer(model, config.optimizer, decay_head)
         if start is not None:
-            moments = {} if saved is None else optimizer_tensors(self.built.model, self.optimizer)
-            checkpoint.read_tensors(
-                start, checkpoint.model_tensors(self.built.model) | moments, self.process
-            )
+            tensors = model_tensors(model)
+            if saved is not None:
+                tensors |= optimizer_tensors(model, self.optimizer)
+            read_tensors(start, tensors, self.process)
+
+    def say_what_changed(self, started_with: dict[str, Any] | None) -> None:
+        """Logs what a resumed run goes on with that differs from what it was `started_with`."""
+        self.started_with["model"] = shown_configuration(self.built.model.config)
+        if started_with:
+            step = self.state.step
+            schedule = self.config.lr_scheduler
+            rate = learning_rate(self.config.optimizer.lr, schedule, step, self.total_steps)
+            log_changes(started_with, self.started_with, step, rate)
 
     def describe(self, folder: str) -> None:
-        """Writes to `folder` what its tensors alone do not tell: the model's configuration, tokenizer, and adapter."""
-        model, source = self.built.model, self.config.model.name_or_path
-        save_model_description(model.config, self.tokenizer, source, folder)
+        """Writes to `folder` what the tensors of a checkpoint alone do not tell.
+
+        That is the model's configuration, its tokenizer, and what adapters were trained beside.
+        """
+        source = self.config.model.name_or_path
+        save_model_description(self.built.model.config, self.tokenizer, source, folder)
         if self.config.lora.rank:
-            Path(folder, checkpoint.RUN).write_text(
-                to_toml(self.config)
-            )  # which says what it was trained beside
+            Path(folder, RUN).write_text(to_toml(self.config))
 
     def exports(self, folder: str) -> list[Callable[[], None]]:
-        """What writes the model as it is to `folder`, and then its adapter beside it. All ranks must call each."""
-        config, name, model = self.config, self.config.model.name_or_path, self.built.model
-        dtype, beside = (
-            getattr(torch, config.checkpoint.export_dtype),
-            os.path.join(folder, "adapter"),
-        )
-        writers = [partial(export_model, model, self.tokenizer, folder, dtype, name)]
-        if config.lora.rank:
-            writers.append(
-                partial(export_adapter, model, self.tokenizer, config.lora, name, beside)
-            )
-        return writers
+        """Functions that write the model as it is to `folder`, then its adapter to a folder in it.
 
-    def open_data(self) -> None:
-        """Opens the training data of the present stage and ranking, from its beginning."""
-        config, self.plan = self.stages[self.state.stage]
-        order = None
-        if self.state.ranked is not None:
-            file = ranking_file(config, self.state.ranked)
-            lost = (
-                f"curriculum.rank_every: the order that the run goes by cannot be read from {file}"
-            )
-            kinds = (OSError, ValueError, EOFError, BadZipFile)
-            with (
-                explained(lost, *kinds, mend="put it back, or start anew"),
-                np.load(file) as ranking,
-            ):
-                order = np.lexsort((ranking["losses"], ranking["uses"]))
-        earlier = self.loader
-        earlier.close()
-        self.loader = build_loader(config, self.tokenizer, self.plan, self.data_rank, order)
-        self.loader.take_place_of(earlier)
+        All ranks must call each of them.
+        """
+        parts = (self.built.model, self.tokenizer)
+        lora = self.config.lora
+        name = self.config.model.name_or_path
+        dtype = getattr(torch, self.config.checkpoint.export_dtype)
+        writers: list[Callable[[], None]] = [partial(export_model, *parts, folder, dtype, name)]
+        if lora.rank:
+            inside = os.path.join(folder, "adapter")
+            writers.append(partial(export_adapter, *parts, lora, name, inside))
+        return writers

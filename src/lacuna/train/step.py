@@ -1,4 +1,4 @@
-"""Batches through the model: gradients summed over ranks, or the losses of held-out ones or of documents."""
+"""Batches through the model: their gradients, or the losses of held-out data and documents."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -12,21 +12,21 @@ from torch import Tensor
 from lacuna.config.documents import PackingConfig
 from lacuna.data import Batch
 from lacuna.data.document import Span
-from lacuna.data.plan import Plan
+from lacuna.data.plan import RowPlan
 from lacuna.model.build import BuiltModel
 from lacuna.model.forward import loss_sums
 from lacuna.model.inputs import to_device
 from lacuna.model.loss import Loss
 from lacuna.objective.find import Objective
-from lacuna.parallel.fsdp import exchange_gradients, inference
+from lacuna.parallel.fsdp import inference, set_gradient_exchange
 from lacuna.parallel.pipeline import add_tied_gradients
 
 
 def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> dict[str, Tensor]:
     """The counts of a step's batches by name, summed over micro-batches and ranks.
 
-    So are the `votes` of the ranks: how many of them wanted something. Float64 scalars on the
-    device.
+    The `votes` of the ranks are summed with them, and then say how many ranks want something. All
+    are float64 scalars on the device.
     """
     counts = {name: sum(batch.counts[name] for batch in batches) for name in batches[0].counts}
     totals = counts | votes
@@ -39,8 +39,8 @@ def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> 
 def sums_of(built: BuiltModel, batch: Batch, loss: Loss, divisor: Tensor | None = None) -> Tensor:
     """The sums of `loss` over this rank's share of `batch`, float32 [names].
 
-    Losses that are no sum over tokens are in the first of them as often as `divisor` says, by which
-    it is divided.
+    The model may have a loss of its own that is no sum over tokens, such as that of routers. It is
+    added to the first sum `divisor` times, because the caller divides by that.
     """
     sums = built.read(batch, partial(loss_sums, loss=loss, divisor=divisor))
     return torch.zeros(len(loss.names), device=built.device) if sums is None else sums
@@ -49,7 +49,7 @@ def sums_of(built: BuiltModel, batch: Batch, loss: Loss, divisor: Tensor | None 
 def accumulate_gradients(
     built: BuiltModel, batches: Sequence[Batch], loss: Loss, divisor: Tensor
 ) -> Tensor:
-    """Backward over the micro-batches; returns this rank's sums of `loss`, float64 [names].
+    """Adds up the gradients of the micro-batches; returns this rank's sums of `loss`, float64.
 
     Every micro-batch's summed loss is divided by a count of the whole step over all ranks, and
     gradients are summed over ranks, so that neither accumulation nor the number of ranks weighs
@@ -63,7 +63,7 @@ def accumulate_gradients(
         add_tied_gradients(built.model, built.mesh)
         return total if sums is None else total + sums
     for index, batch in enumerate(batches):
-        exchange_gradients(built.model, built.config, index == len(batches) - 1)
+        set_gradient_exchange(built.model, built.config.parallelism, index == len(batches) - 1)
         sums = sums_of(built, batch, loss, divisor)
         (sums[0] / divisor).backward()
         total += sums.detach()
@@ -73,7 +73,10 @@ def accumulate_gradients(
 def evaluate(
     built: BuiltModel, batches: Iterable[Batch], objective: Objective
 ) -> tuple[dict[str, float], dict[str, float]]:
-    """The sums of the objective's held-out loss over batches, and their counts, of all ranks by name."""
+    """The sums of the objective's held-out loss over batches, and the batches' counts, by name.
+
+    Both are over all ranks.
+    """
     loss = objective.held_out_loss
     measured = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
     counts: dict[str, float] = {}
@@ -95,14 +98,16 @@ def evaluate(
 
 
 def document_losses(
-    built: BuiltModel, plan: Plan, documents: np.ndarray, objective: Objective
+    built: BuiltModel, plan: RowPlan, documents: np.ndarray, objective: Objective
 ) -> np.ndarray:
-    """The loss of these documents of the plan's table over their own count, nan where that is none.
+    """The loss of each of these documents of the plan's table, in a row of its own.
 
-    Each has a row of its own. Float64 [documents], the same on all ranks.
+    It is divided by the document's count of what the objective counts; where that is 0 it is nan.
+    Returns float64 [documents], the same on all ranks.
     """
     no_packing = {"packing": PackingConfig(mode="none")}
     alone = replace(plan, config=plan.config.model_copy(update=no_packing))
+    assert plan.table is not None, "only what is tokenised at the start is ranked"
     losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
     with inference(*(stage.module for stage in built.stages)):
         for first in range(0, len(documents), built.mesh.layout.data_parallel):
@@ -110,9 +115,9 @@ def document_losses(
             document, source = plan.table.document(int(documents[min(place, len(documents) - 1)]))
             batch = alone.batch([[Span(document, source, 0, plan.config.training.seq_len)]])
             [batch] = objective.annotate(built, [batch], objective.loss)
-            # Nothing beyond the last, which others have: all must make the same calls.
-            losses[place : place + 1] = (
-                sums_of(built, batch, objective.loss)[0] / batch.counts[objective.denominator]
-            )
+            loss = sums_of(built, batch, objective.loss)[0] / batch.counts[objective.denominator]
+            # Ranks beyond the last document measure it too, as all must make the same calls: the
+            # slice is empty for them.
+            losses[place : place + 1] = loss
     dist.all_reduce(losses)
     return losses.cpu().numpy()

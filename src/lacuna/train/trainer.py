@@ -1,9 +1,10 @@
-"""The one loop: step, log, validate, follow the curriculum, save."""
+"""The one loop: step, log, validate, advance the curriculum, save."""
 
 import gc
-import os
 import random
 import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import torch
@@ -11,16 +12,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lacuna.config import RunError, logger
-from lacuna.data import Batch, merge_states
-from lacuna.data.disk import sync
+from lacuna.config.documents import CurriculumConfig
+from lacuna.config.learning_rate import learning_rate
+from lacuna.data import Batch
 from lacuna.data.mixture import random_key
-from lacuna.data.rows import documents_begun
-from lacuna.parallel.processes import gather_objects, on_first, tighten_timeout
-from lacuna.train.checkpoint import model_tensors
-from lacuna.train.metrics import peak_memory, profiled
-from lacuna.train.optimizer import learning_rate, optimizer_tensors, update
-from lacuna.train.setup import Interval, Run, ranking_file
-from lacuna.train.step import accumulate_gradients, document_losses, evaluate, total_counts
+from lacuna.formats.checkpoint import model_tensors
+from lacuna.parallel.processes import tighten_timeout
+from lacuna.train.metrics import peak_memory
+from lacuna.train.optimizer import optimizer_tensors, update
+from lacuna.train.setup import Run
+from lacuna.train.state import Interval
+from lacuna.train.step import accumulate_gradients, evaluate, total_counts
 
 
 def train(run: Run, stop: list[int]) -> bool:
@@ -30,47 +32,57 @@ def train(run: Run, stop: list[int]) -> bool:
     disk is full.
     """
     gc.collect()
-    gc.disable()  # only where the loop asks: ranks that collect garbage at random wait for each other
-    with profiled(run.config, run.process.rank, run.state.step) as after_step:
+    # Collected only where the loop asks, on all ranks at once: otherwise they wait for each other.
+    gc.disable()
+    with _profile_if_asked(run) as after_step:
         if run.state.step == 0:
             _validate(run)
-        _advance_curriculum(run)  # also where a run that had come to its end is made longer
+        _advance_curriculum(run)  # also when a run that had ended is made longer
         run.interval = Interval()
         while run.state.step < run.total_steps and not run.stopping:
-            _step(run, bool(stop))
+            train_step(run, bool(stop))
             after_step(run.state.step)
     gc.enable()
-    # The last validation, unless it was made by the run that got here, by us now, or just before.
-    if (
-        run.state.step >= max(run.total_steps, run.first_step)
-        and run.state.step % run.config.validation.freq > 0
-    ):
-        _validate(run)
     ended = run.state.step >= run.total_steps
+    is_own = run.state.step >= run.first_step
+    # The last validation, unless it was made by the run that got here, or just before.
+    if ended and is_own and run.state.step % run.config.validation.freq > 0:
+        _validate(run)
     _save(run, wait=True, weights_only=ended and run.config.checkpoint.model_weights_only)
     run.saver.wait()
-    if run.state.best_step is not None:
-        logger.info(
-            "best validation loss: %.4f, after step %s", run.state.best_loss, run.state.best_step
-        )
+    best = run.state.best_step
+    if best is not None:
+        logger.info("best validation loss: %.4f, after step %s", run.state.best_loss, best)
     return ended
 
 
-def _step(run: Run, stop: bool) -> None:
-    """Trains one step, then does what falls due after it; `stop` makes it the last one, on all ranks."""
-    config, state, saving = run.config, run.state, run.config.checkpoint
+def _profile_if_asked(run: Run) -> AbstractContextManager[Callable[[int], None]]:
+    """A context that records the loop where the settings ask for it.
+
+    It gives a function to call after each step.
+    """
+    settings = run.config.profiling
+    if not (settings.enable_profiling or settings.enable_memory_snapshot):
+        return nullcontext(lambda step: None)
+    from lacuna.train.profiling import profiled  # an extension
+
+    return profiled(settings, run.config.job.dump_folder, run.process.rank, run.state.step)
+
+
+def train_step(run: Run, stop: bool) -> None:
+    """Trains one step, then does what is due after it.
+
+    With `stop` on any rank it is the last step on all.
+    """
+    config = run.config
+    state = run.state
     objective = run.objective
     batches = objective.annotate(run.built, _next_batches(run), objective.loss)
-    overdue = (
-        time.monotonic() - run.saver.last_time >= saving.interval
-        and saving.interval_type == "seconds"
-    )
-    overdue = overdue and run.process.rank == 0  # clocks differ: the first's counts
-    totals = total_counts(run.built, batches, stop=stop, save=overdue)
+    totals = total_counts(run.built, batches, stop=stop, save=_save_is_overdue(run))
     divisor = totals[objective.denominator]
-    rate = learning_rate(config, state.step, run.total_steps)
-    for group in run.optimizer.param_groups:  # before the backward pass, which may be what updates
-        group["lr"] = rate
+    rate = learning_rate(config.optimizer.lr, config.lr_scheduler, state.step, run.total_steps)
+    for group in run.optimizer.param_groups:  # before the backward pass, which may update weights
+        group["lr"] = rate * group.get("lr_ratio", 1.0)
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
     _seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
     sums = accumulate_gradients(run.built, batches, objective.loss, divisor)
@@ -81,7 +93,7 @@ def _step(run: Run, stop: bool) -> None:
     if state.step % config.metrics.log_freq == 0 or state.step in (1, run.total_steps):
         _log(run, sums, totals, norm, rate)
     if state.step == run.first_step:
-        tighten_timeout(config, run.process)
+        tighten_timeout(config.comm.train_timeout_seconds, run.process)
     if state.step % config.training.gc_freq == 0:
         gc.collect(1)
     started = time.perf_counter()
@@ -89,41 +101,59 @@ def _step(run: Run, stop: bool) -> None:
         _validate(run)
     if not run.stopping:
         _advance_curriculum(run)
-    by_steps = saving.interval_type == "steps" and state.step % saving.interval == 0
-    best = saving.keep_best and state.best_step == state.step
-    run.save_wanted |= by_steps or best
-    if run.save_wanted and not run.stopping and state.step < run.total_steps:
-        _act_on_numbers(run)
-        if (
-            best or not run.skipped_in_a_row
-        ):  # else after the next step that is made, if these weights can make one
-            _save(run)
-            if run.after_checkpoint is not None:
-                run.after_checkpoint()
+    _save_if_due(run)
     run.interval.started += time.perf_counter() - started
 
 
+def _save_is_overdue(run: Run) -> bool:
+    """Whether it is time for a checkpoint, by the first rank's clock alone: clocks differ."""
+    settings = run.config.checkpoint
+    if settings.interval_type != "seconds" or run.process.rank > 0:
+        return False
+    return time.monotonic() - run.saver.last_time >= settings.interval
+
+
+def _save_if_due(run: Run) -> None:
+    """Writes a checkpoint after a step where one is due, unless the run ends and writes one."""
+    state = run.state
+    settings = run.config.checkpoint
+    by_steps = settings.interval_type == "steps" and state.step % settings.interval == 0
+    is_best = settings.keep_best and state.best_step == state.step
+    run.save_wanted |= by_steps or is_best
+    if not run.save_wanted or run.stopping or state.step >= run.total_steps:
+        return
+    _act_on_numbers(run)
+    if run.skipped_in_a_row and not is_best:
+        return  # it is saved after the next step that is not skipped
+    _save(run)
+    if run.after_checkpoint is not None:
+        run.after_checkpoint()
+
+
 def _seed_draws(seed: int) -> None:
-    """Seeds whatever a model may draw from; by ourselves, as importing transformers' way imports peft."""
+    """Seeds whatever a model may draw from; transformers' own way would import peft."""
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
 
 
-def _next_batches(run: Run) -> list[Batch]:
-    """The step's batches; what they take, and this rank's share of the work in them, count for the interval."""
-    started, built = time.perf_counter(), run.built
+def _next_batches(run: Run) -> Sequence[Batch]:
+    """The batches of the step.
+
+    The time that this rank waits for them, and its share of their work, are added to the interval.
+    """
+    started = time.perf_counter()
+    built = run.built
     batches = run.objective.next_step(built, run.loader)
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
-        run.interval.flops += (
-            built.flops(batch.counts["tokens"], batch.cu_seqlens.diff()) / built.mesh.layout.sharing
-        )
+        work = built.flops(int(batch.counts["tokens"]), batch.cu_seqlens.diff())
+        run.interval.flops += work / built.mesh.layout.sharing
     return batches
 
 
 def _send_to_host(run: Run, numbers: dict[str, Tensor]) -> None:
-    """Sends a step's numbers to the host, which reads them a step late, so that it never waits for a GPU."""
+    """Sends a step's numbers to the host, which reads them a step later, so as not to wait."""
     _act_on_numbers(run)
     stacked = torch.stack([*numbers.values()])
     sent = torch.get_device_module(stacked.device).Event()
@@ -134,10 +164,14 @@ def _send_to_host(run: Run, numbers: dict[str, Tensor]) -> None:
 
 
 def _act_on_numbers(run: Run) -> None:
-    """Acts on the numbers that were sent to the host, if any; every rank gets the same, at the same step."""
+    """Acts on the numbers that were sent to the host, if any.
+
+    Every rank gets the same, at the same step.
+    """
     if run.pending is None:
         return
-    state, training = run.state, run.config.training
+    state = run.state
+    training = run.config.training
     names, stacked, sent = run.pending
     run.pending = None
     sent.synchronize()
@@ -152,33 +186,35 @@ def _act_on_numbers(run: Run) -> None:
     run.save_wanted |= numbers["save"] > 0
     if not numbers["finite"] and not training.skip_nan_inf:
         raise RunError(
-            f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from before that. "
-            f"training.skip_nan_inf = true would leave such steps out; a lower optimizer.lr or a longer "
-            f"lr_scheduler.warmup_steps often cures it."
+            f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from "
+            f"before that. training.skip_nan_inf = true would leave such steps out; a lower "
+            f"optimizer.lr or a longer lr_scheduler.warmup_steps often cures it."
         )
     if run.skipped_in_a_row >= training.max_skipped_steps:
         raise RunError(
-            f"{run.skipped_in_a_row} steps in a row were skipped because their gradients are not finite "
-            f"(training.max_skipped_steps): the run has diverged."
+            f"{run.skipped_in_a_row} steps in a row were skipped because their gradients are not "
+            f"finite (training.max_skipped_steps): the run has diverged."
         )
 
 
 def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, rate: float) -> None:
-    state, interval = run.state, run.interval
+    """Writes a row of metrics, for the steps since the one before, and begins a new interval."""
+    state = run.state
+    interval = run.interval
     summed = torch.cat([own_sums, own_sums.new_tensor([interval.waited])])
     dist.all_reduce(summed)
     _act_on_numbers(run)
     names = run.objective.loss.names
-    *over_ranks, waited = torch.cat(
-        [torch.stack([*totals.values()]), summed]
-    ).tolist()  # one wait for a GPU
+    # One wait for a GPU.
+    numbers = torch.cat([torch.stack([*totals.values()]), summed, norm[None].to(summed)])
+    *over_ranks, waited, grad_norm = numbers.tolist()
     counts = dict(zip(totals, over_ranks, strict=False))
     sums = dict(zip(names, over_ranks[len(totals) :], strict=True))
     seconds = time.perf_counter() - interval.started
     row = {
         "step": state.step,
         **run.objective.report(sums, counts),
-        "grad_norm": None if run.config.optimizer.early_step_in_backward else norm.item(),
+        "grad_norm": None if run.config.optimizer.early_step_in_backward else grad_norm,
         "lr": rate,
         "tokens": state.tokens,
         "tokens_per_second": interval.tokens / seconds,
@@ -187,42 +223,41 @@ def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, ra
         "data_wait_fraction": waited / run.process.world_size / seconds,
         "skipped_steps": state.skipped_steps,
     }
-    sources, seen = run.config.data.resolved_sources(), state.source_tokens
+    sources = run.config.data.resolved_sources()
     if len(sources) > 1:
-        row |= {
-            f"share_{index}_{source.dataset}": seen[index] / sum(seen)
-            for index, source in enumerate(sources)
-        }
+        seen = sum(state.source_tokens)
+        for index, source in enumerate(sources):
+            row[f"share_{index}_{source.dataset}"] = state.source_tokens[index] / seen
     run.metrics.write(row)
     run.interval = Interval()
 
 
 def _validate(run: Run) -> None:
-    """Measures the held-out loss, samples text, and ends the run early if asked."""
-    state, settings = run.state, run.config.validation
+    """Measures the held-out loss, samples text, and ends the run early if that is asked for."""
+    state = run.state
+    settings = run.config.validation
     if run.validation is not None:
         sums, counts = evaluate(run.built, run.validation(), run.objective)
         measured = run.objective.report_held_out(sums, counts)
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
-        if measured["val_loss"] < state.best_loss:
-            state.best_loss, state.best_step, state.worse_validations = (
-                measured["val_loss"],
-                state.step,
-                0,
-            )
+        loss = measured["val_loss"]
+        assert loss is not None, "an objective measures a loss"
+        if loss < state.best_loss:
+            state.best_loss = loss
+            state.best_step = state.step
+            state.worse_validations = 0
         if settings.patience is not None and state.worse_validations >= settings.patience:
-            logger.info(
-                "stopping early: no better validation loss for %d validations", settings.patience
-            )
+            said = "stopping early: no better validation loss for %d validations"
+            logger.info(said, settings.patience)
             run.total_steps = state.step
-        _advance_curriculum(run, measured["val_loss"])
+        _advance_curriculum(run, loss)
     if settings.prompts:
-        _sample(run)
+        _sample_text(run)
 
 
-def _sample(run: Run) -> None:
-    """Writes what the model makes of the prompts."""
+def _sample_text(run: Run) -> None:
+    """Lets the model continue the prompts, and writes what it says."""
     from lacuna.rollout.generate import generate_text
 
     config = run.config
@@ -235,84 +270,31 @@ def _sample(run: Run) -> None:
 
 
 def _advance_curriculum(run: Run, loss: float = np.inf) -> None:
-    """Between two steps: opens the data anew where a stage begins, by the steps done or the validation `loss`.
+    """Advances the curriculum by the steps done and the validation `loss`.
 
-    So it does where a ranking is due, which it makes first.
+    Does nothing without a curriculum, or when no step is left.
     """
-    state, settings, stage = run.state, run.config.curriculum, run.state.stage
-    if state.step >= run.total_steps:
+    if run.config.curriculum == CurriculumConfig() or run.state.step >= run.total_steps:
         return
-    for begins in settings.stages[stage:]:
-        if state.step < (begins.from_step or np.inf) and not loss <= (begins.from_loss or -np.inf):
-            break
-        state.stage += 1
-        logger.info("stage %d of the curriculum begins after step %d", state.stage, state.step)
-    ranking = (
-        settings.rank_every is not None
-        and state.step % settings.rank_every == 0
-        and state.ranked != state.step
-    )
-    if ranking:
-        _rank(run)
-    if ranking or state.stage > stage:
-        run.open_data()
+    from lacuna.train.curriculum import advance_curriculum  # an extension
 
-
-def _rank(run: Run) -> None:
-    """Measures the loss of the documents that this pass has left, and writes it to the run folder.
-
-    Beside it goes how often each document was used, which comes first in the order; those of which
-    no pass begins any (empty ones, or too long) are last.
-    """
-    state, plan = run.state, run.loader.plan
-    usable = documents_begun(plan, plan.rows_per_pass) > 0
-    uses, losses = np.where(usable, 0, np.inf), np.full(len(usable), np.nan)
-    if state.ranked is not None:
-        with np.load(ranking_file(run.config, state.ranked)) as before:
-            uses, losses = before["uses"], before["losses"]
-    uses = uses + run.loader.documents_begun()
-    begun = usable & (uses == uses.max(where=usable, initial=0))
-    left = np.flatnonzero(usable if begun.sum() == usable.sum() else usable & ~begun)
-    losses[left] = document_losses(run.built, plan, left, run.objective)
-    state.ranked = state.step
-    path = ranking_file(run.config, state.step)
-
-    def write() -> None:
-        os.makedirs(os.path.dirname(path), exist_ok=True)
-        np.savez(f"{path}.new.npz", uses=uses, losses=losses)
-        sync(f"{path}.new.npz")
-        os.replace(f"{path}.new.npz", path)
-        sync(os.path.dirname(path))
-
-    on_first(run.process, write)
-    logger.info(
-        "step %d: %d documents ranked, loss %.3f on average",
-        state.step,
-        len(left),
-        np.nanmean(losses[left]),
-    )
+    advance_curriculum(run, loss)
 
 
 def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     """Writes a checkpoint of the present step, unless there is one."""
-    state, settings = run.state, run.config.checkpoint
+    state = run.state
+    settings = run.config.checkpoint
     _act_on_numbers(run)
     run.save_wanted = False
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
-    tensors = model_tensors(
-        run.built.model, getattr(torch, settings.export_dtype) if weights_only else None
-    )
-    saved = {
-        "step": state.step,
-        "counters": vars(state).copy(),
-        "global_batch": run.stages[0][1].global_batch,
-    }
-    saved["skipped_in_a_row"] = run.skipped_in_a_row
-    if not weights_only:
-        tensors |= optimizer_tensors(run.built.model, run.optimizer)
-        saved["objective"] = run.objective.state_dict()
-        saved["data"] = merge_states(gather_objects(run.process, run.loader.state_dict()))
-        saved["started_with"] = run.started_with | {"rate": run.optimizer.param_groups[0]["lr"]}
+    model = run.built.model
+    if weights_only:
+        tensors = model_tensors(model, getattr(torch, settings.export_dtype))
+        saved = {"loop": run.loop_state()}
+    else:
+        tensors = model_tensors(model) | optimizer_tensors(model, run.optimizer)
+        saved = run.state_dict()
     run.saver.save(state.step, tensors, saved, wait)
     run.saved_step = state.step

@@ -1,0 +1,69 @@
+"""What the drivers of other trainers share: the task that lacuna left, and the measuring of it."""
+
+import json
+import os
+import resource
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lacuna.config.orphans import end_with_parent
+from lacuna.train.bench import spread
+
+RANK = int(os.environ.get("RANK", 0))
+
+
+class Task:
+    """The steps to make, and when the windows in them ended.
+
+    Attributes:
+        folder: what `lacuna bench` wrote: task.json, a model's config.json, tokens of every rank.
+        settings: what task.json says.
+        tokens: this rank's micro-batches, in their order.
+    """
+
+    def __init__(self, folder: str) -> None:
+        end_with_parent(os.getppid())
+        self.folder = folder
+        self.settings: dict[str, Any] = json.loads(Path(folder, "task.json").read_text())
+        self.tokens = torch.load(Path(folder, f"tokens-{RANK}.pt"))
+        self.is_on_gpu = self.settings["device"] == "cuda"
+        self._moments: list[float] = []
+
+    def after_step(self, step: int) -> None:
+        """Notes the time where a window begins or ends with this step, counted from 1."""
+        beyond = step - self.settings["warm_up"]
+        if beyond >= 0 and beyond % self.settings["window"] == 0:
+            if self.is_on_gpu:
+                torch.cuda.synchronize()
+            self._moments.append(time.perf_counter())
+
+    def write(self, first_loss: float, **more: Any) -> None:
+        """Writes what was measured, on the first rank; memory is that of this rank."""
+        if RANK > 0:
+            return
+        seconds = [end - start for start, end in pairwise(self._moments)]
+        window = self.settings["window"]
+        tokens = self.settings["tokens_of_steps"][self.settings["warm_up"] :]
+        counts = [sum(tokens[first : first + window]) for first in range(0, len(tokens), window)]
+        speeds = [count / time for count, time in zip(counts, seconds, strict=True)]
+        memory: dict[str, float | None] = {
+            "reserved": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+            "allocated": None,
+        }
+        if self.is_on_gpu:
+            memory = {
+                "reserved": torch.cuda.max_memory_reserved() / 2**30,
+                "allocated": torch.cuda.max_memory_allocated() / 2**30,
+            }
+        measured = {
+            "first_loss": first_loss,
+            "window_seconds": seconds,
+            "tokens_per_second": spread(speeds),
+            "memory_gib": memory,
+            **more,
+        }
+        Path(self.folder, "measured.json").write_text(json.dumps(measured))

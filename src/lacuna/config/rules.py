@@ -1,0 +1,41 @@
+"""Rules about settings that are refused: which settings, when, and why."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from lacuna.config.sections import Config
+
+Predicate = Callable[[Config], object]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """These settings are refused, for this reason, where `applies` returns something true."""
+
+    settings: tuple[str, ...]
+    applies: Predicate
+    reason: str
+
+
+def is_given(setting: str, beside: Predicate = lambda _: True) -> Predicate:
+    """A predicate: the setting is neither false, empty nor 0, and the condition `beside` holds."""
+    section, name = setting.split(".")
+    return lambda config: getattr(getattr(config, section), name) and beside(config)
+
+
+def is_changed(setting: str, beside: Predicate) -> Predicate:
+    """A predicate: the setting does not have its default, and the condition `beside` holds."""
+    section, name = setting.split(".")
+
+    def applies(config: Config) -> object:
+        table = getattr(config, section)
+        return getattr(table, name) != getattr(type(table)(), name) and beside(config)
+
+    return applies
+
+
+def rule_for_each(
+    settings: tuple[str, ...], other: str, applies: Predicate, reason: str
+) -> list[Rule]:
+    """A rule for each of the settings: if given, it is refused beside the `other` setting."""
+    return [Rule((setting, other), is_given(setting, applies), reason) for setting in settings]

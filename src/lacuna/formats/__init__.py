@@ -1,0 +1,1 @@
+"""What is written and opened: checkpoints, Hugging Face folders, GGUF files, adapters."""

@@ -1,0 +1,269 @@
+"""Opens a trained model: an HF folder, adapter, checkpoint, run folder or GGUF file."""
+
+import os
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import cast
+
+import torch
+from huggingface_hub import model_info, try_to_load_from_cache
+from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.initialization import no_init_weights
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import CHAT_TEMPLATE_FILE
+
+from lacuna.config import Config, UserError, explained
+from lacuna.config.adapters import ADAPTER_FILE, QuantizationConfig, described_adapter
+from lacuna.config.errors import nearby
+from lacuna.data.remote_code import open_with
+from lacuna.data.unpacked import hf_folder
+from lacuna.formats.checkpoint import (
+    DESCRIPTION,
+    MANIFEST,
+    RUN,
+    model_tensors,
+    newest_complete,
+    require_complete,
+)
+from lacuna.formats.reader import damage_explained, read_tensors
+from lacuna.model.architecture import load_model_config
+from lacuna.model.build import build_meta_model
+from lacuna.model.layers.adapter_files import load_adapters
+from lacuna.model.layers.casting import compute_in
+from lacuna.model.layers.lora import trained_names
+from lacuna.model.layers.wrapping import merge
+from lacuna.model.weights import check_base, fill_model
+from lacuna.parallel.mesh import Layout
+from lacuna.parallel.precision import compute_dtype, keep_in_float32, store_in
+from lacuna.parallel.processes import Process
+
+
+def find_form(source: str) -> tuple[str, bool]:
+    """The folder or Hub id to load for `source`, and whether it is a checkpoint.
+
+    A run folder stands for its final model, or while that is not there, for its newest complete
+    checkpoint. Raises `UserError` when there is nothing to load.
+    """
+    if os.path.exists(os.path.join(source, MANIFEST)):
+        return require_complete(source, "MODEL", Process()), True
+    for folder in (source, os.path.join(source, "hf")):
+        for file in (CONFIG_NAME, ADAPTER_FILE):
+            if os.path.exists(os.path.join(folder, file)):
+                return folder, False
+    for folder in (os.path.join(source, "checkpoint"), source):
+        newest = newest_complete(folder, Process())
+        if newest:
+            return newest, True
+    if os.path.isdir(source):
+        raise UserError(
+            f"{source}: neither a Hugging Face folder (no config.json), nor a checkpoint "
+            f"(no {MANIFEST}), nor a run folder (no hf/ and no complete checkpoint/step-N)."
+        )
+    if not source.endswith(".gguf"):
+        _require_on_hub(source)
+    return hf_folder(source), False
+
+
+def _require_on_hub(name: str) -> None:
+    """Raises `UserError` unless a model of this name is on the Hub, or was downloaded from it.
+
+    The Hub is asked once. Where the name is a misspelt folder, transformers would try for a minute
+    to get several files.
+    """
+    problem = (
+        f"{name}: there is no such folder here, and no such model on the Hub, or it cannot be "
+        f"reached"
+    )
+    with explained(problem, OSError, ValueError, HTTPError, mend=nearby(Path(name))):
+        if try_to_load_from_cache(name, CONFIG_NAME) is None:
+            model_info(name, timeout=10)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model on the CPU, its tokenizer, and what describes it.
+
+    Attributes:
+        description: folder or Hub id of its description.
+        dtype: what its weights are to have, whatever they have in memory; None: what they have.
+        run: for a model with adapters, the settings that these were trained with; the base is
+            quantised as in its files.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    description: str
+    dtype: torch.dtype | None
+    run: Config | None = None
+
+    def merged(self, dtype: torch.dtype | None) -> PreTrainedModel:
+        """The model, after its adapters are merged into it and its weights cast, in place."""
+        merge(self.model)
+        if dtype is not None:
+            store_in(self.model, dtype)
+        return self.model
+
+
+def open_model(source: str, base: str | None = None, trust_remote_code: bool = False) -> Opened:
+    """The model at `source`, in any form, with adapters beside their base or the model `base`.
+
+    Raises `UserError` when it cannot be opened.
+    """
+    path, is_checkpoint = find_form(source)
+    description = os.path.join(path, DESCRIPTION) if is_checkpoint else path
+    run = _run_of_adapters(path, description, base, trust_remote_code)
+    if run is None and base is not None:
+        raise UserError(f"convert: --base: {source} has no adapters to merge.")
+    if run is not None and base is not None:
+        run = _beside_another_base(run, base)
+    if run is not None and not is_checkpoint:
+        description = hf_folder(str(run.model.name_or_path))
+    with explained(
+        f"{source}: no folder or Hub model that transformers can open",
+        *(OSError, ValueError, SafetensorError),
+        mend="check the files, the name, and whether the Hub can be reached",
+    ):
+        model_config = open_with(AutoConfig, description, trust_remote_code)
+        tokenizer = open_with(AutoTokenizer, description, trust_remote_code)
+        if run is None and not is_checkpoint:
+            model = _open_whole(source, path, model_config, trust_remote_code)
+            return Opened(model, tokenizer, description, None)
+    if run is None:
+        model = _empty_model(model_config)
+    else:
+        if not is_checkpoint:
+            run = _with_base_as_in_files(run, model_config)
+        template = Path(path, CHAT_TEMPLATE_FILE)
+        if template.exists():
+            tokenizer.chat_template = template.read_text()
+        model = _model_with_empty_adapters(run, tokenizer)
+    if is_checkpoint:
+        read_tensors(path, model_tensors(model), Process())
+    elif run is not None:
+        load_adapters(model, trained_names(model), run.lora)
+    return Opened(model, tokenizer, description, model_config.dtype or torch.float32, run)
+
+
+def _run_of_adapters(
+    path: str, description: str, base: str | None, trust_remote_code: bool
+) -> Config | None:
+    """The settings that the adapters in `path` were trained with; None without adapters.
+
+    If they do not say beside which model that was, it is `base`.
+    """
+    settings_file = Path(description, RUN)
+    adapter = Path(path, ADAPTER_FILE)
+    if settings_file.exists():
+        settings = tomllib.loads(settings_file.read_text())
+        # The adapters that training began from may be gone; their tensors are in the checkpoint.
+        settings["lora"]["adapter"] = ()
+        # Whoever opens the model decides whether its code is trusted.
+        settings["model"]["trust_remote_code"] = trust_remote_code
+        # Its task may be a module of the user's, which opening the model need not have.
+        del settings["job"]["task"]
+        # The weights are those of other products too, and these may need a GPU.
+        settings.pop("float8", None)
+        return Config.model_validate(settings)
+    if not adapter.exists():
+        return None
+    base = described_adapter(path).get("base_model_name_or_path") or base
+    if not base:
+        raise UserError(
+            f"{adapter}: does not say of which model it is: add base_model_name_or_path, or give "
+            f"--base."
+        )
+    model = {"name_or_path": base, "trust_remote_code": trust_remote_code}
+    shortest = {"seq_len": 1}  # which fits any model
+    return Config.model_validate({"model": model, "training": shortest, "lora": {"adapter": path}})
+
+
+def _beside_another_base(run: Config, base: str) -> Config:
+    """The settings with the adapters beside another model, whose weights are not quantised."""
+    check_base("convert: --base", base, run.model.name_or_path)
+    model = run.model.model_copy(update={"name_or_path": base, "config": None})
+    return run.model_copy(update={"model": model, "quantization": QuantizationConfig()})
+
+
+def _with_base_as_in_files(run: Config, model_config: PretrainedConfig) -> Config:
+    """The settings with the base quantised as it is in its files."""
+    packed = getattr(model_config, "quantization_config", None)
+    if not packed:
+        base = "none"
+    elif packed.get("load_in_8bit"):
+        base = "int8"
+    else:
+        base = "nf4"
+    quantization = QuantizationConfig.model_validate({"base": base})
+    return run.model_copy(update={"quantization": quantization})
+
+
+def _open_whole(
+    source: str, path: str, model_config: PretrainedConfig, trust_remote_code: bool
+) -> PreTrainedModel:
+    """The model in a Hugging Face folder or on the Hub."""
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise UserError(
+            f"{source}: its weights are quantised: give the model that they were made from."
+        )
+    with damage_explained(
+        f"{source}: its file of weights", (UnpicklingError, EOFError, RuntimeError)
+    ):
+        model = open_with(AutoModelForCausalLM, path, trust_remote_code, dtype="auto")
+        return cast(PreTrainedModel, model)
+
+
+def _empty_model(model_config: PretrainedConfig) -> PreTrainedModel:
+    """The model of a configuration, whose weights are to be read."""
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(model_config)
+    keep_in_float32(model, model.dtype)
+    model.tie_weights()
+    return cast(PreTrainedModel, model)
+
+
+def _model_with_empty_adapters(run: Config, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """The model of a run that trains adapters, whole on the CPU, with empty adapters.
+
+    Weights have the dtype of their files and are views of these. Those that the run has quantised
+    are quantised each time that they are used; they are packed only where their files have them so.
+    """
+    base = load_model_config(run.model, tokenizer)
+    if run.model.name_or_path:
+        dtype = "bfloat16" if base.dtype == torch.bfloat16 else "float32"
+        training = run.training.model_copy(update={"mixed_precision_param": dtype})
+        run = run.model_copy(update={"training": training})
+    model = build_meta_model(run, tokenizer, Layout(), "cpu")
+    if getattr(base, "quantization_config", None):
+        from lacuna.model.layers.quantized import pack_layers  # an extension
+
+        pack_layers(model)
+    cpu = torch.device("cpu")
+    fill_model(model, trained_names(model), run.model, run.lora, run.training, cpu, fill=True)
+    compute_in(model, compute_dtype(run.training, "cpu"))  # not the dtype of what is trained whole
+    model.eval()
+    return model
+
+
+def load_any_model(
+    source: str, device: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model on `device`, ready to generate, adapters merged, and its tokenizer.
+
+    `source` may have any form. Raises `UserError` when it cannot be opened.
+    """
+    opened = open_model(source, trust_remote_code=trust_remote_code)
+    model = opened.merged(opened.dtype)
+    model.to(device)  # type: ignore[arg-type]  # transformers wraps torch's method
+    model.eval()
+    return model, opened.tokenizer

@@ -1,0 +1,134 @@
+"""Checks that a model suits the run before it is made: layouts, lengths, dtypes, ties."""
+
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lacuna.config import Config, UserError, logger
+from lacuna.config.sections import TrainingConfig
+from lacuna.model.architecture import asks_for_router_loss, decoder_layers
+from lacuna.model.layers.lora import trained_names
+from lacuna.model.probe import runs_by_itself
+from lacuna.model.specimen import specimen
+from lacuna.parallel.mesh import Layout
+from lacuna.parallel.parallelize import compile_enabled
+from lacuna.parallel.precision import compute_dtype, kept_in_float32, named_dtype
+from lacuna.parallel.stages import check_pipeline
+from lacuna.parallel.tensor import check_tensor_parallel
+
+if TYPE_CHECKING:
+    from lacuna.model.router import Router
+
+
+def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout) -> None:
+    """Raises `UserError` for sequences that the model or the layout cannot take.
+
+    They may be too long for the model, or not divide into the pieces of the layout. Also raises it
+    for a layout that the model cannot have.
+    """
+    training = config.training
+    positions = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 0
+    if 0 < positions < training.context_len:  # XLNet says -1 for no limit
+        setting = "context_len" if training.varlen else "seq_len"
+        raise UserError(
+            f"training.{setting}: {training.context_len} is more than the {positions} positions of "
+            "the model: lower it, or raise max_position_embeddings in the model's configuration."
+        )
+    length = training.seq_len
+    pieces = layout.tp
+    if layout.cp > 1:
+        pieces *= 2 * layout.cp
+    if length % pieces > 0:
+        raise UserError(
+            f"training.seq_len: {length} is no multiple of tensor_parallel_degree × 2 × "
+            f"context_parallel_degree = {layout.tp} × 2 × {layout.cp}, the pieces of a sequence: "
+            f"the nearest above is {-(-length // pieces) * pieces}."
+        )
+    if layout.sharing > 1 and config.validation.prompts:
+        raise UserError(
+            "validation.prompts: sampling needs data parallelism only; use lacuna generate on the "
+            "run's folder."
+        )
+    if layout.tp > 1:
+        check_tensor_parallel(model_config, layout.tp)
+    if layout.pp > 1:
+        check_pipeline(
+            config.parallelism, config.compile, config.activation_checkpoint, model_config
+        )
+
+
+def check_dtypes(model: PreTrainedModel, training: TrainingConfig) -> None:
+    """Raises `UserError` where weights of several dtypes would be trained and sharded together."""
+    kept = kept_in_float32(model, named_dtype(training.dtype)) & trained_names(model)
+    if kept:
+        raise UserError(
+            f"training.dtype: transformers keeps {min(kept)} in float32, and what is trained "
+            f"cannot be sharded beside it in {training.dtype}: set training.dtype = float32."
+        )
+
+
+def check_ties(model: PreTrainedModel) -> None:
+    """Raises `UserError` where layers share weights, since layers are sharded one by one."""
+    layers = decoder_layers(model)
+    layer_of = {module: place for place, layer in enumerate(layers) for module in layer.modules()}
+    for pair in model.all_tied_weights_keys.items():
+        ends = {layer_of.get(model.get_submodule(name.rpartition(".")[0])) for name in pair}
+        if len(ends) == 2 and None not in ends:
+            raise UserError(
+                f"model: {' and '.join(pair)} are one weight, but layers are sharded one by one: "
+                "use one process."
+            )
+
+
+def reason_not_to_compile(
+    model_config: PretrainedConfig, router: "Router | None", dtype: torch.dtype, device_type: str
+) -> str | None:
+    """Why layers that compute in `dtype` cannot be compiled, or None where they can."""
+    if router is not None:
+        return "their load-balancing loss is computed from what routers found"
+    experts = getattr(model_config.get_text_config(), "_experts_implementation", None)
+    # transformers computes these another way then, on whose gradients torch 2.11's compiler fails.
+    if experts == "grouped_mm" and device_type == "cuda" and dtype != torch.bfloat16:
+        return "grouped products of experts are compiled in bfloat16 only"
+    return None
+
+
+def required_router(
+    config: Config, model_config: PretrainedConfig, layout: Layout, device: torch.device
+) -> "Router | None":
+    """What a run must know of its model's load-balancing loss, or None where none is asked for.
+
+    Raises `UserError` where that loss cannot be computed exactly.
+    """
+    if not asks_for_router_loss(model_config):
+        return None
+    from lacuna.model.router import check_router_loss, find_router
+
+    model = specimen(model_config, device=device)
+    with runs_by_itself(model):
+        router = find_router(model)
+    if router is not None:
+        check_router_loss(
+            config.training,
+            config.curriculum,
+            config.compile,
+            config.activation_checkpoint,
+            layout,
+        )
+    return router
+
+
+def without_vain_compilation(
+    config: Config, model_config: PretrainedConfig, router: "Router | None", device_type: str
+) -> Config:
+    """The same settings, without `compile.enable` where the layers cannot be compiled."""
+    if router is not None:
+        logger.info("load-balancing loss: times %g", router.coefficient)
+    dtype = compute_dtype(config.training, device_type)
+    against = reason_not_to_compile(model_config, router, dtype, device_type)
+    if against is None or not compile_enabled(config.compile, config.parallelism, device_type):
+        return config
+    logger.info("layers are not compiled: %s", against)
+    uncompiled = config.compile.model_copy(update={"enable": False})
+    return config.model_copy(update={"compile": uncompiled})

@@ -1,0 +1,128 @@
+"""Which linear layers compute in 8-bit floats, and what such a run needs."""
+
+import fnmatch
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+
+import torch
+from transformers import PreTrainedModel
+
+from lacuna.config import Config, UserError, logger
+from lacuna.config.machine import Float8Config
+from lacuna.model.layers.linear import PlainLinear, is_transposed, plain_linears
+from lacuna.parallel.mesh import Layout, Mesh
+from lacuna.parallel.precision import compute_dtype
+
+SETTING = "float8.enable_float8_linear"
+_MULTIPLE = 16  # of which the hardware wants both dimensions of a weight
+_CAPABILITY = (8, 9)  # of the first GPUs that multiply in float8: Ada and Hopper
+
+
+def check_float8(config: Config, device: torch.device) -> None:
+    """Raises `UserError` for a device that cannot multiply in float8, or not in the run's dtype."""
+    if config.float8.emulate:
+        return
+    if device.type != "cuda":
+        raise UserError(
+            f"{SETTING}: float8 needs a GPU, and this run is on the CPU: leave it out, or set "
+            "float8.emulate = true to try what it does to the loss."
+        )
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < _CAPABILITY:
+        raise UserError(
+            f"{SETTING}: this GPU has compute capability {major}.{minor}, and float8 products need "
+            "8.9 or higher (Ada, Hopper and newer): leave it out."
+        )
+    if compute_dtype(config.training, "cuda") != torch.bfloat16:
+        raise UserError(
+            f"{SETTING}, training.mixed_precision_param: float8 products give bfloat16; leave the "
+            "second out."
+        )
+
+
+def compute_in_float8(
+    model: PreTrainedModel, config: Config, layout: Layout, device: torch.device | None
+) -> None:
+    """Has the linear layers that gain by it compute in float8, in place.
+
+    The model is whole, and has no adapters yet. Raises `UserError` where torchao is not installed,
+    for a `device` that cannot compute so, where no layer suits, and for names that match none.
+    """
+    if not find_spec("torchao"):
+        raise UserError(
+            f"{SETTING} needs torchao, which is not installed: pip install 'lacuna-train[float8]'."
+        )
+    if device is not None:
+        check_float8(config, device)
+    from lacuna.model.layers.float8_product import wrap_layers
+
+    settings = config.float8
+    chosen = chosen_layers(model, settings)
+    if not chosen:
+        raise UserError(
+            f"{SETTING}: no linear layer of the model would gain by float8: all are too small, or "
+            "not multiples of 16, or left out by float8.filter_fqns. Leave it out, or set "
+            "float8.filter_small = false."
+        )
+    # Rows are as long as is asked for, or shorter by steps of 64 tokens.
+    pads = 64 % (_MULTIPLE * layout.cp) > 0 or config.training.seq_len % (_MULTIPLE * layout.cp) > 0
+    recipe = settings.recipe_name or "tensorwise"
+    wrap_layers([*chosen.values()], recipe, settings.emulate, pads)
+    logger.info("float8: %s, in %d linear layers", recipe, len(chosen))
+
+
+def chosen_layers(model: PreTrainedModel, settings: Float8Config) -> dict[str, PlainLinear]:
+    """The linear layers of a model that compute in float8, by their names.
+
+    The head is none of them, nor are stacks of experts. Raises `UserError` for a pattern of names
+    that matches none.
+    """
+    head = model.get_output_embeddings()
+    layers = {name: one for name, one in plain_linears(model).items() if one is not head}
+    left_out: set[str] = set()
+    for pattern in settings.filter_fqns:
+        found = fnmatch.filter(layers, f"*{pattern}*")
+        if not found:
+            raise UserError(
+                f"float8.filter_fqns: {pattern!r} matches no linear layer: give a part of a name, "
+                f"such as {next(iter(layers), 'q_proj')}; what is too small is left out anyway."
+            )
+        left_out.update(found)
+    chosen = {}
+    for name, layer in layers.items():
+        out, into = layer.weight.shape
+        if is_transposed(layer):
+            out, into = into, out
+        fits = out % _MULTIPLE == 0 and into % _MULTIPLE == 0
+        small = settings.filter_small and loses(out, into, settings.recipe_name or "tensorwise")
+        if fits and not small and name not in left_out:
+            chosen[name] = layer
+    return chosen
+
+
+def loses(out: int, into: int, recipe: str) -> bool:
+    """Whether a product with a weight [out, into] is slower in float8 than in bfloat16.
+
+    The sizes are those that torchao found on H100s (`_auto_filter_for_recipe`, and the tables of
+    torchao/float8/README.md), where casts took longer than the product saved.
+    """
+    if recipe == "tensorwise":
+        return out <= 1024 and into <= 4096
+    return out <= 2048 or into <= 1024 or (out <= 4096 and into <= 2048)
+
+
+def gather_filled(model: PreTrainedModel, settings: Float8Config, mesh: Mesh) -> Callable[[], None]:
+    """Has FSDP gather the weights of a filled model in float8 where that is asked for, in place.
+
+    Returns what must be called after each change of the weights.
+    """
+    if not settings.enable_fsdp_float8_all_gather:
+        return lambda: None
+    from lacuna.model.layers.float8_product import compute_scales, gather_in_float8
+
+    casters = gather_in_float8(model)
+    logger.info("float8: %d weights are gathered in float8", len(casters))
+    if not casters or not settings.precompute_float8_dynamic_scale_for_fsdp:
+        return lambda: None
+    return partial(compute_scales, casters, mesh.layers.get_group(-1))

@@ -1,0 +1,79 @@
+"""What a run replaces in the layers of its model, in the order in which it is done."""
+
+import torch
+from transformers import PreTrainedModel
+
+from lacuna.config import Config, UserError
+from lacuna.config.adapters import described_adapter
+from lacuna.model.architecture import vocabulary_weights
+from lacuna.model.layers.lora import add_adapters
+from lacuna.model.weights import check_base
+from lacuna.parallel.mesh import Layout
+from lacuna.parallel.precision import named_dtype
+
+
+def replace_layers(
+    model: PreTrainedModel,
+    config: Config,
+    is_packed: bool,
+    unquantised: list[str],
+    layout: Layout,
+    device: torch.device | None,
+) -> None:
+    """Quantises layers, has them compute in float8 or in pieces and have adapters, as a run asks.
+
+    That is done in place. `is_packed` says that the model's files are quantised, all but the layers
+    `unquantised`. The `device` that is to compute them must be able to, if it is known. Raises
+    `UserError` for what cannot be replaced so.
+    """
+    if config.quantization.base != "none":
+        from lacuna.model.layers.quantized import quantize_layers
+
+        quantize_layers(model, config.quantization.base, unquantised)
+    if config.float8.enable_float8_linear:
+        from lacuna.model.layers.float8 import compute_in_float8
+
+        compute_in_float8(model, config, layout, device)
+    if config.lora.rank:
+        _add_adapters(model, config, is_packed)
+    if config.activation_checkpoint.mlp_chunks > 1:
+        from lacuna.model.pieces import compute_in_pieces
+
+        compute_in_pieces(model, config.activation_checkpoint.mlp_chunks, layout.tp)
+
+
+def _add_adapters(model: PreTrainedModel, config: Config, is_packed: bool) -> None:
+    """Gives a model, in place, the adapters that its run trains.
+
+    `is_packed` says that the model's files are quantised. Raises `UserError` where something that
+    is to be trained cannot learn.
+    """
+    settings = config.lora
+    if config.model.name_or_path:
+        for folder in settings.adapter:
+            stated = described_adapter(folder).get("base_model_name_or_path")
+            check_base("lora.adapter", config.model.name_or_path, stated)
+    quantised = []
+    if is_packed:
+        from lacuna.model.layers.quantized import quantized_modules
+
+        quantised = [*quantized_modules(model).items()]
+    add_adapters(model, settings, named_dtype(config.training.dtype))
+    lost = [name for name, layer in quantised if layer.weight.requires_grad]
+    if lost:
+        raise UserError(
+            f"lora.modules: {lost[:1]} is quantised in the model's files, where only adapters "
+            "learn."
+        )
+    if is_packed and settings.init == "loftq":
+        raise UserError(
+            "lora.init = loftq: the model's files are quantised, and no longer have what that "
+            "took; leave it out."
+        )
+    vocabulary = vocabulary_weights(model).values()
+    learns = any(weight.requires_grad for weight in vocabulary)
+    if config.model.train_new_tokens_only and not learns:
+        raise UserError(
+            "model.train_new_tokens_only, lora.modules: adapters leave the vocabulary frozen: name "
+            "its embedding in lora.modules."
+        )

@@ -1,0 +1,133 @@
+"""Which parameters of a model an optimizer treats alike: as matrices for Muon, with which decay."""
+
+import itertools
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+
+from lacuna.config import UserError
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.model.architecture import vocabulary_weights
+from lacuna.model.layers.linear import is_matrix, is_transposed
+from lacuna.model.layers.targets import names_matching
+
+
+def muon_matrices(model: PreTrainedModel) -> dict[Tensor, bool]:
+    """The parameters that Muon can update, and whether each is stored as [in, out].
+
+    They are matrices and stacks of matrices, such as those of experts. The embedding, the head,
+    kernels of convolutions and matrices with a single row are none.
+    """
+    left_out = {*vocabulary_weights(model).values()}
+    found: dict[Tensor, bool] = {}
+    for module in model.modules():
+        if isinstance(module, _ConvNd):
+            continue
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter in left_out or not is_matrix(module, name, parameter):
+                continue
+            if min(parameter.shape[-2:]) > 1:
+                added = getattr(module, "added_names", ())  # adapters are as those of all layers
+                found[parameter] = is_transposed(module) and name not in added
+    return found
+
+
+def parameter_groups(
+    model: PreTrainedModel, settings: OptimizerConfig, groups: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The `groups` of parameters by weight decay, each divided by what else is done to them.
+
+    Each says whether it is for `muon`, whether its matrices are `transposed`, and its `lr_ratio`.
+    The first has the settings of the section. All ranks must call it, for their stages of a
+    pipeline. Raises `UserError` for a pattern of `optimizer.groups` that is for nothing.
+    """
+    matrices = muon_matrices(model)
+    chosen = _chosen_groups(model, settings)
+    _require_use(settings, chosen, matrices)
+    divided: dict[Any, dict[str, Any]] = {}
+    for place, group in enumerate(groups):
+        # Without parameters of its own too, so that it is the first.
+        kinds: list[tuple[int | None, bool, bool]] = [(None, False, False)]
+        kinds += [_kind(one, settings, chosen, matrices) for one in group["params"]]
+        for kind, parameter in zip(kinds, [None, *group["params"]], strict=True):
+            index, muon, transposed = kind
+            if (place, kind) not in divided:
+                made = group | {"params": [], "muon": muon, "transposed": transposed}
+                divided[place, kind] = made | _changes(settings, index)
+            if parameter is not None:
+                divided[place, kind]["params"].append(parameter)
+    return [*divided.values()]
+
+
+def _kind(
+    parameter: Tensor,
+    settings: OptimizerConfig,
+    chosen: dict[Tensor, int],
+    matrices: dict[Tensor, bool],
+) -> tuple[int | None, bool, bool]:
+    """A parameter's group of the settings, whether Muon has it, and whether it is transposed."""
+    index = chosen.get(parameter)
+    name = None if index is None else settings.groups[index].name
+    muon = parameter in matrices and (name or settings.name) == "Muon"
+    return index, muon, muon and matrices[parameter]
+
+
+def _changes(settings: OptimizerConfig, index: int | None) -> dict[str, Any]:
+    """What the group of this index in the settings changes for its parameters."""
+    if index is None:
+        return {"lr_ratio": 1.0}
+    group = settings.groups[index]
+    rates = {"lr_ratio": group.lr_ratio, "lr": settings.lr * group.lr_ratio}
+    return rates if group.weight_decay is None else rates | {"weight_decay": group.weight_decay}
+
+
+def _chosen_groups(model: PreTrainedModel, settings: OptimizerConfig) -> dict[Tensor, int]:
+    """The first group of the settings that is for each trained parameter, by any of its names."""
+    chosen: dict[Tensor, int] = {}
+    named = dict(model.named_parameters(remove_duplicate=False))
+    trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
+    for index, group in enumerate(settings.groups):
+        for name in names_matching(trained, group.pattern):
+            chosen.setdefault(trained[name], index)
+    return chosen
+
+
+def _require_use(
+    settings: OptimizerConfig, chosen: dict[Tensor, int], matrices: dict[Tensor, bool]
+) -> None:
+    """Raises `UserError` for a group of the settings that has no parameter on any rank."""
+    if not settings.groups:
+        return
+    used = {
+        index
+        for parameter, index in chosen.items()
+        if settings.groups[index].name != "Muon" or parameter in matrices
+    }
+    if dist.is_initialized():
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, used)
+        used = {*itertools.chain(*found)}
+    for index, group in enumerate(settings.groups):
+        if index not in used:
+            kind = "matrix of a layer" if group.name == "Muon" else "parameter"
+            raise UserError(
+                f"optimizer.groups, table {index + 1}: {group.pattern!r} matches no trained {kind} "
+                "that no table before has: give a name such as self_attn.q_proj.weight, or a "
+                "pattern such as *_proj.weight."
+            )
+
+
+def moments_of(model: PreTrainedModel, settings: OptimizerConfig) -> float:
+    """How many values an optimizer keeps for each trained weight of a model, on average.
+
+    AdamW has two, Muon has one.
+    """
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups = parameter_groups(model, settings, [{"params": trained}])
+    values = {True: 0, False: 0}
+    for group in groups:
+        values[group["muon"]] += sum(parameter.numel() for parameter in group["params"])
+    return (values[True] + 2 * values[False]) / max(sum(values.values()), 1)

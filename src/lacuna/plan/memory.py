@@ -1,0 +1,194 @@
+"""How much memory a run will take on the rank that needs most."""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lacuna.config import Config
+from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
+from lacuna.data import BatchSizes
+from lacuna.data.tokenizer import grown_tokenizer
+from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
+from lacuna.model.build import build_meta_model, frozen_settings
+from lacuna.model.layers.quantized import quantized_modules
+from lacuna.model.loss import CHUNK_BYTES
+from lacuna.model.parameter_groups import moments_of
+from lacuna.model.vocabulary import embeds_on_cpu
+from lacuna.objective.language_modelling import FrozenModel
+from lacuna.parallel.fsdp import is_alone, reshard_after_forward
+from lacuna.parallel.mesh import Layout
+from lacuna.parallel.parallelize import compile_enabled
+from lacuna.parallel.precision import compute_dtype
+from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
+
+
+def layers_in_flight(settings: ParallelismConfig, pp: int, microbatches: int, layers: int) -> float:
+    """How many layers' activations, each of one micro-batch, a rank holds at once.
+
+    In a pipeline over `pp` ranks this is the rank that holds most.
+    """
+    if pp == 1:
+        return layers
+    order = pipeline_order(settings, microbatches)
+    stages = sum(map(len, held_stages(order).values()))
+    return max(map(most_unfinished, order.values())) * layers / stages
+
+
+def recomputed_share(settings: ActivationCheckpointConfig) -> float:
+    """The share of the activations of the layers that is computed anew in the backward pass."""
+    if settings.mode == "full":
+        return 1
+    if settings.mode == "memory_budget":
+        return 1 - settings.memory_budget
+    if settings.mode == "selective":
+        option = settings.selective_ac_option
+        return 0.5 if option == "op" else 1 / int(option)
+    return 0
+
+
+def _kept_values(
+    text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float, pieces: int
+) -> float:
+    """How many values `layers` keep for the backward pass, per token.
+
+    Attention keeps its input, normed input, query, key, value and output; the feed-forward part its
+    input, normed input and three (gated) or two wide tensors. Uncompiled code also keeps the
+    intermediate results of norms, rotations and activations, about as much again. Of what is
+    recomputed, the layers' inputs and one layer remain. Of wide tensors computed in `pieces`, one
+    piece's remain. Tensor parallelism divides all of it but the normed inputs, which it gathers.
+    """
+    widest = max(layer_settings(text), key=head_dim)
+    hidden = widest.hidden_size
+    heads = attention_heads(widest)
+    key_value = getattr(widest, "num_key_value_heads", None) or heads
+    wide = getattr(widest, "intermediate_size", None) or getattr(widest, "n_inner", None)
+    attention = 2 * hidden + 2 * (heads + key_value) * head_dim(widest)
+    feed_forward = 3 * (wide or 4 * hidden)
+    one_piece = 0.0
+    if pieces > 1:
+        one_piece = feed_forward / pieces / tp
+        feed_forward = 0
+    layer = 2 * hidden + (attention + feed_forward) / tp
+    if not fused:
+        layer *= 2
+        one_piece *= 2
+    kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp)
+    if recomputed:
+        kept += layer
+    return float(kept + one_piece + 2 * hidden / tp)
+
+
+class _WeightSizes(NamedTuple):
+    """How many weights there are to store and compute with on the rank that needs most memory.
+
+    Attributes:
+        inside: weights of its layers, divided by tensor parallelism.
+        layer: weights of its largest layer, divided likewise.
+        outside: weights outside the layers, which tensor parallelism does not divide when used.
+        shard: all that it stores.
+        learning_share: the share of all weights that is trained.
+    """
+
+    inside: float
+    layer: float
+    outside: float
+    shard: float
+    learning_share: float
+
+
+def _weight_sizes(model: PreTrainedModel, layout: Layout, stored: int) -> _WeightSizes:
+    """The weights of a rank, where one that is not quantised takes `stored` bytes.
+
+    A quantised weight counts as many as would take its room. The rank is taken to have the larger
+    end of a pipeline, which is the embedding or the head, as large as each other.
+    """
+    room: dict[Any, float] = {weight: weight.numel() for weight in model.parameters()}
+    for layer in quantized_modules(model).values():
+        room[layer.weight] = layer.packed_bytes / stored
+    layers = [sum(room[weight] for weight in layer.parameters()) for layer in decoder_layers(model)]
+    total = sum(room.values())
+    text = model.config.get_text_config()
+    outside = text.vocab_size * text.hidden_size if layout.pp > 1 else total - sum(layers)
+    inside = sum(layers) / layout.pp / layout.tp
+    trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+    return _WeightSizes(
+        inside=inside,
+        layer=max(layers) / layout.tp,
+        outside=outside,
+        shard=(outside / layout.tp + inside) / (layout.dp_shard * layout.cp),
+        learning_share=trained / total,
+    )
+
+
+def estimate_memory(
+    config: Config, layout: Layout, batch: BatchSizes, model: PreTrainedModel, device: str
+) -> dict[str, float]:
+    """Bytes by what holds them on the rank that needs most, with an even share of the layers.
+
+    `model` needs no memory itself. The allocator's rounding and the CUDA context (about 1 GiB) come
+    on top.
+    """
+    text = model.config.get_text_config()
+    compute = compute_dtype(config.training, device).itemsize
+    compiled = compile_enabled(config.compile, config.parallelism, device)
+    master = getattr(torch, config.training.dtype).itemsize
+    stored = compute if config.lora.rank else master
+    sizes = _weight_sizes(model, layout, stored)
+    learns = sizes.learning_share
+    reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
+    gathered = compute if config.quantization.base == "none" else master  # for weights that learn
+    alone = is_alone(config.training, layout)
+    unreduced = 0.0
+    if not alone:
+        # A pipeline reduces its gradients when all of them are there.
+        waiting = sizes.inside if layout.pp > 1 else sizes.layer
+        unreduced = sizes.outside + waiting
+    copies = not (alone and compiled) and (compute != stored or layout.dp_shard * layout.cp > 1)
+    at_once = 0.0
+    if copies:
+        resharded = reshard_after_forward(config.parallelism, config.training, layout)
+        layers_at_once = 2 * sizes.layer if resharded else sizes.inside
+        at_once = sizes.outside + layers_at_once
+    tokens = batch.micro_batch * config.training.seq_len / layout.cp
+    layer_count = len(decoder_layers(model))
+    in_flight = layers_in_flight(config.parallelism, layout.pp, batch.accumulation, layer_count)
+    recomputed = recomputed_share(config.activation_checkpoint)
+    pieces = config.activation_checkpoint.mlp_chunks
+    kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed, pieces)
+    head = text.vocab_size * text.hidden_size
+    weights = sizes.shard * (learns * master + (1 - learns) * stored)
+    if embeds_on_cpu(model, config.quantization.base, alone, device):
+        weights -= head * stored
+    loss = 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size)
+    if cast(Any, model).get_output_embeddings().weight.requires_grad:
+        loss += 4 * head
+    return {
+        "weights": weights,
+        "gradients": learns * (sizes.shard * master + unreduced * (gathered + reduced)),
+        "optimizer": moments_of(model, config.optimizer) * learns * sizes.shard * master,
+        "gathered": at_once * (learns * gathered + (1 - learns) * compute),
+        "activations": tokens * kept * compute,
+        "loss": loss,
+    }
+
+
+def frozen_memory(
+    frozen: FrozenModel, layout: Layout, batch: BatchSizes, device: str, here: torch.device | None
+) -> float:
+    """Bytes that a model which is not trained takes on the rank that needs most.
+
+    It is spread like the one that is trained, and its layers are gathered when the other's are not.
+    Its attention is tried out where there is a device `here` to try it on. Raises `UserError` for a
+    model that cannot be spread or quantised so.
+    """
+    config = frozen_settings(frozen.config, device)
+    model = build_meta_model(config, grown_tokenizer(config.model), layout, device, here)
+    weights = estimate_memory(config, layout, batch, model, device)["weights"]
+    if not frozen.keeps_states:
+        return weights
+    text = model.config.get_text_config()
+    whole_head = 0 if is_alone(config.training, layout) else text.vocab_size
+    tokens = batch.micro_batch * batch.accumulation * config.training.seq_len / layout.cp
+    states: float = (tokens + whole_head) * text.hidden_size
+    return weights + states * compute_dtype(config.training, device).itemsize

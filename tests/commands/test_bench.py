@@ -1,0 +1,122 @@
+"""`lacuna bench` measures steps of a run and leaves the run alone; a peer makes the same steps."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from lacuna.commands import bench
+from lacuna.train.kernels import CLASSES, IDLE
+from runs import lacuna, refused
+
+WINDOW = 2
+
+
+def measured(world: Path, folder: Path, *flags: object) -> dict[str, Any]:
+    """What `lacuna bench` of the world's run writes to `folder`."""
+    words = ("--steps", WINDOW, "--output", folder, "--job.dump_folder", folder / "run")
+    output = lacuna("bench", world / "run.toml", "--job.name", "tiny", *words, *flags)
+    assert f"Written to {folder / 'tiny.json'} and {folder / 'tiny.svg'}." in output
+    record: dict[str, Any] = json.loads((folder / "tiny.json").read_text())
+    return record
+
+
+def require_whole(record: dict[str, Any]) -> None:
+    """Asserts that what must add up does."""
+    own = record["lacuna"]
+    speeds = [window["tokens_per_second"] for window in own["windows"]]
+    speed = own["tokens_per_second"]
+    assert speed["median"] == statistics.median(speeds) > 0
+    assert speed["spread"] == pytest.approx((max(speeds) - min(speeds)) / speed["median"])
+    kernels = own["kernels"]
+    assert kernels["seconds"].keys() == {*CLASSES, IDLE}
+    assert sum(kernels["seconds"].values()) == pytest.approx(kernels["step_seconds"])
+    for name in ("matrix products", "attention", "elementwise", "copies"):
+        assert 0 < kernels["seconds"][name] <= kernels["busy_seconds"][name] * (1 + 1e-9), name
+    memory = own["memory_gib"]
+    assert memory["parameters"] == memory["gradients"] > 0
+    assert memory["optimizer"] == pytest.approx(2 * memory["parameters"], rel=0.01)
+    parts = ("parameters", "gradients", "optimizer", "activations_and_rest")
+    assert sum(memory[part] for part in parts) == pytest.approx(memory["reserved"])
+
+
+def test_a_run_is_measured_and_left_alone(world: Path, tmp_path: Path) -> None:
+    flags = ("--validation.dataset", world / "validation.jsonl", "--validation.freq", 1)
+    flags += ("--checkpoint.interval", 1, "--training.epochs", 1, "--training.steps", "none")
+    record = measured(world, tmp_path, *flags, "--windows", 4)
+    require_whole(record)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tiny.json", "tiny.svg"]
+    own = record["lacuna"]
+    assert [window["step"] for window in own["windows"]] == [6, 8, 10, 12]
+    assert own["mfu"] is None
+    assert own["memory_gib"]["parameters"] == record["parameters"] * 4 / 2**30
+    assert record["settings"]["training"]["epochs"] == 1
+    assert record["versions"]["torch"]
+    assert record["device"]["type"] == "cpu"
+    assert record["sequences_of_a_step"] == 4
+    text = "".join(ElementTree.parse(tmp_path / "tiny.svg").getroot().itertext())
+    assert "matrix" in text and "optimizer" in text
+
+
+def test_the_trainer_of_transformers_makes_the_same_steps(world: Path, tmp_path: Path) -> None:
+    flags = ("--against", "transformers", "--training.gradient_accumulation_steps", 2)
+    record = measured(world, tmp_path, *flags)
+    require_whole(record)
+    own, peer = record["lacuna"], record["transformers"]
+    # Other weights, rows, labels or bounds of documents would differ in the second digit.
+    assert peer["first_loss"] == pytest.approx(own["first_loss"], abs=1e-4)
+    assert len(peer["window_seconds"]) == len(own["windows"]) == 3
+    tokens = [sum(peer["task"]["tokens_of_steps"][step : step + WINDOW]) for step in (4, 6, 8)]
+    speeds = [count / time for count, time in zip(tokens, peer["window_seconds"], strict=True)]
+    assert peer["tokens_per_second"]["highest"] == pytest.approx(max(speeds))
+    ratio = own["tokens_per_second"]["median"] / peer["tokens_per_second"]["median"]
+    assert record["ratio"]["tokens_per_second"] == pytest.approx(ratio)
+
+
+@pytest.mark.slow
+def test_two_processes_and_their_peers_make_the_steps_of_one(world: Path, tmp_path: Path) -> None:
+    alone = measured(world, tmp_path / "one")
+    two = ("--cpus", 2, "--training.batch_size", 2)
+    sharded = measured(world, tmp_path / "sharded", *two)
+    require_whole(sharded)
+    half = alone["lacuna"]["memory_gib"]["parameters"] / 2
+    assert sharded["lacuna"]["memory_gib"]["parameters"] == pytest.approx(half, rel=0.01)
+    assert sharded["lacuna"]["kernels"]["busy_seconds"]["communication"] > 0
+    both = ("--parallelism.data_parallel_replicate_degree", 2, "--against", "transformers")
+    copied = measured(world, tmp_path / "copied", *two, *both)
+    first = alone["lacuna"]["first_loss"]
+    assert copied["transformers"]["first_loss"] == pytest.approx(first, abs=1e-4)
+    for record in (sharded, copied):
+        assert record["lacuna"]["first_loss"] == pytest.approx(first, rel=1e-5)
+
+
+def test_what_cannot_be_is_refused_before_anything_is_done(world: Path, tmp_path: Path) -> None:
+    run = ("bench", world / "run.toml", "--output", tmp_path)
+    assert "--windows must be at least 3" in refused(*run, "--windows", 2)
+    assert "--steps must be at least 1" in refused(*run, "--steps", 0)
+    assert "choose from" in refused(*run, "--against", "megatron")
+    (tmp_path / "file").touch()
+    assert "file" in refused("bench", world / "run.toml", "--output", tmp_path / "file")
+    against = (*run, "--against", "transformers")
+    for setting in (
+        ("--lora.rank", 4),
+        ("--activation_checkpoint.mode", "selective"),
+        ("--training.enable_cpu_offload",),
+        ("--parallelism.tensor_parallel_degree", 2),
+        ("--job.task", "preference"),
+    ):
+        name = str(setting[0]).removeprefix("--")
+        assert f"has nothing like {name}=" in refused(*against, *setting)
+    assert "data_parallel_replicate_degree = 2" in refused(*against, "--cpus", 2)
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_driver_that_is_not_there_is_named_with_the_way_to_it(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench, "DRIVERS", tmp_path)
+    words = ("bench", world / "run.toml", "--output", tmp_path, "--against", "transformers")
+    assert "pip install -e . -c constraints.txt" in refused(*words)

@@ -1,0 +1,192 @@
+"""Products in float8: in which layers, near to exact ones, and the same in every layout."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from lacuna.config import UserError
+from lacuna.config.adapters import LoraConfig
+from lacuna.config.machine import ActivationCheckpointConfig, Float8Config
+from lacuna.model.architecture import meta_model
+from lacuna.model.build import build_meta_model
+from lacuna.model.layers.float8 import check_float8, chosen_layers, loses
+from lacuna.parallel.mesh import Layout
+from layouts import Case, Outcome, configuration, outcomes
+from runs import curve, make_world, stop_after, train, weights
+from tiny import (
+    random_model,
+    relative_error,
+    tiny_config,
+    tokenizer_of_words,
+)
+
+RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+GATHER = {"enable_fsdp_float8_all_gather": True}
+AHEAD = GATHER | {"precompute_float8_dynamic_scale_for_fsdp": True}
+
+
+def float8(recipe: str = "tensorwise", **settings: Any) -> Float8Config:
+    """Emulated, in layers of any size."""
+    emulated: dict[str, Any] = {"filter_small": False, "emulate": True, **settings}
+    return Float8Config(enable_float8_linear=True, recipe_name=recipe, **emulated)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("float8")
+    random_model(tiny_config("llama_tied", num_hidden_layers=4)).save_pretrained(folder)
+    return folder
+
+
+def check_near(outcome: Outcome, other: Outcome, error: float = 1e-5) -> None:
+    assert outcome.loss == pytest.approx(other.loss, rel=error)
+    assert outcome.norm == pytest.approx(other.norm, rel=error)
+    assert relative_error(outcome.gradients, other.gradients) < error
+    assert relative_error(outcome.updated, other.updated) < error
+
+
+def test_layers_that_lose_by_it_are_left_out_and_so_is_the_head() -> None:
+    sizes = {"hidden_size": 2048, "intermediate_size": 8192, "vocab_size": 4096}
+    heads = {"num_attention_heads": 32, "num_key_value_heads": 8, "num_hidden_layers": 1}
+    llama = meta_model(LlamaConfig(**sizes, **heads), "sdpa", torch.float32)
+
+    def ends(**settings: Any) -> set[str]:
+        chosen = chosen_layers(llama, float8(**({"filter_small": True} | settings)))
+        return {name.rpartition(".")[2] for name in chosen}
+
+    assert ends() == {"q_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+    assert ends(recipe="rowwise") == {"gate_proj", "up_proj"}
+    assert ends(filter_fqns=("attn", "up*")) == {"gate_proj", "down_proj"}
+    assert ends(filter_small=False) >= {"k_proj", "v_proj"}
+    assert "lm_head" not in ends(filter_small=False)
+    with pytest.raises(UserError, match="'atn' matches no linear layer"):
+        ends(filter_fqns=("atn",))
+
+
+def test_sizes_that_are_no_multiples_of_16_are_left_out() -> None:
+    odd = meta_model(tiny_config("llama", intermediate_size=56), "sdpa", torch.float32)
+    assert {name.split(".")[-2] for name in chosen_layers(odd, float8())} == {"self_attn"}
+
+
+def test_stacks_of_experts_stay_as_they_are() -> None:
+    mixed = meta_model(tiny_config("qwen3_moe"), "sdpa", torch.float32)
+    assert {name.split(".")[-2] for name in chosen_layers(mixed, float8())} == {"self_attn"}
+
+
+def test_small_products_lose_more_by_rows_than_by_tensors() -> None:
+    assert not loses(2048, 2048, "tensorwise") and loses(2048, 2048, "rowwise")
+    assert not loses(8192, 2048, "rowwise") and loses(1024, 4096, "tensorwise")
+
+
+def test_a_cpu_computes_it_only_emulated(model: Path) -> None:
+    config = configuration(model, Case(float8=float8(emulate=False)))
+    with pytest.raises(UserError, match=r"float8 needs a GPU.*float8\.emulate"):
+        check_float8(config, torch.device("cpu"))
+    check_float8(configuration(model, Case(float8=float8())), torch.device("cpu"))
+
+
+def test_a_gpu_must_be_able_to(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configuration(model, Case(float8=float8(emulate=False)))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
+    with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 products need 8\.9"):
+        check_float8(config, torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    check_float8(config, torch.device("cuda"))
+    exact = configuration(model, Case(float8=float8(emulate=False), precision="float32"))
+    with pytest.raises(UserError, match="mixed_precision_param"):
+        check_float8(exact, torch.device("cuda"))
+
+
+def test_without_torchao_it_is_said_how_to_get_it(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lacuna.model.layers.float8.find_spec", lambda _: None)
+    config = configuration(model, Case(float8=float8()))
+    with pytest.raises(UserError, match=r"pip install 'lacuna-train\[float8\]'"):
+        build_meta_model(config, tokenizer_of_words(), Layout(), "cpu")
+
+
+def test_a_model_without_a_layer_that_gains_is_refused(model: Path) -> None:
+    pytest.importorskip("torchao")
+    config = configuration(model, Case(float8=float8(filter_small=True)))
+    with pytest.raises(UserError, match="no linear layer of the model would gain"):
+        build_meta_model(config, tokenizer_of_words(), Layout(), "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_it_is_near_to_exact_products_and_the_same_in_every_layout(
+    model: Path, recipe: str
+) -> None:
+    pytest.importorskip("torchao")
+    again = ActivationCheckpointConfig(mode="full")
+    by_operation = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+    exact, one, *alone = outcomes(
+        model,
+        [
+            Case(),
+            Case(float8=float8(recipe), accumulation=2),
+            Case(float8=float8(recipe), accumulation=2, recompute=again),
+            Case(float8=float8(recipe), accumulation=2, recompute=by_operation),
+        ],
+    )
+    assert 1e-3 < relative_error(one.gradients, exact.gradients) < 0.25
+    assert one.loss == pytest.approx(exact.loss, rel=1e-2)
+    for outcome in alone:
+        check_near(outcome, one)
+    # Each rank has the micro-batches of one rank, since they share scales.
+    ways: list[dict[str, Any]] = [{}] if recipe != "tensorwise" else [{}, GATHER, AHEAD]
+    sharded = [Case(Layout(1, 2), float8=float8(recipe, **way)) for way in ways]
+    sharded += [Case(Layout(2, 1), float8=float8(recipe, **ways[-1]))]
+    for schedule in ("1F1B", "InterleavedZeroBubble"):
+        cut = {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": schedule}
+        sharded += [Case(Layout(pp=2), 2, parallelism=cut, float8=float8(recipe))]
+    if recipe != "tensorwise":  # whose scale is of all tokens of a rank
+        sharded += [Case(Layout(cp=2), 2, float8=float8(recipe))]
+    for outcome in outcomes(model, sharded):
+        check_near(outcome, one)
+
+
+@pytest.mark.slow
+def test_adapters_learn_beside_frozen_float8_layers(model: Path) -> None:
+    pytest.importorskip("torchao")
+    lora = LoraConfig(rank=3)
+    exact, one = outcomes(
+        model, [Case(lora=lora), Case(lora=lora, float8=float8(), accumulation=2)]
+    )
+    assert one.gradients.keys() == exact.gradients.keys()
+    assert 1e-3 < relative_error(one.gradients, exact.gradients) < 0.25
+    for outcome in outcomes(model, [Case(Layout(1, 2), lora=lora, float8=float8(**AHEAD))]):
+        check_near(outcome, one)
+
+
+@pytest.mark.slow
+def test_layers_compile_as_one_graph(model: Path) -> None:
+    pytest.importorskip("torchao")
+    cases = [Case(float8=float8(), compiled=compiled) for compiled in (False, True)]
+    one, compiled = outcomes(model, cases)
+    check_near(compiled, one, error=1e-2)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_bit_by_bit_and_its_export_is_a_plain_model(tmp_path: Path) -> None:
+    pytest.importorskip("torchao")
+    world = make_world(tmp_path / "world")
+    settings = ("--float8.enable_float8_linear", "--float8.emulate", "--float8.filter_small=false")
+    settings += ("--cpus", "2", "--training.batch_size", "2")
+    settings += ("--float8.enable_fsdp_float8_all_gather",)
+    settings += ("--float8.precompute_float8_dynamic_scale_for_fsdp",)
+    train(world, tmp_path / "whole", *settings)
+    stop_after(2, world, tmp_path / "parts", *settings)
+    train(world, tmp_path / "parts", *settings)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+    assert weights(tmp_path / "parts") == weights(tmp_path / "whole")
+    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "whole" / "hf")
+    assert {type(one).__name__ for one in opened.modules()} >= {"Linear", "LlamaRMSNorm"}
+    # In another layout, and without float8: names and dtypes are the same.
+    stop_after(2, world, tmp_path / "other", *settings)
+    train(world, tmp_path / "other")
+    assert len(curve(tmp_path / "other")) == len(curve(tmp_path / "whole"))
