@@ -9,7 +9,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from lacuna.model import flash
 from lacuna.model.attention import PACKED
-from lacuna.model.flash import install_fastest_kernels, use_flash_attention_4
+from lacuna.model.build import install_fastest_kernels
+from lacuna.model.flash import use_flash_attention_4
 from lacuna.parallel.mesh import Layout
 from tiny import tiny_config
 
@@ -129,7 +130,6 @@ def test_the_package_is_used_where_it_is_installed_and_tried(
 ) -> None:
     used: list[bool] = []
     monkeypatch.setattr(flash, "use_flash_attention_4", lambda: used.append(True))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -142,9 +142,8 @@ def test_the_package_is_used_where_it_is_installed_and_tried(
         model_config = tiny_config("llama", **changes)
         model_config._attn_implementation = attention
         used.clear()
-        return "FlashAttention 4" in install_fastest_kernels(model_config, layout) and used == [
-            True
-        ]
+        said = install_fastest_kernels(model_config, layout, "cuda")
+        return "FlashAttention 4" in said and used == [True]
 
     install("flash_attn")
     assert not chosen(), "FlashAttention 2 has a module of the same name"

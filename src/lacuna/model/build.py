@@ -4,11 +4,12 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.metadata import distributions
 from typing import cast
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, in_curriculum_stage
 from lacuna.config.adapters import QuantizationConfig
@@ -23,7 +24,6 @@ from lacuna.model.checks import (
     required_router,
     without_vain_compilation,
 )
-from lacuna.model.flash import install_fastest_kernels
 from lacuna.model.forward import Reading, attach_forward, hidden_states, run_forward
 from lacuna.model.head import Head, probe_head
 from lacuna.model.inputs import Inputs, prepare_inputs
@@ -155,7 +155,7 @@ def build_model(
     Raises `UserError` for whatever the configuration gets wrong.
     """
     model = build_meta_model(config, tokenizer, mesh.layout, device.type, device)
-    logger.info("attention: %s", install_fastest_kernels(model.config, mesh.layout))
+    logger.info("attention: %s", install_fastest_kernels(model.config, mesh.layout, device.type))
     router = required_router(config, model.config, mesh.layout, device)
     config = without_vain_compilation(config, model.config, router, device.type)
     compiled = compile_enabled(config.compile, config.parallelism, device.type)
@@ -190,6 +190,18 @@ def build_model(
         pipeline = Pipeline(config.parallelism, mesh, device, dtype, stages, run)
     after = _after_update(model, config, mesh)
     return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, flops, after)
+
+
+def install_fastest_kernels(
+    model_config: PretrainedConfig, layout: Layout, device_type: str
+) -> str:
+    """Has the fastest kernels that are installed compute attention; says what computes it."""
+    # By its own name, since FlashAttention 2's package has a module of the same name.
+    if device_type != "cuda" or not any(distributions(name="flash-attn-4")):
+        return str(model_config._attn_implementation)
+    from lacuna.model.flash import install_flash_attention_4  # an extension
+
+    return install_flash_attention_4(model_config, layout)
 
 
 def _after_update(model: PreTrainedModel, config: Config, mesh: Mesh) -> Callable[[], None]:

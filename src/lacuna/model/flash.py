@@ -2,7 +2,6 @@
 
 import warnings
 from functools import cache
-from importlib.metadata import distributions
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from lacuna.parallel.mesh import Layout
 _WIDEST = {9: 256, 10: 128}
 
 
-def install_fastest_kernels(model_config: PretrainedConfig, layout: Layout) -> str:
+def install_flash_attention_4(model_config: PretrainedConfig, layout: Layout) -> str:
     """Has FlashAttention 4 compute our attention where it can, and says what computes attention.
 
     It is not used with context or pipeline parallelism, since it has not been tried on the empty
@@ -28,7 +27,7 @@ def install_fastest_kernels(model_config: PretrainedConfig, layout: Layout) -> s
     """
     chosen: str = model_config._attn_implementation
     suits = chosen == PACKED and layout.cp * layout.pp == 1 and not has_dropout(model_config)
-    if not suits or not _is_installed():
+    if not suits:
         return chosen
     widest = _WIDEST.get(torch.cuda.get_device_capability()[0], 0)
     widths = [head_dim(layer) for layer in layer_settings(model_config.get_text_config())]
@@ -36,15 +35,6 @@ def install_fastest_kernels(model_config: PretrainedConfig, layout: Layout) -> s
         return chosen
     use_flash_attention_4()
     return f"{chosen}, by FlashAttention 4"
-
-
-def _is_installed() -> bool:
-    """Whether the package is installed and there is a GPU.
-
-    The package is looked for by its own name, since FlashAttention 2's has a module of the same
-    name, which lacks much.
-    """
-    return any(distributions(name="flash-attn-4")) and torch.cuda.is_available()
 
 
 @cache

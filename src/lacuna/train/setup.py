@@ -35,7 +35,7 @@ from lacuna.train.resume import (
 )
 from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start
-from lacuna.train.state import Interval, TrainState
+from lacuna.train.state import Interval, Start, TrainState
 
 
 class Run:
@@ -53,6 +53,8 @@ class Run:
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.process = process
+        self.start = Start()
+        self.start.end_phase("libraries")
         self.objective = find_objective(config.job.task)
         if config.training.deterministic:
             # Before the first matrix product.
@@ -74,10 +76,12 @@ class Run:
         started_with = loop.get("started_with")
         self.config, self.batch = self.curriculum[0]
         self.open_data(saved, started_with, str(start))
+        self.start.end_phase("data")
         if back:
             on_first(process, lambda: set_aside_later_steps(folder, checkpoints, back_to))
         self.write_settings()
         self.load_model(mesh, start, saved)
+        self.start.end_phase("model")
         self.say_what_changed(started_with)
         self.validation = None
         if config.validation.resolved_source():

@@ -3,6 +3,8 @@
 import time
 from dataclasses import dataclass, field
 
+from lacuna import BEGAN
+
 
 @dataclass
 class TrainState:
@@ -26,6 +28,29 @@ class TrainState:
     worse_validations: int = 0
     curriculum_stage: int = 0
     ranked: int | None = None
+
+
+@dataclass
+class Start:
+    """What the time from the start of this process to the end of its first step went into.
+
+    Attributes:
+        phases: the seconds that each took, in their order.
+        ended: when the last of them ended.
+    """
+
+    phases: dict[str, float] = field(default_factory=dict)
+    ended: float = BEGAN
+
+    def end_phase(self, name: str) -> None:
+        """Ends the phase that began where the last one ended."""
+        now = time.monotonic()
+        self.phases[name] = now - self.ended
+        self.ended = now
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in self.phases.items())
+        return f"{sum(self.phases.values()):.1f} s after the start ({parts})"
 
 
 @dataclass

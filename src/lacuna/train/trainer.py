@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lacuna.config import RunError, logger
+from lacuna.config import logger
 from lacuna.config.documents import CurriculumConfig
 from lacuna.config.learning_rate import learning_rate
 from lacuna.data import Batch
@@ -19,6 +19,7 @@ from lacuna.data.mixture import random_key
 from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import tighten_timeout
 from lacuna.train.metrics import peak_memory
+from lacuna.train.numbers import act_on_numbers, send_to_host
 from lacuna.train.optimizer import optimizer_tensors, update
 from lacuna.train.setup import Run
 from lacuna.train.state import Interval
@@ -38,6 +39,7 @@ def train(run: Run, stop: list[int]) -> bool:
         if run.state.step == 0:
             _validate(run)
         _advance_curriculum(run)  # also when a run that had ended is made longer
+        run.start.end_phase("preparation")
         run.interval = Interval()
         while run.state.step < run.total_steps and not run.stopping:
             train_step(run, bool(stop))
@@ -88,11 +90,14 @@ def train_step(run: Run, stop: bool) -> None:
     sums = accumulate_gradients(run.built, batches, objective.loss, divisor)
     norm, skip = update(run.built, run.optimizer, divisor)
     state.step += 1
-    _send_to_host(run, totals | {"finite": torch.isfinite(norm).double(), "skipped": skip.double()})
+    send_to_host(run, totals | {"finite": torch.isfinite(norm).double(), "skipped": skip.double()})
     run.metrics.advance(completed=state.step)
     if state.step % config.metrics.log_freq == 0 or state.step in (1, run.total_steps):
         _log(run, sums, totals, norm, rate)
     if state.step == run.first_step:
+        act_on_numbers(run)  # waits for a GPU to be done with the step
+        run.start.end_phase("first step")
+        logger.info("step %d was done %s", state.step, run.start)
         tighten_timeout(config.comm.train_timeout_seconds, run.process)
     if state.step % config.training.gc_freq == 0:
         gc.collect(1)
@@ -122,7 +127,7 @@ def _save_if_due(run: Run) -> None:
     run.save_wanted |= by_steps or is_best
     if not run.save_wanted or run.stopping or state.step >= run.total_steps:
         return
-    _act_on_numbers(run)
+    act_on_numbers(run)
     if run.skipped_in_a_row and not is_best:
         return  # it is saved after the next step that is not skipped
     _save(run)
@@ -152,58 +157,13 @@ def _next_batches(run: Run) -> Sequence[Batch]:
     return batches
 
 
-def _send_to_host(run: Run, numbers: dict[str, Tensor]) -> None:
-    """Sends a step's numbers to the host, which reads them a step later, so as not to wait."""
-    _act_on_numbers(run)
-    stacked = torch.stack([*numbers.values()])
-    sent = torch.get_device_module(stacked.device).Event()
-    run.pending = [*numbers], stacked.to("cpu", non_blocking=True), sent  # into page-locked memory
-    sent.record()
-    if not stacked.is_cuda:
-        _act_on_numbers(run)
-
-
-def _act_on_numbers(run: Run) -> None:
-    """Acts on the numbers that were sent to the host, if any.
-
-    Every rank gets the same, at the same step.
-    """
-    if run.pending is None:
-        return
-    state = run.state
-    training = run.config.training
-    names, stacked, sent = run.pending
-    run.pending = None
-    sent.synchronize()
-    numbers = dict(zip(names, stacked.tolist(), strict=True))
-    state.tokens += int(numbers["tokens"])
-    for source in range(len(state.source_tokens)):
-        state.source_tokens[source] += int(numbers[f"source_{source}"])
-    state.skipped_steps += int(numbers["skipped"])
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
-    run.interval.tokens += numbers["tokens"]
-    run.stopping |= numbers["stop"] > 0
-    run.save_wanted |= numbers["save"] > 0
-    if not numbers["finite"] and not training.skip_nan_inf:
-        raise RunError(
-            f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from "
-            f"before that. training.skip_nan_inf = true would leave such steps out; a lower "
-            f"optimizer.lr or a longer lr_scheduler.warmup_steps often cures it."
-        )
-    if run.skipped_in_a_row >= training.max_skipped_steps:
-        raise RunError(
-            f"{run.skipped_in_a_row} steps in a row were skipped because their gradients are not "
-            f"finite (training.max_skipped_steps): the run has diverged."
-        )
-
-
 def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, rate: float) -> None:
     """Writes a row of metrics, for the steps since the one before, and begins a new interval."""
     state = run.state
     interval = run.interval
     summed = torch.cat([own_sums, own_sums.new_tensor([interval.waited])])
     dist.all_reduce(summed)
-    _act_on_numbers(run)
+    act_on_numbers(run)
     names = run.objective.loss.names
     # One wait for a GPU.
     numbers = torch.cat([torch.stack([*totals.values()]), summed, norm[None].to(summed)])
@@ -285,7 +245,7 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     """Writes a checkpoint of the present step, unless there is one."""
     state = run.state
     settings = run.config.checkpoint
-    _act_on_numbers(run)
+    act_on_numbers(run)
     run.save_wanted = False
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
