@@ -13,6 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
 from lacuna.config.conversations import ChatConfig
+from lacuna.config.documents import CurriculumConfig, CurriculumStage
 from lacuna.data import Batch, BatchSizes, Loader, build_loader, build_validation, merge_states
 from lacuna.data.chat import encode
 from lacuna.data.document import Document
@@ -339,6 +340,17 @@ def test_a_pair_longer_than_a_row_is_refused_or_dropped(
     batches = list(islice(loaders(config, words)[0], 30))
     met = {str(one) for batch in batches for one in sequences_in(batch)}
     assert len(met) == 78
+
+
+def test_a_pair_longer_than_the_rows_of_a_later_stage_is_refused_before_the_first(
+    tmp_path: Path, words: PreTrainedTokenizerFast
+) -> None:
+    stages = (CurriculumStage(from_step=2, seq_len=96), CurriculumStage(from_step=4, seq_len=16))
+    config = config_of(tmp_path, pairs(40)).model_copy(
+        update={"curriculum": CurriculumConfig(stages=stages)}
+    )
+    with pytest.raises(UserError, match=r"curriculum.stages, table 2: .* than a row of 16 "):
+        loaders(config, words)
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 
 from lacuna.config.task import PARTS, TASKS
 from lacuna.objective.find import Objective, find_objective
-from runs import curve, train
+from runs import curve, lacuna, train
 
 OWN = '''
 from dataclasses import replace
@@ -69,6 +69,17 @@ def test_columns_counts_report_and_state_are_the_objectives_own(
         curve(halves, "loss"), curve(straight, "loss"), strict=True
     ):
         assert abs(ours / theirs - 1) < 1e-5, step
+
+
+def test_a_denominator_that_is_no_count_is_named_with_those_that_are(
+    world: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "own.py").write_text(OWN.replace('denominator = "weight"', 'denominator = "wait"'))
+    flags = ("--job.task", "own:Weighted", "--job.dump_folder", tmp_path / "run")
+    told = lacuna("train", world / "run.toml", *flags, cwd=tmp_path, status=2)
+    said = " ".join(told.split())
+    assert "own:Weighted divides the loss by 'wait'" in said and "trained_tokens" in said
+    assert "Traceback" not in said
 
 
 @pytest.mark.parametrize("task", TASKS)

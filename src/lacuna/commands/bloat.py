@@ -26,12 +26,8 @@ EXTENSIONS = {
     "uploads": ("train/hub.py",),
     "curriculum": ("train/curriculum.py",),
     "profiling": ("train/profiling.py",),
-    "preference": (
-        "data/judged.py",
-        "data/preferences.py",
-        "objective/preference.py",
-        "objective/reference.py",
-    ),
+    "pairs": ("data/judged.py", "data/pairs.py", "data/preferences.py"),
+    "preference": ("objective/preference.py", "objective/reference.py"),
     "distillation": (
         "data/teacher.py",
         "objective/distillation.py",

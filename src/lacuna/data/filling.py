@@ -70,17 +70,6 @@ def _cut_to_pieces(
     return np.concatenate(pieces)
 
 
-def refuse_long_pairs(lengths: np.ndarray, space: int, long_examples: str) -> None:
-    """Raises UserError for pairs of more than `space` tokens, unless long examples are dropped."""
-    long = lengths[lengths > space]
-    if len(long) and long_examples != "drop":
-        raise UserError(
-            f"training.seq_len: {len(long):,} of {len(lengths):,} pairs are longer than a row of "
-            f"{space} tokens, the longest {long.max():,}, and a pair cannot be cut; raise it, or "
-            'set packing.long_examples = "drop" to leave them out.'
-        )
-
-
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:
     """Bins of at most `space` tokens, each a list of the numbers of the pieces in it.
 

@@ -17,7 +17,7 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.document import Span
-from lacuna.data.filling import fill_rows, packing_mode, refuse_long_pairs
+from lacuna.data.filling import fill_rows, packing_mode
 from lacuna.data.mixture import Mixture, Pool, random_key
 from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
@@ -207,7 +207,8 @@ def make_row_plan(
         lanes = 1
         table = token_table(sources, tokenizer, data.max_broken_records)
         if config.judged_answers is not None:
-            refuse_long_pairs(table.lengths, config.training.seq_len, config.packing.long_examples)
+            stages = config.curriculum_stages() if endless else [config]
+            refuse_long_pairs(table.lengths, stages)
     if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the "
@@ -222,6 +223,19 @@ def make_row_plan(
 
         table, kinds = with_teacher(table, sources, folder, tokenizer)
     return RowPlan(config, tokenizer, mixture, sources, table, endless, order, kinds)
+
+
+def _require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
+    from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
+
+    require_whole_pairs(data, packing, loss)
+
+
+def refuse_long_pairs(lengths: np.ndarray, stages: Sequence[Config]) -> None:
+    """Raises UserError for pairs of these lengths that are too long for one of the stages."""
+    from lacuna.data.pairs import refuse_long_pairs  # an extension, which few runs need
+
+    refuse_long_pairs(lengths, stages)
 
 
 def _pool_sizes(
@@ -249,30 +263,6 @@ def _from_low_to_high(sources: Sequence[Documents], column: str) -> np.ndarray:
     with explained(wrong, ValueError, mend="name a column of numbers"):
         values = [np.array(source.dataset[column], dtype=np.float64) for source in sources]
     return np.argsort(np.concatenate(values), kind="stable")
-
-
-def _require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
-    """Raises UserError for settings of the data that would keep answers from being compared."""
-    if packing_mode(packing, "preferences") == "concatenate":
-        raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
-    if not data.document_mask:
-        raise UserError(
-            "data.document_mask: the two answers of a pair must not see each other; leave it on."
-        )
-    if data.predict_across_documents:
-        raise UserError(
-            "data.predict_across_documents: pairs do not go on in others; leave it off."
-        )
-    if loss == "kto" and data.streaming:
-        raise UserError(
-            'data.streaming, preference.loss: "kto" sets answers beside those of the next row, for '
-            "which it needs the cache; set data.streaming = false."
-        )
-    if loss == "kto" and data.tokenization == "online":
-        raise UserError(
-            'data.tokenization, preference.loss: "kto" sets answers beside those of the next row, '
-            "for which it needs the cache; leave out data.tokenization."
-        )
 
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:

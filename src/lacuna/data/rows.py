@@ -11,9 +11,9 @@ import numpy as np
 from lacuna.config import UserError
 from lacuna.data.document import Document, Span
 from lacuna.data.faults import readable
-from lacuna.data.filling import fill_rows, refuse_long_pairs
+from lacuna.data.filling import fill_rows
 from lacuna.data.mixture import shuffled
-from lacuna.data.plan import RowPlan
+from lacuna.data.plan import RowPlan, refuse_long_pairs
 from lacuna.data.stream import BEGINNING, PlacedRecord, Snapshot, Stream
 from lacuna.data.tokenize import add_broken, document_of
 
@@ -247,7 +247,7 @@ class _LaneRows:
         packing = config.packing
         lengths = np.array([len(document.tokens) for document in documents])
         if config.trains_on == "preferences":
-            refuse_long_pairs(lengths, space, packing.long_examples)
+            refuse_long_pairs(lengths, [config])
         return fill_rows(lengths, documents.__getitem__, space, packing)
 
     def _draw_documents(self, lane: int, place: Place) -> Iterator[Drawn]:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lacuna.config import logger
+from lacuna.config import UserError, logger
 from lacuna.config.documents import CurriculumConfig
 from lacuna.config.learning_rate import learning_rate
 from lacuna.data import Batch
@@ -81,6 +81,12 @@ def train_step(run: Run, stop: bool) -> None:
     objective = run.objective
     batches = objective.annotate(run.built, _next_batches(run), objective.loss)
     totals = total_counts(run.built, batches, stop=stop, save=_save_is_overdue(run))
+    counted = batches[0].counts
+    if objective.denominator not in counted:
+        raise UserError(
+            f"job.task: {config.job.task} divides the loss by {objective.denominator!r}, and its "
+            f"batches count {', '.join(counted)}; name one of these as the denominator"
+        )
     divisor = totals[objective.denominator]
     rate = learning_rate(config.optimizer.lr, config.lr_scheduler, state.step, run.total_steps)
     for group in run.optimizer.param_groups:  # before the backward pass, which may update weights

@@ -1,0 +1,50 @@
+"""What settings and rows must be like for pairs to stay whole."""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from lacuna.config import Config, UserError, in_curriculum_stage
+from lacuna.config.documents import DataConfig, PackingConfig
+from lacuna.data.filling import packing_mode
+
+
+def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
+    """Raises UserError for settings of the data that would keep answers from being compared."""
+    if packing_mode(packing, "preferences") == "concatenate":
+        raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
+    if not data.document_mask:
+        raise UserError(
+            "data.document_mask: the two answers of a pair must not see each other; leave it on."
+        )
+    if data.predict_across_documents:
+        raise UserError(
+            "data.predict_across_documents: pairs do not go on in others; leave it off."
+        )
+    if loss == "kto" and data.streaming:
+        raise UserError(
+            'data.streaming, preference.loss: "kto" sets answers beside those of the next row, for '
+            "which it needs the cache; set data.streaming = false."
+        )
+    if loss == "kto" and data.tokenization == "online":
+        raise UserError(
+            'data.tokenization, preference.loss: "kto" sets answers beside those of the next row, '
+            "for which it needs the cache; leave out data.tokenization."
+        )
+
+
+def refuse_long_pairs(lengths: np.ndarray, stages: Sequence[Config]) -> None:
+    """Raises UserError for pairs that are too long for a stage, unless long examples are dropped.
+
+    All stages are looked at before the first begins.
+    """
+    for number, stage in enumerate(stages):
+        space = stage.training.seq_len
+        long = lengths[lengths > space]
+        with in_curriculum_stage(number):
+            if len(long) and stage.packing.long_examples != "drop":
+                raise UserError(
+                    f"training.seq_len: {len(long):,} of {len(lengths):,} pairs are longer than a "
+                    f"row of {space} tokens, the longest {long.max():,}, and a pair cannot be cut; "
+                    'raise it, or set packing.long_examples = "drop" to leave them out.'
+                )
