@@ -42,6 +42,7 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "experts": ("model/router.py",),
+    "offload": ("parallel/offload.py",),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
     "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),

@@ -8,7 +8,7 @@ from lacuna.config import Config
 from lacuna.config.machine import CompileConfig, ParallelismConfig
 from lacuna.parallel.fsdp import is_alone, shard_model
 from lacuna.parallel.mesh import Mesh
-from lacuna.parallel.recompute import offload_inputs, recompute
+from lacuna.parallel.recompute import recompute
 from lacuna.parallel.schedule import splits_backward
 from lacuna.parallel.stages import Stage, keep_own_stages
 from lacuna.parallel.tensor import overlap_communication, slice_positions, split_layers
@@ -50,6 +50,8 @@ def parallelize(
             layer.compile(fullgraph=True)
     for stage in stages:
         if config.activation_checkpoint.offload:
+            from lacuna.parallel.offload import offload_inputs  # an extension
+
             offload_inputs(stage.module, mesh.named.device_type)
         if not is_alone(config.training, mesh.layout):
             shard_model(

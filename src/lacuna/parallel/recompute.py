@@ -5,16 +5,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
-from transformers import PreTrainedModel
 
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.parallel.backbone import backbone
 
 # The names of operations, or how these begin.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
@@ -41,42 +39,6 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
         every = int(settings.selective_ac_option)
     for layer in layers[every - 1 :: every]:
         layer.forward = _with_checkpointing(layer.forward, contexts)
-
-
-def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
-    """Makes a decoder, in place, keep its layers' inputs in CPU memory until the backward pass.
-
-    What counts as such is every tensor [B, T, width] that is saved for the backward pass. The hooks
-    are around the decoder and not around its layers, since compiled layers must not contain them.
-    """
-    base = backbone(model)
-    width = model.config.get_text_config().hidden_size
-    device = torch.get_device_module(device_type)  # streams of a CPU do nothing
-    forward = base.forward
-    stream = device.Stream()
-
-    def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-        if tensor.ndim != 3 or tensor.shape[-1] != width or not tensor.is_floating_point():
-            return tensor
-        stream.wait_stream(device.current_stream())
-        with device.stream(stream):
-            kept = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            kept.copy_(tensor, non_blocking=True)
-        if tensor.is_cuda:
-            tensor.record_stream(stream)  # its memory must not be given away before it is copied
-        return tensor.device, kept
-
-    def unpack(kept: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        device.current_stream().wait_stream(stream)
-        return kept[1].to(kept[0], non_blocking=True)
-
-    def offloading(*arguments: Any, **named: Any) -> Any:
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
-            return forward(*arguments, **named)
-
-    base.forward = offloading
 
 
 def _with_checkpointing(
