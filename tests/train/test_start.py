@@ -10,6 +10,8 @@ from runs import environment, start_anew
 
 def said_of_start(world: Path, folder: Path, **variables: str) -> str:
     """What a new process says of a run of one step whose layers are compiled."""
+    settings = environment(**variables)
+    settings.pop("TORCHINDUCTOR_CACHE_DIR", None)  # which torch sets when it is imported
     process = start_anew(
         "train",
         world / "run.toml",
@@ -19,7 +21,7 @@ def said_of_start(world: Path, folder: Path, **variables: str) -> str:
         1,
         "--compile.enable",
         "true",
-        env=environment(**variables),
+        env=settings,
     )
     output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output

@@ -15,7 +15,12 @@ from transformers import PreTrainedModel
 from lacuna.config.machine import ParallelismConfig
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.mesh import Mesh
-from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
+from lacuna.parallel.schedule import (
+    held_stages,
+    most_unfinished,
+    pipeline_order,
+    splits_backward,
+)
 from lacuna.parallel.stages import Stage
 
 
@@ -48,14 +53,20 @@ class Pipeline:
         self.stages = {stage.index: stage for stage in stages}
         self.scheduled: tuple[int, torch.Size] | None = None
         self.sums: dict[int, Tensor] = {}
+        self.graphs = {index: deque[Any](maxlen=0) for index in self.stages}
         for stage in stages:
             stage.module.forward = partial(self._forward, stage)
 
     def _make_schedule(self, microbatches: int) -> None:
         """Makes torch's schedule for steps of so many micro-batches, all of one shape."""
         order = pipeline_order(self.settings, microbatches)[self.mesh.rank("pp")]
-        of_last = [action for action in order if action.stage == self.total - 1]
-        self.graphs = deque[Any](maxlen=most_unfinished(of_last))
+        if splits_backward(self.settings):
+            # Before torch 2.13, a stage's graph was dropped after the gradients of its inputs, and
+            # autograd functions in it with it, which the gradients of its weights still need. Kept
+            # longer than needed, it would keep its activations.
+            for stage in self.stages:
+                own_actions = [action for action in order if action.stage == stage]
+                self.graphs[stage] = deque(maxlen=most_unfinished(own_actions))
         group = self.mesh.named.get_group("pp")
         own = [
             PipelineStage(stage.module, index, self.total, self.device, group=group)
@@ -79,7 +90,10 @@ class Pipeline:
         """
         stage.entrance.received = received
         result = self.run(stage, self.inputs[int(index)], self.reading)
-        if not stage.is_last or judged:
+        if judged:
+            return result
+        if not stage.is_last:
+            self.graphs[stage.index].append(result.grad_fn)
             return result
         # torch may have gone through it before, to learn shapes: this result then counts.
         self.sums[int(index)] = result.detach()
@@ -88,9 +102,7 @@ class Pipeline:
     def _divide_by_count(self, loss: Tensor, _: Tensor) -> Tensor:
         """The loss of a micro-batch as it is minimised: divided by the count of the step."""
         loss = loss / self.divisor
-        # torch 2.11 drops the graph before a zero-bubble schedule comes to the gradients of the
-        # weights, so that it is kept here; kept longer than needed, it would keep its activations.
-        self.graphs.append(loss.grad_fn)
+        self.graphs[self.total - 1].append(loss.grad_fn)
         return loss
 
     def step(self, inputs: Sequence[Any], reading: Any, divisor: Tensor) -> Tensor | None:
@@ -115,7 +127,8 @@ class Pipeline:
         numbers = torch.arange(len(inputs))
         first = (numbers,) if 0 in self.stages else ()
         self.schedule.step(*first, index=numbers, target=numbers, return_outputs=False)
-        self.graphs.clear()
+        for graphs in self.graphs.values():
+            graphs.clear()
         return torch.stack([*self.sums.values()]).sum(0) if self.sums else None
 
     def evaluate(self, inputs: Any, reading: Any) -> Tensor | None:
