@@ -8,109 +8,40 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lacuna.config import Config
 from lacuna.config.optimizers import OptimizerConfig
-from lacuna.config.sections import ModelConfig, TrainingConfig
-from lacuna.model.build import BuiltModel, build_model
+from lacuna.config.sections import TrainingConfig
 from lacuna.model.parameter_groups import muon_matrices
-from lacuna.parallel import homes
-from lacuna.parallel.fsdp import own_part
 from lacuna.parallel.homes import balanced_homes
 from lacuna.parallel.mesh import Layout
 from lacuna.train.muon import Muon, orthogonalised
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors, update
-from layouts import Case, pipelined
+from layouts import Case
+from optimizer_steps import (
+    FOUR_RANKS,
+    TRAINED,
+    TWO_RANKS,
+    build,
+    give_gradients,
+    gradient,
+    snapshot,
+    three_steps,
+)
 from runs import curve, stop_after, together, train, weights
 from tiny import (
-    CPU,
     differing,
-    mesh_of,
     random_model,
     relative_error,
     run_ranks,
     tiny_config,
-    tokenizer_of_words,
-    whole,
 )
 
-TRAINED = torch.tensor(10.0, dtype=torch.float64)
 SETTINGS = OptimizerConfig(name="Muon", lr=1e-2, weight_decay=0.3)
-
-UNCLIPPED = TrainingConfig(seq_len=24, max_norm=0)
-
-TWO_RANKS = {
-    "dp_shard 2": Case(Layout(dp_shard=2)),
-    "dp_replicate 2": Case(Layout(dp_replicate=2)),
-    "tp 2": Case(Layout(tp=2), parallelism={"tensor_parallel_degree": 2}),
-    "pp 2": pipelined(Layout(pp=2), 4),
-}
-FOUR_RANKS = {
-    "dp_shard 4": Case(Layout(dp_shard=4)),
-    "dp_replicate 2, dp_shard 2": Case(Layout(2, 2)),
-    "dp_shard 2, tp 2": Case(Layout(dp_shard=2, tp=2), parallelism={"tensor_parallel_degree": 2}),
-    "dp_shard 2, pp 2": pipelined(Layout(dp_shard=2, pp=2), 4),
-    "tp 2, pp 2": pipelined(Layout(tp=2, pp=2), 4),
-}
 
 
 @pytest.fixture
 def in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's Muon, which would iterate in bfloat16, iterates in float32."""
     monkeypatch.setattr(Tensor, "bfloat16", lambda tensor: tensor.to(torch.float32, copy=True))
-
-
-def build(
-    folder: Path,
-    case: Case,
-    settings: OptimizerConfig,
-    training: TrainingConfig = UNCLIPPED,
-) -> BuiltModel:
-    config = Config(
-        model=ModelConfig(config=str(folder)),
-        training=training,
-        optimizer=settings,
-        parallelism={"pipeline_parallel_degree": case.layout.pp} | case.parallelism,
-    )
-    return build_model(config, tokenizer_of_words(), mesh_of(case.layout), CPU)
-
-
-def gradient(name: str, shape: torch.Size, step: int) -> Tensor:
-    """A gradient that follows from the parameter's name and the step."""
-    generator = torch.Generator().manual_seed(sum(map(ord, name)) + step)
-    return torch.randn(shape, generator=generator)
-
-
-def give_gradients(model: nn.Module, step: int) -> None:
-    for name, parameter in model.named_parameters():
-        full = gradient(name, parameter.shape, step)
-        parameter.grad = parameter.detach().clone()
-        local = getattr(parameter.grad, "to_local", lambda one=parameter.grad: one)()
-        local.copy_(own_part(full, parameter))
-
-
-def snapshot(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Whole copies of parameters and optimizer state."""
-    tensors = dict(model.named_parameters()) | optimizer_tensors(model, optimizer)
-    return {name: whole(tensor.detach()).clone() for name, tensor in tensors.items()}
-
-
-def three_steps(
-    folder: Path, cases: list[Case], settings: OptimizerConfig = SETTINGS
-) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """The whole parameters before and, with the optimizer's state, after three steps."""
-    results = []
-    homes.ROUND_VALUES = 4000  # so that there are several rounds
-    for case in cases:
-        built = build(folder, case, settings)
-        before = {name: whole(p.detach()).clone() for name, p in built.model.named_parameters()}
-        optimizer = build_optimizer(built.model, settings)
-        for step in range(3):
-            give_gradients(built.model, step)
-            for group in optimizer.param_groups:
-                group["lr"] = settings.lr * (step + 1)
-            update(built, optimizer, TRAINED)
-        results.append((before, snapshot(built.model, optimizer)))
-    return results
 
 
 def torchs_steps(
@@ -153,7 +84,7 @@ def torchs_steps(
 def check_three_steps(folder: Path, cases: dict[str, Case]) -> None:
     tiny_config("llama", num_hidden_layers=4).save_pretrained(folder)
     ranks = {case.layout.data_parallel * case.layout.sharing for case in cases.values()}.pop()
-    results = run_ranks(ranks, three_steps, folder, [*cases.values()])
+    results = run_ranks(ranks, three_steps, folder, [*cases.values()], SETTINGS)
     for name, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
         before: dict[str, Tensor] = {}
         after: dict[str, Tensor] = {}
@@ -269,13 +200,13 @@ def test_a_layer_stored_as_inputs_by_outputs_learns_like_its_transpose() -> None
 
 
 def steps_of_experts(folder: Path) -> dict[str, Tensor]:
-    [(_, after)] = three_steps(folder, [Case(Layout(dp_shard=dist.get_world_size()))])
+    [(_, after)] = three_steps(folder, [Case(Layout(dp_shard=dist.get_world_size()))], SETTINGS)
     return after
 
 
 def test_each_expert_of_a_stack_is_a_matrix_of_its_own(tmp_path: Path) -> None:
     tiny_config("qwen3_moe", num_experts=3).save_pretrained(tmp_path)
-    [(before, alone)] = run_ranks(1, three_steps, tmp_path, [Case()])[0]
+    [(before, alone)] = run_ranks(1, three_steps, tmp_path, [Case()], SETTINGS)[0]
     for after in run_ranks(2, steps_of_experts, tmp_path):
         assert relative_error(after, alone) < 1e-6
     name = next(name for name in before if name.endswith("layers.0.mlp.experts.down_proj"))

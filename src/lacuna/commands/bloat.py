@@ -46,7 +46,12 @@ EXTENSIONS = {
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
     "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
-    "optimizers": ("model/parameter_groups.py", "parallel/homes.py", "train/muon.py"),
+    "optimizers": (
+        "model/parameter_groups.py",
+        "parallel/homes.py",
+        "train/muon.py",
+    ),
+    "small-state": ("train/small_state.py",),
     "plans": (
         "commands/data.py",
         "commands/plan.py",

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from lacuna.config.documents import READERS
 from lacuna.config.float8_rules import FLOAT8_RULES
+from lacuna.config.optimizer_rules import OPTIMIZER_RULES
 from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
 from lacuna.config.sections import Config
 from lacuna.config.task_rules import STORED, TASK_RULES
@@ -23,9 +24,6 @@ _NEED_DATASET = tuple(
     f"validation.{name}" for name in ("enable", "dataset_name", "data_dir", "data_files")
 )
 _NEED_ADAPTER = ("lora.dropout", "lora.parameters", "lora.modules", "lora.dora", "lora.rslora")
-_OF_MUON = tuple(
-    f"optimizer.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-)
 _UNAVAILABLE = {
     "parallelism.enable_compiled_autograd": (
         "torch's compiled autograd gives wrong gradients under FSDP2; leave it out"
@@ -195,30 +193,7 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.lora.init == "loftq" and config.lora.adapter,
         "only for new adapters on a loaded model; drop it",
     ),
-    Rule(
-        ("optimizer.early_step_in_backward", "training.max_norm"),
-        lambda config: config.optimizer.early_step_in_backward and config.training.max_norm,
-        "early steps leave nothing to clip; set max_norm = 0",
-    ),
-    Rule(
-        ("optimizer.early_step_in_backward", "training.skip_nan_inf"),
-        lambda config: config.optimizer.early_step_in_backward and config.training.skip_nan_inf,
-        "an early step cannot be skipped; drop one",
-    ),
-    *rule_for_each(
-        ("optimizer.early_step_in_backward", "lora.parameters"),
-        "optimizer.name",
-        lambda config: "Muon" in config.optimizer.names,
-        "Muon takes whole steps of plain matrices, which these are not; drop one",
-    ),
-    *(
-        Rule(
-            (setting, "optimizer.name"),
-            is_changed(setting, lambda config: "Muon" not in config.optimizer.names),
-            "it is Muon's; set that name, or drop it",
-        )
-        for setting in _OF_MUON
-    ),
+    *OPTIMIZER_RULES,
     Rule(
         ("activation_checkpoint.mode", "compile.enable"),
         lambda config: (

@@ -47,6 +47,12 @@ class OptimizerConfig(Section):
     weight_decay: NonNegativeFloat = 0.1
     """Share of a weight taken away per step, times the learning rate."""
 
+    state_dtype: Annotated[
+        Literal["bfloat16", "int8"] | None, other_spellings(bf16="bfloat16", **{"8bit": "int8"})
+    ] = None
+    """AdamW: what its two means are kept in: bfloat16, rounded at random, or int8, 8 bits with a
+    scale a block for matrices. Unset: the dtype of the weights."""
+
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Muon: decay of the running mean of gradients."""
 

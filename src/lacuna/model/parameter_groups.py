@@ -3,6 +3,7 @@
 import itertools
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
@@ -120,14 +121,40 @@ def _require_use(
             )
 
 
-def moments_of(model: PreTrainedModel, settings: OptimizerConfig) -> float:
-    """How many values an optimizer keeps for each trained weight of a model, on average.
+def block_length(shape: torch.Size) -> int | None:
+    """How many neighbours of a parameter share a scale in an 8-bit state; None: it has none.
 
-    AdamW has two, Muon has one.
+    Blocks lie within rows, and an eighth of a row has whole ones, so that shards of any layout do
+    too. Vectors and narrow matrices keep their dtype.
+    """
+    eighth, rest = divmod(shape[-1] if len(shape) > 1 else 0, 8)
+    if rest:
+        return None
+    fitting = [length for length in range(32, 257) if eighth and eighth % length == 0]
+    return max(fitting, default=None)
+
+
+def state_bytes(model: PreTrainedModel, settings: OptimizerConfig, stored: int) -> float:
+    """How many bytes an optimizer keeps for each trained weight of a model, on average.
+
+    The weights take `stored` bytes. AdamW has two values for each, Muon has one.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = parameter_groups(model, settings, [{"params": trained}])
-    values = {True: 0, False: 0}
-    for group in groups:
-        values[group["muon"]] += sum(parameter.numel() for parameter in group["params"])
-    return (values[True] + 2 * values[False]) / max(sum(values.values()), 1)
+    kept: float = sum(
+        parameter.numel() * _bytes_of_weight(parameter, group["muon"], settings, stored)
+        for group in groups
+        for parameter in group["params"]
+    )
+    return kept / max(sum(parameter.numel() for parameter in trained), 1)
+
+
+def _bytes_of_weight(
+    parameter: Tensor, muon: bool, settings: OptimizerConfig, stored: int
+) -> float:
+    block = block_length(parameter.shape) if settings.state_dtype == "int8" else None
+    if muon:
+        return stored
+    if block is not None:
+        return 2 * (1 + 4 / block)
+    return 4 if settings.state_dtype == "bfloat16" else 2 * stored

@@ -13,7 +13,7 @@ from lacuna.model.architecture import attention_heads, decoder_layers, head_dim,
 from lacuna.model.build import build_meta_model, frozen_settings
 from lacuna.model.layers.quantized import quantized_modules
 from lacuna.model.loss import CHUNK_BYTES
-from lacuna.model.parameter_groups import moments_of
+from lacuna.model.parameter_groups import state_bytes
 from lacuna.model.vocabulary import embeds_on_cpu
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
@@ -166,7 +166,7 @@ def estimate_memory(
     return {
         "weights": weights,
         "gradients": learns * (sizes.shard * master + unreduced * (gathered + reduced)),
-        "optimizer": moments_of(model, config.optimizer) * learns * sizes.shard * master,
+        "optimizer": state_bytes(model, config.optimizer, master) * learns * sizes.shard,
         "gathered": at_once * (learns * gathered + (1 - learns) * compute),
         "activations": tokens * kept * compute,
         "loss": loss,

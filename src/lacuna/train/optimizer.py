@@ -26,29 +26,18 @@ def build_optimizer(
     `early_step_in_backward` the backward pass updates each parameter as soon as its gradient is
     complete, and drops the gradient.
     """
-    spared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
-    if not decay_head:
-        spared |= {id(weight) for weight in vocabulary_weights(model).values()}
-    decaying = {
-        id(parameter)
-        for module in model.modules()
-        for name, parameter in module.named_parameters(recurse=False)
-        if is_matrix(module, name, parameter)
-    } - spared
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    groups: list[dict[str, Any]] = [
-        {"params": [parameter for parameter in trained if id(parameter) in decaying]},
-        {
-            "params": [parameter for parameter in trained if id(parameter) not in decaying],
-            "weight_decay": 0.0,
-        },
-    ]
+    groups = _groups_by_decay(model, decay_head)
     kernels = {kind: settings.implementation == kind for kind in ("fused", "foreach")}
-    if settings.name == "AdamW" and not settings.groups:
+    is_plain = settings.name == "AdamW" and not settings.groups
+    if is_plain and settings.state_dtype is None:
         betas = settings.beta1, settings.beta2
         optimizer = torch.optim.AdamW(
             groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels
         )
+    elif settings.state_dtype is not None:
+        from lacuna.train.small_state import adamw_of  # an extension
+
+        optimizer = adamw_of(model, settings, groups)
     else:
         from lacuna.train.muon import muon_of  # an extension
 
@@ -61,9 +50,30 @@ def build_optimizer(
         optimizer.zero_grad(set_to_none=True)
 
     if settings.early_step_in_backward:
-        for parameter in trained:
+        for parameter in [parameter for group in groups for parameter in group["params"]]:
             parameter.register_post_accumulate_grad_hook(step_in_backward)
     return optimizer
+
+
+def _groups_by_decay(model: PreTrainedModel, decay_head: bool) -> list[dict[str, Any]]:
+    """The trained parameters that decay, and those that do not, as torch's optimizers take them."""
+    spared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if not decay_head:
+        spared |= {id(weight) for weight in vocabulary_weights(model).values()}
+    decaying = {
+        id(parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False)
+        if is_matrix(module, name, parameter)
+    } - spared
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [parameter for parameter in trained if id(parameter) in decaying]},
+        {
+            "params": [parameter for parameter in trained if id(parameter) not in decaying],
+            "weight_decay": 0.0,
+        },
+    ]
 
 
 def _norm_dtype(device: torch.device) -> torch.dtype:

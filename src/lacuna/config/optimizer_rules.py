@@ -1,0 +1,44 @@
+"""What does not go together in how weights are updated: which settings, when, and why."""
+
+from lacuna.config.rules import Rule, is_changed, rule_for_each
+
+_OF_MUON = tuple(
+    f"optimizer.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+)
+
+OPTIMIZER_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("optimizer.early_step_in_backward", "training.max_norm"),
+        lambda config: config.optimizer.early_step_in_backward and config.training.max_norm,
+        "early steps leave nothing to clip; set max_norm = 0",
+    ),
+    Rule(
+        ("optimizer.early_step_in_backward", "training.skip_nan_inf"),
+        lambda config: config.optimizer.early_step_in_backward and config.training.skip_nan_inf,
+        "an early step cannot be skipped; drop one",
+    ),
+    *rule_for_each(
+        ("optimizer.early_step_in_backward", "lora.parameters"),
+        "optimizer.name",
+        lambda config: "Muon" in config.optimizer.names,
+        "Muon takes whole steps of plain matrices, which these are not; drop one",
+    ),
+    Rule(
+        ("optimizer.state_dtype", "optimizer.name"),
+        lambda config: config.optimizer.state_dtype and "Muon" in config.optimizer.names,
+        "it is AdamW's, also where Muon has the matrices; drop one",
+    ),
+    Rule(
+        ("optimizer.state_dtype", "optimizer.implementation"),
+        lambda config: config.optimizer.state_dtype and config.optimizer.implementation != "fused",
+        "the first has an implementation of its own; drop the second",
+    ),
+    *(
+        Rule(
+            (setting, "optimizer.name"),
+            is_changed(setting, lambda config: "Muon" not in config.optimizer.names),
+            "it is Muon's; set that name, or drop it",
+        )
+        for setting in _OF_MUON
+    ),
+)

@@ -1,0 +1,271 @@
+"""AdamW whose moments take fewer bits: bfloat16, rounded at random, or 8 bits with scales."""
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._dynamo.utils import disable_cache_limit
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
+
+from lacuna.config import UserError
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.model.parameter_groups import block_length, parameter_groups
+from lacuna.parallel.fsdp import local
+
+_LOW_32_BITS = 2**32 - 1
+_FRACTION = 2.0**-149  # the smallest number above 0: scales of zeros divide by it
+
+
+class Codes(NamedTuple):
+    """What 8-bit codes stand for.
+
+    Attributes:
+        numbers: all of them, ascending, float32 [256].
+        zero: the place of 0 among them, whose code is 0.
+    """
+
+    numbers: Tensor
+    zero: int
+
+
+def dynamic_codes(signed: bool, device: torch.device | None = None) -> Codes:
+    """Codes of which seven powers of ten have a part each, the larger with finer steps; up to 1.
+
+    That is the dynamic tree quantisation of arXiv 2110.02861.
+    """
+    numbers = [0.0, 1.0]
+    for exponent in range(7):
+        edges = torch.linspace(0.1, 1, 2**exponent * (1 if signed else 2) + 1, dtype=torch.float64)
+        means = ((edges[1:] + edges[:-1]) / 2 * 10.0 ** (exponent - 6)).tolist()
+        numbers += means
+        if signed:
+            numbers += [-mean for mean in means]
+    numbers.sort()
+    return Codes(torch.tensor(numbers, device=device), numbers.index(0.0))
+
+
+def quantised(values: Tensor, block: int, codes: Codes) -> tuple[Tensor, Tensor]:
+    """The nearest codes of float32 values [..., n], uint8, and scales [..., n / block], float32."""
+    blocks = values.unflatten(-1, (-1, block))
+    scales = blocks.abs().amax(-1)
+    bounds = (codes.numbers[1:] + codes.numbers[:-1]) / 2
+    places = torch.bucketize(blocks / scales.clamp(min=_FRACTION)[..., None], bounds, right=True)
+    return ((places - codes.zero) % 256).to(torch.uint8).flatten(-2), scales
+
+
+def dequantised(kept: Tensor, scales: Tensor, codes: Codes) -> Tensor:
+    """The values, float32 [..., n], of what is kept [..., n] with scales [..., blocks]."""
+    places = (kept.int() + codes.zero) % 256
+    blocks: Tensor = codes.numbers[places].unflatten(-1, (scales.shape[-1], -1))
+    return (blocks * scales[..., None]).flatten(-2)
+
+
+def random_bits(places: Tensor, seed: Tensor) -> Tensor:
+    """32 bits for each place, int64, that follow from it and the seed alone.
+
+    The hash is Chris Wellons' lowbias32 (https://nullprogram.com/blog/2018/07/31/).
+    """
+    bits = (places ^ seed) & _LOW_32_BITS
+    bits = ((bits ^ (bits >> 16)) * 0x7FEB352D) & _LOW_32_BITS
+    bits = ((bits ^ (bits >> 15)) * 0x846CA68B) & _LOW_32_BITS
+    return bits ^ (bits >> 16)
+
+
+def rounded_at_random(values: Tensor, bits: Tensor) -> Tensor:
+    """Finite float32 values as bfloat16, up or down so that the mean over `bits` is the value.
+
+    `bits` are integers of the same shape, of which the lowest 16 count.
+    """
+    raised = values.view(torch.int32) + (bits & 0xFFFF).int()
+    return (raised & -(2**16)).view(torch.float32).bfloat16()
+
+
+class SmallStateAdamW(torch.optim.AdamW):
+    """AdamW whose running means are kept in bfloat16, or those of matrices in 8 bits.
+
+    Updates are computed in float32. Means in bfloat16, and weights that are stored so, are rounded
+    up or down at random, by bits that follow from the parameter's name, the step and the place in
+    the whole parameter alone: resumed runs draw the same, and so do replicas and other layouts. As
+    AdamW's fused kernel does, a step leaves everything as it is where `found_inf` is 1, without
+    waiting for the device.
+    """
+
+    def __init__(
+        self, groups: Sequence[dict[str, Any]], settings: OptimizerConfig, names: dict[Tensor, str]
+    ) -> None:
+        betas = settings.beta1, settings.beta2
+        super().__init__(
+            groups, settings.lr, betas, settings.eps, settings.weight_decay, fused=True
+        )
+        self.state_dtype = settings.state_dtype
+        self.codes: dict[torch.device, dict[str, Codes]] = {}
+        self.seeds = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Updates all parameters that have a gradient."""
+        with disable_cache_limit():  # every shape of a parameter is compiled once
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        self._update(parameter, group)
+        return None
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        assert parameter.grad is not None, "only parameters with a gradient are updated"
+        state = self.state[parameter]
+        if not state:
+            state |= _empty_state(parameter, self.state_dtype)
+        part = local(parameter)
+        skip = getattr(self, "found_inf", None)
+        skip = part.new_zeros((), dtype=torch.float32) if skip is None else skip.to(part.device)
+        # Numbers that change are tensors, so that compiled code serves all steps.
+        rate = torch.full((), float(group["lr"]), device=part.device)
+        if part.device not in self.codes:
+            signs = {"exp_avg": True, "exp_avg_sq": False}
+            self.codes[part.device] = {
+                name: dynamic_codes(signed, part.device) for name, signed in signs.items()
+            }
+        update = _compiled_advance if part.is_cuda else advance
+        update(
+            part,
+            local(parameter.grad),
+            {name: local(value) for name, value in state.items()},
+            self.codes[part.device],
+            rate,
+            group["weight_decay"],
+            group["betas"],
+            group["eps"],
+            skip,
+            _placement(parameter),
+            torch.full((), self.seeds[parameter], dtype=torch.int64, device=part.device),
+        )
+
+
+def adamw_of(
+    model: PreTrainedModel, settings: OptimizerConfig, groups: list[dict[str, Any]]
+) -> SmallStateAdamW:
+    """Such an AdamW for a model, whose parameters are in `groups` by their weight decay."""
+    names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
+    return SmallStateAdamW(parameter_groups(model, settings, groups), settings, names)
+
+
+def _empty_state(parameter: Tensor, dtype: str | None) -> dict[str, Tensor]:
+    """The state of a parameter before its first step; zeros stand for means of 0 in every form."""
+    block = block_length(parameter.shape) if dtype == "int8" else None
+    state = {"step": torch.zeros((), device=parameter.device)}
+    kept = torch.uint8 if block else torch.bfloat16 if dtype == "bfloat16" else parameter.dtype
+    for name in ("exp_avg", "exp_avg_sq"):
+        state[name] = torch.zeros_like(parameter, dtype=kept)
+        if block:
+            state[f"{name}_scale"] = _empty_scales(parameter, block)
+    return state
+
+
+def _empty_scales(parameter: Tensor, block: int) -> Tensor:
+    """Zeros for the blocks of a parameter, which are placed as it is."""
+    part = local(parameter)
+    if part.shape[-1] % block:
+        raise UserError(
+            f'optimizer.state_dtype: "int8" has blocks of {block} values in rows of '
+            f"{parameter.shape[-1]}, and this layout gives a rank {part.shape[-1]} of them: choose "
+            "a tensor_parallel_degree of 2, 4 or 8, or another state_dtype."
+        )
+    scales = part.new_zeros(*part.shape[:-1], part.shape[-1] // block, dtype=torch.float32)
+    if not isinstance(parameter, DTensor):
+        return scales
+    shape = torch.Size([*parameter.shape[:-1], parameter.shape[-1] // block])
+    strides = [math.prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
+    mesh, placements = parameter.device_mesh, parameter.placements
+    return DTensor.from_local(
+        scales, mesh, placements, run_check=False, shape=shape, stride=tuple(strides)
+    )
+
+
+def _placement(parameter: Tensor) -> list[tuple[int, int]]:
+    """For each dimension, where a rank's part begins in the whole, and the whole's stride."""
+    offsets = [0] * parameter.ndim
+    if isinstance(parameter, DTensor):
+        chunks = parameter.__create_chunk_list__()
+        offsets = [*chunks[0].offsets] if chunks else offsets  # some ranks may have nothing
+    strides = [math.prod(parameter.shape[dimension + 1 :]) for dimension in range(parameter.ndim)]
+    return [*zip(offsets, strides, strict=True)]
+
+
+def advance(
+    parameter: Tensor,
+    gradient: Tensor,
+    state: dict[str, Tensor],
+    codes: dict[str, Codes],
+    rate: Tensor,
+    decay: float,
+    betas: tuple[float, float],
+    eps: float,
+    skip: Tensor,
+    placement: Sequence[tuple[int, int]],
+    seed: Tensor,
+) -> None:
+    """Makes AdamW's update of one parameter and its state, in place, unless `skip` is 1.
+
+    All tensors are a rank's own part of the parameter's size, and scalars. `placement` has for each
+    dimension where the part begins in the whole parameter, and the whole's stride; `seed` is
+    int64.
+    """
+    step = state["step"] + 1
+    bits = random_bits(_places(parameter.shape, placement, seed), seed + step.long() * 0x9E3779B9)
+    gradient = gradient.float()
+    mean = _advance_mean(state, codes, "exp_avg", gradient, betas[0], skip, bits)
+    square = _advance_mean(state, codes, "exp_avg_sq", gradient**2, betas[1], skip, bits >> 16)
+    mean = mean / (1 - betas[0] ** step)
+    deviation = (square / (1 - betas[1] ** step)).sqrt() + eps
+    value = parameter.float()
+    value = value - rate * (decay * value + mean / deviation)
+    if parameter.dtype == torch.bfloat16:
+        value = rounded_at_random(value, random_bits(bits, seed))
+    _replace(parameter, value, skip)
+    _replace(state["step"], step, skip)
+
+
+_compiled_advance = torch.compile(advance, fullgraph=True, dynamic=False)
+
+
+def _advance_mean(
+    state: dict[str, Tensor],
+    codes: dict[str, Codes],
+    name: str,
+    new: Tensor,
+    beta: float,
+    skip: Tensor,
+    bits: Tensor,
+) -> Tensor:
+    """Takes `new` into a running mean, in place as it is kept; returns the mean in float32."""
+    kept = state[name]
+    scales = state.get(f"{name}_scale")
+    if scales is None:
+        mean = kept.float().lerp(new, 1 - beta)
+        is_half = kept.dtype == torch.bfloat16
+        _replace(kept, rounded_at_random(mean, bits) if is_half else mean, skip)
+        return mean
+    mean = dequantised(kept, scales, codes[name]).lerp(new, 1 - beta)
+    new_kept, new_scales = quantised(mean, kept.shape[-1] // scales.shape[-1], codes[name])
+    _replace(kept, new_kept, skip)
+    _replace(scales, new_scales, skip)
+    return mean
+
+
+def _replace(target: Tensor, value: Tensor, skip: Tensor) -> None:
+    """Puts a value into a tensor, in place, unless the step is skipped."""
+    target.copy_(torch.where(skip > 0, target, value.to(target.dtype)))
+
+
+def _places(shape: torch.Size, placement: Sequence[tuple[int, int]], like: Tensor) -> Tensor:
+    """The place of each value of a part in the whole parameter's memory, int64, of `shape`."""
+    places = like.new_zeros(shape)
+    for dimension, (offset, stride) in enumerate(placement):
+        along = torch.arange(shape[dimension], device=like.device).add(offset).mul(stride)
+        places = places + along.view(-1, *[1] * (len(shape) - dimension - 1))
+    return places

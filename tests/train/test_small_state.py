@@ -1,0 +1,290 @@
+"""Moments in fewer bits learn like AdamW's, the same in every layout, and resume to the bit."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lacuna.config import Config, UserError
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.config.sections import TrainingConfig
+from lacuna.model.parameter_groups import block_length, state_bytes
+from lacuna.train import small_state
+from lacuna.train.optimizer import build_optimizer, optimizer_tensors, update
+from lacuna.train.small_state import (
+    SmallStateAdamW,
+    dequantised,
+    dynamic_codes,
+    quantised,
+    random_bits,
+    rounded_at_random,
+)
+from layouts import Case
+from optimizer_steps import (
+    FOUR_RANKS,
+    TRAINED,
+    TWO_RANKS,
+    build,
+    give_gradients,
+    gradient,
+    snapshot,
+    three_steps,
+)
+from runs import curve, refused, stop_after, together, train, weights
+from tiny import differing, random_model, relative_error, run_ranks, tiny_config
+
+KINDS = ("bfloat16", "int8")
+SHAPE = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4}
+
+
+def settings_of(kind: str | None, **changes: Any) -> OptimizerConfig:
+    return OptimizerConfig(state_dtype=kind, lr=1e-2, weight_decay=0.3, **changes)
+
+
+def test_codes_are_spread_over_seven_powers_of_ten() -> None:
+    for signed in (True, False):
+        numbers, zero = dynamic_codes(signed)
+        assert len(set(numbers.tolist())) == 256
+        assert numbers[zero] == 0 and numbers.max() == 1
+        assert (numbers.min() < -0.99) == signed
+        assert 0 < numbers[numbers > 0].min() < 1e-6
+
+
+@pytest.mark.parametrize("signed", [True, False])
+def test_the_nearest_code_is_taken_in_every_block(signed: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5, 3, 128, generator=generator) * torch.logspace(-12, 3, 15).view(5, 3, 1)
+    values[0, 0] = 0
+    values = values if signed else values.square()
+    codes = dynamic_codes(signed)
+    kept, scales = quantised(values, 64, codes)
+    assert kept.dtype == torch.uint8 and scales.shape == (5, 3, 2)
+    found = dequantised(kept, scales, codes)
+    spread = scales.repeat_interleave(64, -1)
+    choices = codes.numbers * spread[..., None]
+    nearest = (choices - values[..., None]).abs().amin(-1)
+    assert torch.allclose((found - values).abs(), nearest, rtol=1e-4, atol=0)
+    assert (kept[0, 0] == 0).all() and (found[0, 0] == 0).all()
+
+
+def test_rounding_at_random_is_right_on_average_and_leaves_what_is_exact() -> None:
+    places = torch.arange(200_000)
+    for value in (1.0 + 2**-9, -3.3, 1e-30, 0.1):
+        values = torch.full((len(places),), value)
+        rounded = rounded_at_random(values, random_bits(places, torch.tensor(7))).double()
+        assert len(rounded.unique()) == 2
+        distance = rounded.unique().diff().item()
+        assert abs(rounded.mean().item() - values[0].item()) < 4 * distance / 2 / 200_000**0.5
+    exact = torch.randn(1000).bfloat16()
+    bits = random_bits(torch.arange(1000), torch.tensor(1))
+    assert torch.equal(rounded_at_random(exact.float(), bits), exact)
+
+
+def test_random_bits_have_no_pattern() -> None:
+    bits = random_bits(torch.arange(100_000), torch.tensor(3))
+    assert len(bits.unique()) > 99_990
+    for shift in range(32):
+        assert abs(((bits >> shift) & 1).double().mean().item() - 0.5) < 0.01
+    ones = ((bits & 0xFFFF).double() / 2**16 - 0.5, (bits >> 16).double() / 2**16 - 0.5)
+    assert abs((ones[0] * ones[1]).mean().item() * 12) < 0.02
+
+
+def changes_of(kind: str | None, steps: int = 20, dtype: torch.dtype = torch.float32) -> Any:
+    """How a model changes in some steps, and its optimizer's state."""
+    torch.manual_seed(0)
+    model = random_model(tiny_config("llama", **SHAPE)).to(dtype)
+    before = {name: one.detach().float().clone() for name, one in model.named_parameters()}
+    optimizer = build_optimizer(model, settings_of(kind))
+    for step in range(steps):
+        for name, parameter in model.named_parameters():
+            steady = gradient(name, parameter.shape, 0) + gradient(name, parameter.shape, step + 1)
+            parameter.grad = steady.to(dtype)
+        optimizer.step()
+    after = {name: one.detach().float() - before[name] for name, one in model.named_parameters()}
+    return after, optimizer_tensors(model, optimizer)
+
+
+@pytest.mark.parametrize(("kind", "error"), [("bfloat16", 5e-3), ("int8", 5e-2)])
+def test_it_learns_like_adamw(kind: str, error: float) -> None:
+    plain, _ = changes_of(None)
+    changes, state = changes_of(kind)
+    assert 1e-4 < relative_error(changes, plain) < error
+    of_vector = {name: change for name, change in changes.items() if change.ndim == 1}
+    if kind == "int8":  # vectors keep their dtype
+        assert relative_error(of_vector, {name: plain[name] for name in of_vector}) < 1e-5
+    dtypes = {str(value.dtype) for value in state.values()}
+    assert dtypes == {"torch.float32", "torch.bfloat16" if kind == "bfloat16" else "torch.uint8"}
+
+
+def test_weights_in_bfloat16_do_not_lose_small_updates() -> None:
+    """Rounded to the nearest, all of them would stay where they are."""
+    parameter = nn.Parameter(torch.ones(512, 512, dtype=torch.bfloat16))
+    linear = nn.Linear(512, 512, bias=False)
+    linear.weight = parameter
+    settings = OptimizerConfig(state_dtype="bfloat16", lr=1e-4, weight_decay=0.0)
+    group = {"params": [parameter], "lr_ratio": 1.0}
+    optimizer = SmallStateAdamW([group], settings, {parameter: "weight"})
+    for _ in range(20):
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+    assert parameter.detach().double().mean().item() == pytest.approx(1 - 20e-4, abs=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_compiled_it_makes_the_same_steps(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain, _ = changes_of(kind, steps=3)
+    compiled = torch.compile(small_state.advance, fullgraph=True, dynamic=False)
+    monkeypatch.setattr(small_state, "advance", compiled)
+    graphs = torch._dynamo.utils.counters["stats"]
+    changes_of(kind, steps=1)
+    after_one = graphs["unique_graphs"]
+    changes, _ = changes_of(kind, steps=3)
+    assert relative_error(changes, plain) < 1e-4
+    assert graphs["unique_graphs"] == after_one > 0
+
+
+@pytest.mark.slow
+def test_eight_bits_are_torchaos() -> None:
+    pytest.importorskip("torchao")
+    from torchao.optim import AdamW8bit
+
+    ours, theirs = (nn.Parameter(torch.randn(32, 2048)) for _ in range(2))
+    theirs.data.copy_(ours.data)
+    start = ours.detach().clone()
+    settings = settings_of("int8")
+    optimizer = SmallStateAdamW([{"params": [ours]}], settings, {ours: "weight"})
+    oracle = AdamW8bit([theirs], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.3)
+    for step in range(5):
+        ours.grad = gradient("weight", ours.shape, step)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        oracle.step()
+    moved = {"": ours.detach() - start}
+    assert relative_error(moved, {"": theirs.detach() - start}) < 1e-3
+
+
+def check_layouts(folder: Path, cases: dict[str, Case], kind: str) -> None:
+    tiny_config("llama", **SHAPE).save_pretrained(folder)
+    settings = settings_of(kind)
+    [(_, alone)] = run_ranks(1, three_steps, folder, [Case()], settings)[0]
+    ranks = {case.layout.data_parallel * case.layout.sharing for case in cases.values()}.pop()
+    results = run_ranks(ranks, three_steps, folder, [*cases.values()], settings)
+    for name, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
+        after: dict[str, Tensor] = {}
+        for _, last in of_ranks:
+            both = after.keys() & last.keys()
+            equal = {key: after[key] for key in both}, {key: last[key] for key in both}
+            assert differing(*equal) == [], name
+            after |= last
+        assert differing(after, alone) == [], name
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_two_ranks_three_steps_are_those_of_one_to_the_bit(kind: str, tmp_path: Path) -> None:
+    check_layouts(tmp_path, TWO_RANKS, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_on_four_ranks_three_steps_are_those_of_one_to_the_bit(kind: str, tmp_path: Path) -> None:
+    check_layouts(tmp_path, FOUR_RANKS, kind)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_skipped_step_leaves_everything_untouched(kind: str, tmp_path: Path) -> None:
+    tiny_config("llama", **SHAPE).save_pretrained(tmp_path)
+    run_ranks(1, skipped_steps, tmp_path, kind)
+
+
+def skipped_steps(folder: Path, kind: str) -> None:
+    training = TrainingConfig(seq_len=24, skip_nan_inf=True)
+    built = build(folder, Case(), settings_of(kind), training)
+    optimizer = build_optimizer(built.model, settings_of(kind))
+    for divisor, broken in ((1.0, False), (0.0, False), (1.0, True), (1.0, False)):
+        before = snapshot(built.model, optimizer)
+        give_gradients(built.model, 0)
+        if broken:
+            built.model.model.layers[0].self_attn.q_proj.weight.grad[0, 0] = torch.nan
+        _, skip = update(built, optimizer, TRAINED * divisor)
+        assert skip.item() == (broken or divisor == 0)
+        assert (differing(snapshot(built.model, optimizer), before) == []) == bool(skip)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, None])
+def test_its_bytes_are_those_that_plans_count(kind: str | None) -> None:
+    model = random_model(tiny_config("llama", **SHAPE))
+    settings = settings_of(kind)
+    state = optimizer_tensors(model, build_optimizer(model, settings))
+    kept = sum(one.nbytes for name, one in state.items() if not name.endswith(".step"))
+    assert kept == pytest.approx(state_bytes(model, settings, 4) * model.num_parameters())
+
+
+@pytest.mark.parametrize(
+    ("shape", "length"),
+    [((4096, 4096), 256), ((8, 11008), 172), ((576, 576), 72), ((2, 64, 768), 96), ((99, 256), 32)],
+)
+def test_an_eighth_of_a_row_has_whole_blocks(shape: tuple[int, ...], length: int) -> None:
+    assert block_length(torch.Size(shape)) == length
+
+
+@pytest.mark.parametrize("shape", [(4096,), (4096, 8), (100, 100), ()])
+def test_vectors_and_narrow_matrices_have_no_blocks(shape: tuple[int, ...]) -> None:
+    assert block_length(torch.Size(shape)) is None
+
+
+def shards_without_whole_blocks() -> str:
+    mesh = init_device_mesh("cpu", (3,))
+    parameter = nn.Parameter(distribute_tensor(torch.ones(8, 768), mesh, [Shard(1)]))
+    optimizer = SmallStateAdamW([{"params": [parameter]}], settings_of("int8"), {parameter: ""})
+    parameter.grad = torch.ones_like(parameter)
+    with pytest.raises(UserError) as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_layout_that_cuts_blocks_is_refused() -> None:
+    for said in run_ranks(3, shards_without_whole_blocks):
+        assert "blocks of 96 values in rows of 768, and this layout gives a rank 256" in said
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+def test_a_run_is_resumed_to_the_bit_and_goes_on_in_another_layout(
+    kind: str, world: Path, tmp_path: Path
+) -> None:
+    flags = ("--optimizer.state_dtype", kind, "--training.dtype", "bfloat16")
+    straight, resumed, moved = (tmp_path / name for name in ("straight", "resumed", "moved"))
+    together(
+        lambda: train(world, straight, *flags, "--cpus", 2),
+        lambda: stop_after(3, world, resumed, *flags, "--cpus", 2),
+        lambda: stop_after(3, world, moved, *flags, "--cpus", 2),
+    )
+    train(world, resumed, *flags, "--cpus", 2)
+    train(world, moved, *flags, "--training.global_batch_size", 8)
+    assert curve(resumed) == curve(straight)
+    assert weights(resumed) == weights(straight)
+    for (_, ours, _), (_, theirs, _) in zip(curve(moved), curve(straight), strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-3)
+
+
+REFUSED = {
+    "Muon": (("--optimizer.name", "Muon"), "it is AdamW's"),
+    "an implementation": (("--optimizer.implementation", "foreach"), "of its own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_does_not_go_with_is_refused(name: str, world: Path) -> None:
+    flags, wrong = REFUSED[name]
+    said = refused("train", world / "run.toml", "--optimizer.state_dtype", "int8", *flags)
+    assert "optimizer.state_dtype" in said and wrong in said
+
+
+def test_the_names_of_the_field_are_understood() -> None:
+    for name, dtype in (("bf16", "bfloat16"), ("8bit", "int8")):
+        assert Config(optimizer={"state_dtype": name}).optimizer.state_dtype == dtype
