@@ -136,6 +136,10 @@ def build_meta_model(
     model = architecture.meta_model(model_config, attention, stored)
     if layout.tp > 1:
         check_split(architecture.decoder_layers(model), model_config)
+    if layout.ep > 1:
+        from lacuna.parallel.experts import check_experts
+
+        check_experts(architecture.decoder_layers(model), model_config.model_type, layout)
     replace_layers(model, config, is_packed, unquantised, layout, device)
     if not is_alone(config.training, layout):
         check_dtypes(model, config.training)

@@ -17,6 +17,7 @@ AXES = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
+EXPERTS = "parallelism.expert_parallel_degree"
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Layout:
 
     They are the number of copies of the model, and the numbers of ranks that share a copy, a
     sequence, the matrices and the layers. `ring` says that the ranks of a sequence pass keys and
-    values round instead of gathering them.
+    values round instead of gathering them. Experts are spread over `ep` of the ranks that share a
+    copy or its sequences.
     """
 
     dp_replicate: int = 1
@@ -34,6 +36,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ring: bool = False
+    ep: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -65,7 +68,15 @@ def resolve_layout(settings: ParallelismConfig, world_size: int) -> Layout:
             f"{world_size} processes: choose degrees whose product is {world_size}, or set "
             "data_parallel_shard_degree = -1 for the rest."
         )
-    return Layout(**degrees, ring=settings.context_parallel_rotate_method == "alltoall")
+    experts = settings.expert_parallel_degree
+    sharing = degrees["dp_shard"] * degrees["cp"]
+    if sharing % experts > 0:
+        raise UserError(
+            f"{EXPERTS}: {experts} does not divide data_parallel_shard_degree × "
+            f"context_parallel_degree = {sharing}, the ranks that experts are spread over: change "
+            "one of them."
+        )
+    return Layout(**degrees, ep=experts, ring=settings.context_parallel_rotate_method == "alltoall")
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ class Mesh:
         root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`. All that is
             outside the layers works on its own slice of the sequence on every `tp` rank, and is
             sharded over all of them.
+        experts: (`dp_replicate`, `fsdp`, `ep`), where `fsdp` × `ep` is `dp_shard` × `cp`. Experts
+            are spread over `ep`, and sharded over `fsdp`; None where they are not spread.
         ends: the group of the ranks with the first and the last stage of this rank's pipeline.
     """
 
@@ -89,6 +102,7 @@ class Mesh:
     layers: DeviceMesh
     tensor: DeviceMesh
     root: DeviceMesh
+    experts: DeviceMesh | None
     ends: dist.ProcessGroup | None
 
     def rank(self, name: str) -> int:
@@ -114,6 +128,12 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     if tp > 1:
         whole = (pp, replicate, shard * cp * tp)
         root = init_device_mesh(device_type, whole, mesh_dim_names=names[:3])
+    experts = None
+    if layout.ep > 1:
+        folded = (pp, replicate, shard * cp // layout.ep, layout.ep)
+        folded_names = (*names[:3], "ep")
+        whole_mesh = init_device_mesh(device_type, folded, mesh_dim_names=folded_names)
+        experts = whole_mesh[folded_names[1:]]
     ends = None
     if pp > 1:
         first_beside_last = named.mesh.flatten(1)[[0, -1]].T.tolist()
@@ -124,5 +144,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         layers=split["dp_replicate", "fsdp"],
         tensor=split["tp"],
         root=root["dp_replicate", "fsdp"],
+        experts=experts,
         ends=ends,
     )
