@@ -139,7 +139,8 @@ def build_meta_model(
     if layout.ep > 1:
         from lacuna.parallel.experts import check_experts
 
-        check_experts(architecture.decoder_layers(model), model_config.model_type, layout)
+        layers = architecture.decoder_layers(model)
+        check_experts(layers, model_config.model_type, layout, config.parallelism)
     replace_layers(model, config, is_packed, unquantised, layout, device)
     if not is_alone(config.training, layout):
         check_dtypes(model, config.training)

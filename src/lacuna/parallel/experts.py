@@ -5,6 +5,7 @@ Each rank keeps E / ep of them, and transformers' own code computes with these a
 Nothing is dropped: a rank computes whatever tokens it is sent.
 """
 
+import logging
 from collections.abc import Callable, Iterable
 from copy import copy
 from functools import partial
@@ -18,8 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lacuna.config import UserError
+from lacuna.config.machine import ParallelismConfig
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.mesh import EXPERTS, Layout
+from lacuna.parallel.schedule import splits_backward
 
 
 def stacks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -35,8 +38,16 @@ def _experts_in(part: nn.Module) -> int:
     return leading.pop() if alone else 0
 
 
-def check_experts(layers: nn.ModuleList, kind: str, layout: Layout) -> None:
+def check_experts(
+    layers: nn.ModuleList, kind: str, layout: Layout, settings: ParallelismConfig
+) -> None:
     """Raises `UserError` for layers of a `kind` of model whose experts cannot be spread so."""
+    if splits_backward(settings):
+        raise UserError(
+            f"{EXPERTS}, parallelism.pipeline_parallel_schedule: a schedule that computes the "
+            "gradients of weights by themselves is not available with experts that are spread: "
+            "set the second to 1F1B, Interleaved1F1B, LoopedBFS or GPipe."
+        )
     stacks = stacks_of(layers)
     if not stacks:
         raise UserError(
@@ -60,6 +71,8 @@ def check_experts(layers: nn.ModuleList, kind: str, layout: Layout) -> None:
 
 def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are."""
+    # At every new shape this logger advises to flatten meshes that FSDP needs apart.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for experts in stacks_of(layers):
         for name, whole in [*experts.named_parameters()]:
             own = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
@@ -114,4 +127,5 @@ def _send_and_compute(
         places = F.pad(places, (0, 0, 0, 1))
     outputs = compute(tokens, places, scales)[: sum(incoming)].contiguous()
     back = all_to_all_single_autograd(outputs, outgoing, incoming, group)
-    return back[order.argsort()].unflatten(0, (-1, count)).sum(1)
+    summed: Tensor = back[order.argsort()].unflatten(0, (-1, count)).sum(1)
+    return summed

@@ -53,11 +53,11 @@ def shard_model(
     training: TrainingConfig,
     quantization: QuantizationConfig,
 ) -> None:
-    """Shards `model` in place: its units are experts that are spread, each layer, a head that is not tied, and the rest.
+    """Shards `model` in place: its units are each layer, a head that is not tied, and the rest.
 
-    A tied head is part of the rest, since only one unit may see a weight. Gradients come out summed
-    over ranks (the caller divides the loss by the tokens of the whole step) and are accumulated in
-    float32.
+    Experts that are spread over ranks are units too. A tied head is part of the rest, since only
+    one unit may see a weight. Gradients come out summed over ranks (the caller divides the loss by
+    the tokens of the whole step) and are accumulated in float32.
     """
     kind = mesh.named.device_type
     own = None
