@@ -7,8 +7,11 @@ import torch
 from transformers import PretrainedConfig
 
 from every_model import configuration_class, small_config
-from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.parallel.mesh import Layout
+from lacuna.config import UserError
+from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
+from lacuna.model.architecture import decoder_layers, meta_model
+from lacuna.parallel.experts import check_experts
+from lacuna.parallel.mesh import Layout, resolve_layout
 from layouts import Case, check_same, outcomes, pipelined
 from tiny import random_model, tiny_config
 
@@ -74,18 +77,17 @@ def test_any_layout_of_four_ranks_is_one_process(tmp_path: Path) -> None:
         check_same(one, alone)
 
 
-def test_experts_that_no_token_of_any_rank_visits_have_no_gradients(tmp_path: Path) -> None:
+def test_a_rank_that_no_token_is_sent_to_takes_part(tmp_path: Path) -> None:
     model = random_model(tiny_config("qwen3_moe"), "eager")
     with torch.no_grad():
         for layer in model.model.layers:
-            layer.mlp.gate.weight[2:] = layer.mlp.gate.weight[:2]  # ties: the first two are chosen
-            layer.mlp.gate.weight[2:] *= 1 - 1e-3
-            layer.mlp.gate.weight[:2] *= 0.0
-            layer.post_attention_layernorm.weight.fill_(0.0)
+            layer.mlp.gate.weight.zero_()  # every token goes to the same two experts
     model.save_pretrained(tmp_path)
     [alone] = outcomes(tmp_path, [Case()])
-    [together] = outcomes(tmp_path, [Case(TWO, 2)])
-    check_same(together, alone)
+    gradient = alone.gradients["model.layers.0.mlp.experts.gate_up_proj"]
+    assert {bool(half.any()) for half in gradient.split(2)} == {True, False}
+    for one in outcomes(tmp_path, [Case(TWO, 2), Case(TWO, 2, recompute=BY_OPERATION)]):
+        check_same(one, alone)
 
 
 def test_the_load_balancing_loss_is_that_of_one_process(tmp_path: Path) -> None:
@@ -96,3 +98,28 @@ def test_the_load_balancing_loss_is_that_of_one_process(tmp_path: Path) -> None:
         tmp_path, [Case(TWO), Case(Layout(cp=2, ring=True, ep=2), parallelism=RING)]
     ):
         check_same(one, alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes", "reason"),
+    [
+        ("llama", Layout(dp_shard=2, ep=2), {}, "have no stacks of experts"),
+        ("qwen3_moe", Layout(dp_shard=3, ep=3), {}, "choose a degree that divides 4"),
+        ("qwen3_moe", Layout(dp_shard=8, ep=4), {}, "data_parallel_replicate_degree for the rest"),
+        ("qwen3_moe", Layout(dp_shard=2, ep=4), {}, "does not divide data_parallel_shard_degree"),
+        (
+            "qwen3_moe",
+            Layout(dp_shard=2, pp=2, ep=2),
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "set the second to 1F1B",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_with_what_to_set(
+    kind: str, layout: Layout, changes: dict[str, object], reason: str
+) -> None:
+    settings = ParallelismConfig(**changes)
+    layers = decoder_layers(meta_model(tiny_config(kind), "sdpa", torch.float32))
+    with pytest.raises(UserError, match=f"parallelism.expert_parallel_degree.*{reason}"):
+        check_experts(layers, kind, layout, settings)
+    assert resolve_layout(ParallelismConfig(expert_parallel_degree=2), 2).ep == 2

@@ -45,7 +45,7 @@ EXTENSIONS = {
         "objective/teaching.py",
         "rollout/answers.py",
     ),
-    "experts": ("model/router.py",),
+    "experts": ("model/router.py", "parallel/experts.py"),
     "pieces": ("model/pieces.py",),
     "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
     "optimizers": ("model/parameter_groups.py", "parallel/homes.py", "train/muon.py"),

@@ -15,14 +15,42 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lacuna.config import UserError
 from lacuna.config.machine import ParallelismConfig
 from lacuna.parallel.fsdp import local
-from lacuna.parallel.mesh import EXPERTS, Layout
+from lacuna.parallel.mesh import Layout
 from lacuna.parallel.schedule import splits_backward
+
+EXPERTS = "parallelism.expert_parallel_degree"
+
+
+def _sharing(layout: Layout) -> int:
+    """The number of ranks that share a copy of the model's layers.
+
+    Raises `UserError` where the expert degree does not divide it.
+    """
+    sharing = layout.dp_shard * layout.cp
+    if sharing % layout.ep > 0:
+        raise UserError(
+            f"{EXPERTS}: {layout.ep} does not divide data_parallel_shard_degree × "
+            f"context_parallel_degree = {sharing}, the ranks that experts are spread over: change "
+            "one of them."
+        )
+    return sharing
+
+
+def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh (`dp_replicate`, `fsdp`, `ep`) that experts are on (see `Mesh`).
+
+    Raises `UserError` where the degree does not divide the ranks.
+    """
+    shards = _sharing(layout) // layout.ep
+    sizes = (layout.pp, layout.dp_replicate, shards, layout.ep)
+    names = ("pp", "dp_replicate", "fsdp", "ep")
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)[names[1:]]
 
 
 def stacks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
@@ -42,6 +70,7 @@ def check_experts(
     layers: nn.ModuleList, kind: str, layout: Layout, settings: ParallelismConfig
 ) -> None:
     """Raises `UserError` for layers of a `kind` of model whose experts cannot be spread so."""
+    sharing = _sharing(layout)
     if splits_backward(settings):
         raise UserError(
             f"{EXPERTS}, parallelism.pipeline_parallel_schedule: a schedule that computes the "
@@ -60,7 +89,6 @@ def check_experts(
                 f"{EXPERTS}: {layout.ep} ranks cannot share {experts} experts evenly: choose a "
                 f"degree that divides {experts}."
             )
-        sharing = layout.dp_shard * layout.cp
         if experts % sharing > 0:
             raise UserError(
                 f"{EXPERTS}: {experts} experts cannot be sharded evenly over "

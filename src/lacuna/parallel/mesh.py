@@ -17,7 +17,6 @@ AXES = {
     "cp": "context_parallel_degree",
     "tp": "tensor_parallel_degree",
 }
-EXPERTS = "parallelism.expert_parallel_degree"
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,11 @@ def resolve_layout(settings: ParallelismConfig, world_size: int) -> Layout:
             f"{world_size} processes: choose degrees whose product is {world_size}, or set "
             "data_parallel_shard_degree = -1 for the rest."
         )
-    experts = settings.expert_parallel_degree
-    sharing = degrees["dp_shard"] * degrees["cp"]
-    if sharing % experts > 0:
-        raise UserError(
-            f"{EXPERTS}: {experts} does not divide data_parallel_shard_degree × "
-            f"context_parallel_degree = {sharing}, the ranks that experts are spread over: change "
-            "one of them."
-        )
-    return Layout(**degrees, ep=experts, ring=settings.context_parallel_rotate_method == "alltoall")
+    return Layout(
+        **degrees,
+        ep=settings.expert_parallel_degree,
+        ring=settings.context_parallel_rotate_method == "alltoall",
+    )
 
 
 @dataclass(frozen=True)
@@ -130,10 +125,9 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         root = init_device_mesh(device_type, whole, mesh_dim_names=names[:3])
     experts = None
     if layout.ep > 1:
-        folded = (pp, replicate, shard * cp // layout.ep, layout.ep)
-        folded_names = (*names[:3], "ep")
-        whole_mesh = init_device_mesh(device_type, folded, mesh_dim_names=folded_names)
-        experts = whole_mesh[folded_names[1:]]
+        from lacuna.parallel.experts import expert_mesh  # an extension
+
+        experts = expert_mesh(layout, device_type)
     ends = None
     if pp > 1:
         first_beside_last = named.mesh.flatten(1)[[0, -1]].T.tolist()
