@@ -198,6 +198,11 @@ def error_of(flags="", **kwargs):
                 ("--lora.rank 4 --lora.parameters experts.*", "lora.parameters"),
                 ("--compile.enable", "compile.enable"),
                 ("--activation_checkpoint.mlp_chunks 2", "activation_checkpoint.mlp_chunks"),
+                (
+                    "--activation_checkpoint.mode selective "
+                    "--activation_checkpoint.selective_ac_option op",
+                    "activation_checkpoint.selective_ac_option",
+                ),
             )
         ),
     ],

@@ -30,7 +30,7 @@ def saved(kind: str, folder: Path) -> Path:
     return folder
 
 
-BY_OPERATION = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+EVERY_LAYER = ActivationCheckpointConfig(mode="selective", selective_ac_option="1")
 RING = {"context_parallel_rotate_method": "alltoall"}
 
 
@@ -48,7 +48,7 @@ ON_TWO = {
     "ZeRO-2": Case(TWO, 2, zero_stage=2),
     "offloaded": Case(TWO, 2, offload=True),
     "recomputed": Case(TWO, 2, recompute=ActivationCheckpointConfig(mode="full")),
-    "by operation": Case(TWO, 2, recompute=BY_OPERATION),
+    "every layer recomputed": Case(TWO, 2, recompute=EVERY_LAYER),
     "cp": Case(Layout(cp=2, ep=2), 2),
     "ring": Case(Layout(cp=2, ring=True, ep=2), 2, parallelism=RING),
 }
@@ -86,7 +86,7 @@ def test_a_rank_that_no_token_is_sent_to_takes_part(tmp_path: Path) -> None:
     [alone] = outcomes(tmp_path, [Case()])
     gradient = alone.gradients["model.layers.0.mlp.experts.gate_up_proj"]
     assert {bool(half.any()) for half in gradient.split(2)} == {True, False}
-    for one in outcomes(tmp_path, [Case(TWO, 2), Case(TWO, 2, recompute=BY_OPERATION)]):
+    for one in outcomes(tmp_path, [Case(TWO, 2), Case(TWO, 2, recompute=EVERY_LAYER)]):
         check_same(one, alone)
 
 
