@@ -87,10 +87,49 @@ TASK_CASES = {
     )
 }
 """The layouts of the second table: a task adds one pass without gradients, and sequence sums."""
+EXPERT_ARCHITECTURES: dict[str, tuple[str, dict[str, object]]] = {
+    "qwen3_moe": ("qwen3_moe", {}),
+    "qwen3_moe, load-balancing loss": (
+        "qwen3_moe",
+        {"output_router_logits": True, "router_aux_loss_coef": 0.5},
+    ),
+    "deepseek_v3": ("deepseek_v3", {}),
+    "gpt_oss": ("gpt_oss", {}),
+}
+"""The models of the table of experts by its columns, with changes of their configurations."""
+_SPREAD = {"expert_parallel_degree": 2}
+EXPERT_CASES: dict[str, Case] = {
+    "dp_shard 2": Case(Layout(dp_shard=2)),
+    "dp_shard 2, ep 2": Case(Layout(dp_shard=2, ep=2), parallelism=_SPREAD),
+    "dp_shard 2, ep 2, ZeRO-2": Case(Layout(dp_shard=2, ep=2), zero_stage=2, parallelism=_SPREAD),
+    "dp_shard 2, ep 2, CPU offload": Case(
+        Layout(dp_shard=2, ep=2), offload=True, parallelism=_SPREAD
+    ),
+    "dp_shard 2, ep 2, full checkpointing": Case(
+        Layout(dp_shard=2, ep=2),
+        recompute=ActivationCheckpointConfig(mode="full"),
+        parallelism=_SPREAD,
+    ),
+    "cp 2, all-gather, ep 2": Case(Layout(cp=2, ep=2), parallelism=_SPREAD),
+    "dp_shard 4, ep 2": Case(Layout(dp_shard=4, ep=2), parallelism=_SPREAD),
+    "dp_shard 4, ep 4": Case(Layout(dp_shard=4, ep=4), parallelism={"expert_parallel_degree": 4}),
+    "dp_replicate 2 × dp_shard 2, ep 2 (HSDP)": Case(Layout(2, 2, ep=2), parallelism=_SPREAD),
+    "dp_shard 2 × cp 2, ep 4": Case(
+        Layout(dp_shard=2, cp=2, ep=4), parallelism={"expert_parallel_degree": 4}
+    ),
+    "dp_shard 2 × pp 2, ep 2, 1F1B": Case(
+        Layout(dp_shard=2, pp=2, ep=2), 4, parallelism=_SPREAD | {"pipeline_parallel_degree": 2}
+    ),
+}
 ADAPTERS = {"lora": LoraConfig(rank=2, alpha=4.0)}
 
 EXACT = 4e-6
 """What rounding in float32 comes to at most, in a loss of DPO."""
+
+EXPERTS_READ = (
+    "`ep` is the number of ranks that the four experts of a layer are spread over, two of which "
+    "are chosen for a token."
+)
 
 Columns = dict[str, dict[str, str]]
 """The cells of a table by column and layout."""
@@ -137,6 +176,17 @@ def columns_of_architectures() -> Columns:
     return columns
 
 
+def columns_of_experts() -> Columns:
+    """The layouts of the table of experts train every mixture of experts."""
+    columns = {}
+    for name, (architecture, changes) in EXPERT_ARCHITECTURES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            four_layers(architecture, **changes).save_pretrained(folder)
+            columns[name] = column(Path(folder), Task(), EXPERT_CASES)
+        print(f"{name}: done", file=sys.stderr, flush=True)
+    return columns
+
+
 def columns_of_tasks() -> Columns:
     """The layouts of the second table train every task."""
     columns = {}
@@ -176,6 +226,7 @@ def print_table(columns: Columns, refusals: list[str]) -> None:
 
 def main() -> None:
     of_architectures = columns_of_architectures()
+    of_experts = columns_of_experts()
     of_tasks = columns_of_tasks()
     refusals: list[str] = []
     print("# Every layout is one device\n")
@@ -188,6 +239,9 @@ def main() -> None:
     print("Made by `python tests/parity.py > docs/parity.md`.\n")
     print("## Pretraining")
     print_table(of_architectures, refusals)
+    print("\n## Mixtures of experts\n")
+    print(EXPERTS_READ)
+    print_table(of_experts, refusals)
     print("\n## Preference and distillation\n")
     print(
         "DPO compares the model with a frozen copy of what it began as, and with LoRA with itself "

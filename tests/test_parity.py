@@ -9,6 +9,8 @@ from parity import (
     ARCHITECTURES,
     CASES,
     EXACT,
+    EXPERT_ARCHITECTURES,
+    EXPERT_CASES,
     TASK_ARCHITECTURES,
     TASK_CASES,
     tasks_taught_by,
@@ -34,10 +36,12 @@ def check(text: str, columns: list[str], layouts: list[str], refusals: int) -> N
 
 def test_every_layout_is_exact_or_refused_with_a_reason() -> None:
     text = TABLES.read_text()
-    pretraining, _, tasks = text.partition("## Preference and distillation")
+    others, _, tasks = text.partition("## Preference and distillation")
+    pretraining, _, experts = others.partition("## Mixtures of experts")
     tasks, _, reasons = tasks.partition("Refused when the configuration is read:")
     refusals = len(reasons.strip().splitlines())
     check(pretraining, [*ARCHITECTURES], [*CASES], refusals)
+    check(experts, [*EXPERT_ARCHITECTURES], [*EXPERT_CASES], refusals)
     columns = [
         f"{name}, {architecture}"
         for architecture in TASK_ARCHITECTURES

@@ -16,6 +16,7 @@ from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import Layout
 from lacuna.plan.memory import estimate_memory
 from runs import make_world, refused
+from tiny import tiny_config
 
 MODEL = LlamaConfig(
     hidden_size=512,
@@ -174,3 +175,15 @@ def test_what_a_trial_of_the_model_would_refuse_is_refused(tmp_path: Path) -> No
     )
     said = refused("train", world / "run.toml", *shared, "--dry-run")
     assert "parallelism.context_parallel_degree: shared out like that, Lfm2ForCausalLM" in said
+
+
+def test_a_rank_gathers_and_computes_with_its_own_experts_only() -> None:
+    model = meta_model(tiny_config("qwen3_moe", num_experts=64), "sdpa", torch.float32)
+    config = Config(training={"seq_len": 64}, compile={"enable": False})
+    together, spread = (
+        estimate_memory(config, layout, resolve_batch(config, layout), model, "cuda")
+        for layout in (Layout(dp_shard=4), Layout(dp_shard=4, ep=4))
+    )
+    assert spread["weights"] == together["weights"]
+    assert spread["optimizer"] == together["optimizer"]
+    assert spread["gathered"] < together["gathered"] / 2

@@ -39,6 +39,12 @@ CASES = {
     "dp_shard 2, pp 2": pipelined(Layout(dp_shard=2, pp=2), 4),
     "dp_replicate 2, dp_shard 2, tp 2": pipelined(Layout(2, 2, tp=2), 4),
 }
+SPREAD = {
+    "dp_shard 2, ep 2": pipelined(Layout(dp_shard=2, ep=2), 4),
+    "dp_shard 4, ep 2": pipelined(Layout(dp_shard=4, ep=2), 4),
+    "dp_shard 4, ep 4": pipelined(Layout(dp_shard=4, ep=4), 4),
+}
+LAYOUTS = CASES | SPREAD
 SAMPLE = [
     ("dp_shard 2", "tp 2"),
     ("tp 2", "pp 2"),
@@ -52,7 +58,7 @@ def built_in(
     name: str, model_config: Path, optimizer_name: str
 ) -> tuple[BuiltModel, dict[str, Tensor], Process]:
     """The model in a layout, and everything of it and its optimizer that a checkpoint holds."""
-    case = CASES[name]
+    case = LAYOUTS[name]
     config = Config(
         model=ModelConfig(config=str(model_config)),
         training=TrainingConfig(seq_len=24),
@@ -111,13 +117,13 @@ def check(
 ) -> None:
     tiny_config(architecture, num_hidden_layers=4).save_pretrained(folder / "model")
     for source in dict.fromkeys(source for source, _ in pairs):
-        layout = CASES[source].layout
+        layout = LAYOUTS[source].layout
         arguments = source, folder / "model", optimizer_name, folder / source
         run_ranks(layout.data_parallel * layout.sharing, save, *arguments)
     exported = {}
     for target in dict.fromkeys(target for _, target in pairs):
         layout, sources = (
-            CASES[target].layout,
+            LAYOUTS[target].layout,
             [folder / source for source, other in pairs if other == target],
         )
         ranks = layout.data_parallel * layout.sharing
@@ -136,6 +142,12 @@ def test_a_checkpoint_of_one_layout_loads_in_another(tmp_path: Path) -> None:
     check(SAMPLE, "llama_tied", tmp_path)
 
 
+def test_a_checkpoint_belongs_to_no_degree_of_expert_parallelism(tmp_path: Path) -> None:
+    names = ["alone", "dp_shard 2", *SPREAD]
+    pairs = [*zip(names, names[1:] + names[:1], strict=True)]
+    check(pairs, "qwen3_moe", tmp_path)
+
+
 def test_a_checkpoint_of_muon_loads_in_another_layout(tmp_path: Path) -> None:
     pairs = [("dp_shard 2", "tp 2"), ("tp 2, pp 2", "dp_shard 3"), ("dp_replicate 2", "alone")]
     check(pairs, "llama_tied", tmp_path, "Muon")
@@ -143,7 +155,7 @@ def test_a_checkpoint_of_muon_loads_in_another_layout(tmp_path: Path) -> None:
 
 def loaded(name: str, folder: Path) -> dict[str, Tensor]:
     """The whole weights that a layout loads from a Hugging Face folder."""
-    case = CASES[name]
+    case = LAYOUTS[name]
     config = Config(
         model=ModelConfig(name_or_path=str(folder)),
         training=TrainingConfig(seq_len=24, enable_cpu_offload=case.offload),
@@ -161,10 +173,19 @@ def test_weights_of_hugging_face_load_into_any_layout_bit_by_bit(name: str, tmp_
     model.save_pretrained(tmp_path)
     tensors: dict[str, Tensor] = {}
     for of_rank in run_ranks(
-        CASES[name].layout.data_parallel * CASES[name].layout.sharing, loaded, name, tmp_path
+        LAYOUTS[name].layout.data_parallel * LAYOUTS[name].layout.sharing, loaded, name, tmp_path
     ):
         tensors |= of_rank
     assert differing(tensors, dict(model.named_parameters())) == []
+
+
+@pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("name", [*SPREAD])
+def test_weights_of_experts_load_bit_by_bit(name: str, kind: str, tmp_path: Path) -> None:
+    model = random_model(tiny_config(kind, num_hidden_layers=4), "eager")
+    model.save_pretrained(tmp_path)
+    for tensors in run_ranks(SPREAD[name].layout.data_parallel, loaded, name, tmp_path):
+        assert differing(tensors, dict(model.named_parameters())) == []
 
 
 @pytest.mark.slow

@@ -41,7 +41,7 @@ EXTENSIONS = {
         "objective/teaching.py",
         "rollout/answers.py",
     ),
-    "experts": ("model/router.py",),
+    "experts": ("model/router.py", "parallel/experts.py"),
     "offload": ("parallel/offload.py",),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),

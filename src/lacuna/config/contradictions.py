@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from lacuna.config.documents import READERS
+from lacuna.config.expert_rules import EXPERT_RULES
 from lacuna.config.float8_rules import FLOAT8_RULES
 from lacuna.config.optimizer_rules import OPTIMIZER_RULES
 from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
@@ -224,11 +225,7 @@ RULES: tuple[Rule, ...] = (
         ),
         "they are opposites; keep one",
     ),
-    Rule(
-        ("parallelism.expert_parallel_degree",),
-        lambda config: config.parallelism.expert_parallel_degree != 1,
-        "expert parallelism is not available yet; leave it out",
-    ),
+    *EXPERT_RULES,
     Rule(
         ("parallelism.data_parallel_shard_degree",),
         lambda config: config.parallelism.data_parallel_shard_degree == 0,

@@ -80,7 +80,8 @@ class ParallelismConfig(Section):
     """Not available: torch's compiled autograd gives wrong gradients under FSDP2's hooks."""
 
     expert_parallel_degree: PositiveInt = 1
-    """Ranks that the experts of a layer are spread over; not available yet."""
+    """Ranks that the experts of a layer are spread over, of those that shard the model or its
+    sequences; tokens are sent to their experts, and none is dropped."""
 
 
 class ActivationCheckpointConfig(Section):

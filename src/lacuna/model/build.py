@@ -136,6 +136,11 @@ def build_meta_model(
     model = architecture.meta_model(model_config, attention, stored)
     if layout.tp > 1:
         check_split(architecture.decoder_layers(model), model_config)
+    if layout.ep > 1:
+        from lacuna.parallel.experts import check_experts
+
+        layers = architecture.decoder_layers(model)
+        check_experts(layers, model_config.model_type, layout, config.parallelism)
     replace_layers(model, config, is_packed, unquantised, layout, device)
     if not is_alone(config.training, layout):
         check_dtypes(model, config.training)

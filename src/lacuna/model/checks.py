@@ -127,6 +127,8 @@ def without_vain_compilation(
         logger.info("load-balancing loss: times %g", router.coefficient)
     dtype = compute_dtype(config.training, device_type)
     against = reason_not_to_compile(model_config, router, dtype, device_type)
+    if config.parallelism.expert_parallel_degree > 1:
+        against = "how many tokens each rank's experts get is known only while a layer runs"
     if against is None or not compile_enabled(config.compile, config.parallelism, device_type):
         return config
     logger.info("layers are not compiled: %s", against)

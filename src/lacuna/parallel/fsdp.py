@@ -55,9 +55,9 @@ def shard_model(
 ) -> None:
     """Shards `model` in place: its units are each layer, a head that is not tied, and the rest.
 
-    A tied head is part of the rest, since only one unit may see a weight. Gradients come out summed
-    over ranks (the caller divides the loss by the tokens of the whole step) and are accumulated in
-    float32.
+    Experts that are spread over ranks are units too. A tied head is part of the rest, since only
+    one unit may see a weight. Gradients come out summed over ranks (the caller divides the loss by
+    the tokens of the whole step) and are accumulated in float32.
     """
     kind = mesh.named.device_type
     own = None
@@ -68,6 +68,11 @@ def shard_model(
     reshard = reshard_after_forward(parallelism, training, mesh.layout)
     always = reshard and parallelism.fsdp_reshard_after_forward == "always"
     units = [(layer, mesh.layers, reshard) for layer in layers]
+    if mesh.experts is not None:
+        from lacuna.parallel.experts import stacks_of  # an extension
+
+        apart = mesh.experts["dp_replicate", "fsdp"]
+        units = [(experts, apart, reshard) for experts in stacks_of(layers)] + units
     head = model.get_output_embeddings()
     output = getattr(head, "weight", None)
     embedding = getattr(model.get_input_embeddings(), "weight", None)

@@ -25,7 +25,8 @@ class Layout:
 
     They are the number of copies of the model, and the numbers of ranks that share a copy, a
     sequence, the matrices and the layers. `ring` says that the ranks of a sequence pass keys and
-    values round instead of gathering them.
+    values round instead of gathering them. Experts are spread over `ep` of the ranks that share a
+    copy or its sequences.
     """
 
     dp_replicate: int = 1
@@ -34,6 +35,7 @@ class Layout:
     tp: int = 1
     pp: int = 1
     ring: bool = False
+    ep: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -65,7 +67,11 @@ def resolve_layout(settings: ParallelismConfig, world_size: int) -> Layout:
             f"{world_size} processes: choose degrees whose product is {world_size}, or set "
             "data_parallel_shard_degree = -1 for the rest."
         )
-    return Layout(**degrees, ring=settings.context_parallel_rotate_method == "alltoall")
+    return Layout(
+        **degrees,
+        ep=settings.expert_parallel_degree,
+        ring=settings.context_parallel_rotate_method == "alltoall",
+    )
 
 
 @dataclass(frozen=True)
@@ -81,6 +87,8 @@ class Mesh:
         root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`. All that is
             outside the layers works on its own slice of the sequence on every `tp` rank, and is
             sharded over all of them.
+        experts: (`dp_replicate`, `fsdp`, `ep`), where `fsdp` × `ep` is `dp_shard` × `cp`. Experts
+            are spread over `ep`, and sharded over `fsdp`; None where they are not spread.
         ends: the group of the ranks with the first and the last stage of this rank's pipeline.
     """
 
@@ -89,6 +97,7 @@ class Mesh:
     layers: DeviceMesh
     tensor: DeviceMesh
     root: DeviceMesh
+    experts: DeviceMesh | None
     ends: dist.ProcessGroup | None
 
     def rank(self, name: str) -> int:
@@ -114,6 +123,11 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
     if tp > 1:
         whole = (pp, replicate, shard * cp * tp)
         root = init_device_mesh(device_type, whole, mesh_dim_names=names[:3])
+    experts = None
+    if layout.ep > 1:
+        from lacuna.parallel.experts import expert_mesh  # an extension
+
+        experts = expert_mesh(layout, device_type)
     ends = None
     if pp > 1:
         first_beside_last = named.mesh.flatten(1)[[0, -1]].T.tolist()
@@ -124,5 +138,6 @@ def build_mesh(layout: Layout, device_type: str) -> Mesh:
         layers=split["dp_replicate", "fsdp"],
         tensor=split["tp"],
         root=root["dp_replicate", "fsdp"],
+        experts=experts,
         ends=ends,
     )

@@ -40,6 +40,10 @@ def parallelize(
         split_layers(own, model.config, mesh.tensor)
         if config.parallelism.enable_async_tensor_parallel:
             overlap_communication(mesh.tensor)
+    if mesh.experts is not None:
+        from lacuna.parallel.experts import spread_experts  # an extension
+
+        spread_experts(own, mesh.experts["ep"])
     recompute(own, config.activation_checkpoint)
     if compile_enabled(config.compile, config.parallelism, mesh.named.device_type):
         # Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay

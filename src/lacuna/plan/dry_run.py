@@ -45,7 +45,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, batch, dp_rank=0)
     compute = str(compute_dtype(config.training, device)).removeprefix("torch.")
-    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp")
+    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
     length = config.training.seq_len
     estimate = estimate_memory(config, layout, batch, model, device)

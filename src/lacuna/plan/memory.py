@@ -3,6 +3,7 @@
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config
@@ -16,6 +17,7 @@ from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.parameter_groups import state_bytes
 from lacuna.model.vocabulary import embeds_on_cpu
 from lacuna.objective.language_modelling import FrozenModel
+from lacuna.parallel.experts import stacks_of
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.parallelize import compile_enabled
@@ -83,7 +85,7 @@ class _WeightSizes(NamedTuple):
     """How many weights there are to store and compute with on the rank that needs most memory.
 
     Attributes:
-        inside: weights of its layers, divided by tensor parallelism.
+        inside: weights of its layers that it computes with, divided by tensor parallelism.
         layer: weights of its largest layer, divided likewise.
         outside: weights outside the layers, which tensor parallelism does not divide when used.
         shard: all that it stores.
@@ -97,6 +99,10 @@ class _WeightSizes(NamedTuple):
     learning_share: float
 
 
+def _room_of(layer: nn.Module, room: dict[Any, float]) -> float:
+    return sum(room[weight] for weight in layer.parameters())
+
+
 def _weight_sizes(model: PreTrainedModel, layout: Layout, stored: int) -> _WeightSizes:
     """The weights of a rank, where one that is not quantised takes `stored` bytes.
 
@@ -106,17 +112,23 @@ def _weight_sizes(model: PreTrainedModel, layout: Layout, stored: int) -> _Weigh
     room: dict[Any, float] = {weight: weight.numel() for weight in model.parameters()}
     for layer in quantized_modules(model).values():
         room[layer.weight] = layer.packed_bytes / stored
-    layers = [sum(room[weight] for weight in layer.parameters()) for layer in decoder_layers(model)]
     total = sum(room.values())
+    stored_layers = [_room_of(layer, room) for layer in decoder_layers(model)]
+    if layout.ep > 1:  # a rank gathers and computes with its own experts only
+        for experts in stacks_of(decoder_layers(model)):
+            for weight in experts.parameters():
+                room[weight] /= layout.ep
+    layers = [_room_of(layer, room) for layer in decoder_layers(model)]
     text = model.config.get_text_config()
-    outside = text.vocab_size * text.hidden_size if layout.pp > 1 else total - sum(layers)
+    outside = text.vocab_size * text.hidden_size if layout.pp > 1 else total - sum(stored_layers)
     inside = sum(layers) / layout.pp / layout.tp
+    shard = (outside + sum(stored_layers) / layout.pp) / layout.tp / (layout.dp_shard * layout.cp)
     trained = sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
     return _WeightSizes(
         inside=inside,
         layer=max(layers) / layout.tp,
         outside=outside,
-        shard=(outside / layout.tp + inside) / (layout.dp_shard * layout.cp),
+        shard=shard,
         learning_share=trained / total,
     )
 

@@ -1,0 +1,49 @@
+"""The rules about what experts that are spread over ranks do not go together with."""
+
+from lacuna.config.rules import Rule, is_given
+from lacuna.config.sections import Config
+
+_DEGREE = "parallelism.expert_parallel_degree"
+
+
+def _is_spread(config: Config) -> bool:
+    return config.parallelism.expert_parallel_degree > 1
+
+
+EXPERT_RULES = (
+    Rule(
+        (_DEGREE, "parallelism.tensor_parallel_degree"),
+        lambda config: _is_spread(config) and config.parallelism.tensor_parallel_degree > 1,
+        "experts are not spread over ranks that split matrices; use one of the two",
+    ),
+    Rule(
+        (_DEGREE, "quantization.base"),
+        lambda config: _is_spread(config) and config.quantization.base != "none",
+        "stacks of quantised experts are not sent to other ranks; use one of the two",
+    ),
+    Rule(
+        (_DEGREE, "lora.parameters"),
+        is_given("lora.parameters", _is_spread),
+        "stacks that are spread over ranks have no adapters; use one of the two",
+    ),
+    Rule(
+        (_DEGREE, "compile.enable"),
+        is_given("compile.enable", _is_spread),
+        "how many tokens go to each rank is known only while a layer runs; drop the second",
+    ),
+    Rule(
+        (_DEGREE, "activation_checkpoint.mlp_chunks"),
+        lambda config: _is_spread(config) and config.activation_checkpoint.mlp_chunks > 1,
+        "pieces are not sent to other ranks; use one of the two",
+    ),
+    Rule(
+        (_DEGREE, "activation_checkpoint.selective_ac_option"),
+        lambda config: (
+            _is_spread(config)
+            and config.activation_checkpoint.mode == "selective"
+            and config.activation_checkpoint.selective_ac_option == "op"
+        ),
+        "what is kept cannot be found again among spread experts; set a number of layers, or "
+        "activation_checkpoint.mode = full",
+    ),
+)

@@ -1,0 +1,159 @@
+"""Expert parallelism: a layer's experts are spread over ranks, and tokens travel to them.
+
+Experts are stacks of weights [E, ...] behind transformers' interface of experts' implementations.
+Each rank keeps E / ep of them, and transformers' own code computes with these as if they were all.
+Nothing is dropped: a rank computes whatever tokens it is sent.
+"""
+
+import logging
+from collections.abc import Callable, Iterable
+from copy import copy
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from lacuna.config import UserError
+from lacuna.config.machine import ParallelismConfig
+from lacuna.parallel.fsdp import local
+from lacuna.parallel.mesh import Layout
+from lacuna.parallel.schedule import splits_backward
+
+EXPERTS = "parallelism.expert_parallel_degree"
+
+
+def _sharing(layout: Layout) -> int:
+    """The number of ranks that share a copy of the model's layers.
+
+    Raises `UserError` where the expert degree does not divide it.
+    """
+    sharing = layout.dp_shard * layout.cp
+    if sharing % layout.ep > 0:
+        raise UserError(
+            f"{EXPERTS}: {layout.ep} does not divide data_parallel_shard_degree × "
+            f"context_parallel_degree = {sharing}, the ranks that experts are spread over: change "
+            "one of them."
+        )
+    return sharing
+
+
+def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
+    """The mesh (`dp_replicate`, `fsdp`, `ep`) that experts are on (see `Mesh`).
+
+    Raises `UserError` where the degree does not divide the ranks.
+    """
+    shards = _sharing(layout) // layout.ep
+    sizes = (layout.pp, layout.dp_replicate, shards, layout.ep)
+    names = ("pp", "dp_replicate", "fsdp", "ep")
+    return init_device_mesh(device_type, sizes, mesh_dim_names=names)[names[1:]]
+
+
+def stacks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """The parts of `modules` that hold the stacked experts of a layer, spread or not."""
+    parts = (part for module in modules for part in module.modules())
+    return [part for part in parts if hasattr(part, "is_transposed") and _experts_in(part)]
+
+
+def _experts_in(part: nn.Module) -> int:
+    """The number of experts on all ranks whose stacks a module holds; 0 if it holds others too."""
+    leading = {parameter.shape[0] if parameter.ndim else 0 for parameter in part.parameters()}
+    alone = len(leading) == 1 and hasattr(part, "num_experts") and not [*part.buffers()]
+    return leading.pop() if alone else 0
+
+
+def check_experts(
+    layers: nn.ModuleList, kind: str, layout: Layout, settings: ParallelismConfig
+) -> None:
+    """Raises `UserError` for layers of a `kind` of model whose experts cannot be spread so."""
+    sharing = _sharing(layout)
+    if splits_backward(settings):
+        raise UserError(
+            f"{EXPERTS}, parallelism.pipeline_parallel_schedule: a schedule that computes the "
+            "gradients of weights by themselves is not available with experts that are spread: "
+            "set the second to 1F1B, Interleaved1F1B, LoopedBFS or GPipe."
+        )
+    stacks = stacks_of(layers)
+    if not stacks:
+        raise UserError(
+            f"{EXPERTS}: {kind!r} models have no stacks of experts that transformers lets others "
+            "compute with: leave it out."
+        )
+    for experts in map(_experts_in, stacks):
+        if experts % layout.ep > 0:
+            raise UserError(
+                f"{EXPERTS}: {layout.ep} ranks cannot share {experts} experts evenly: choose a "
+                f"degree that divides {experts}."
+            )
+        if experts % sharing > 0:
+            raise UserError(
+                f"{EXPERTS}: {experts} experts cannot be sharded evenly over "
+                f"data_parallel_shard_degree × context_parallel_degree = {sharing} ranks: make "
+                f"that a divisor of {experts}, with data_parallel_replicate_degree for the rest."
+            )
+
+
+def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are."""
+    # At every new shape this logger advises to flatten meshes that FSDP needs apart.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    for experts in stacks_of(layers):
+        for name, whole in [*experts.named_parameters()]:
+            own = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
+            setattr(experts, name, nn.Parameter(own, whole.requires_grad))
+        own_count = _experts_in(experts) // mesh.size()
+        compute = partial(_compute, copy(experts), experts, own_count)
+        spread = partial(_send_and_compute, compute, mesh, own_count)
+        setattr(experts, "forward", spread)  # noqa: B010
+
+
+def _compute(code: nn.Module, experts: nn.Module, own: int, *arguments: Tensor) -> Tensor:
+    """What the model's own `code` makes of tokens, with this rank's `own` experts for all."""
+    worker = copy(code)  # which sharding has not changed
+    worker.num_experts = own  # type: ignore[assignment]
+    # Not set as attributes, which would have to be leaves of the graph of gradients.
+    parameters: dict[str, Any] = {name: local(one) for name, one in experts.named_parameters()}
+    worker._parameters = parameters
+    outputs: Tensor = worker(*arguments)
+    return outputs
+
+
+def _send_and_compute(
+    compute: Callable[..., Tensor],
+    mesh: DeviceMesh,
+    own: int,
+    hidden: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+) -> Tensor:
+    """The weighted sum of the chosen experts' outputs, [tokens, width] as `hidden`.
+
+    `chosen` and `weights` are [tokens, k]: the numbers of each token's experts among those of all
+    ranks, and how they are weighted. Tokens are sent in the order of their experts, together with
+    their weights, so that the model's own code weights them wherever it does.
+    """
+    count = chosen.shape[1]
+    numbers = chosen.flatten()
+    order = numbers.argsort(stable=True)
+    sent = torch.bincount(numbers, minlength=own * mesh.size()).view(mesh.size(), own)
+    group = mesh.get_group()
+    received = all_to_all_single(sent, None, None, group)
+    # Both are read at once: the host must know how much to send, and waits for that.
+    outgoing, incoming = torch.stack([sent.sum(1), received.sum(1)]).tolist()
+    tokens = all_to_all_single_autograd(hidden[order // count], incoming, outgoing, group)
+    scales = all_to_all_single_autograd(weights.reshape(-1, 1)[order], incoming, outgoing, group)
+    places = torch.arange(own, device=hidden.device).repeat(mesh.size())
+    places = places.repeat_interleave(received.flatten(), output_size=sum(incoming))[:, None]
+    if sum(incoming) == 0:
+        # One of zeros, weighted by zero, so that this rank has gradients to exchange as others do.
+        tokens = F.pad(tokens, (0, 0, 0, 1))
+        scales = F.pad(scales, (0, 0, 0, 1))
+        places = F.pad(places, (0, 0, 0, 1))
+    outputs = compute(tokens, places, scales)[: sum(incoming)].contiguous()
+    back = all_to_all_single_autograd(outputs, outgoing, incoming, group)
+    summed: Tensor = back[order.argsort()].unflatten(0, (-1, count)).sum(1)
+    return summed

@@ -1,0 +1,125 @@
+"""Experts that are spread over ranks compute, train, load and save as those of one process do."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PretrainedConfig
+
+from every_model import configuration_class, small_config
+from lacuna.config import UserError
+from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
+from lacuna.model.architecture import decoder_layers, meta_model
+from lacuna.parallel.experts import check_experts
+from lacuna.parallel.mesh import Layout, resolve_layout
+from layouts import Case, check_same, outcomes, pipelined
+from tiny import random_model, tiny_config
+
+KINDS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
+TINY = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss")
+
+
+def config_of(kind: str) -> PretrainedConfig:
+    own = tiny_config(kind) if kind in TINY else small_config(configuration_class(kind))
+    own.use_cache = False
+    return own
+
+
+def saved(kind: str, folder: Path) -> Path:
+    random_model(config_of(kind), "eager").save_pretrained(folder)
+    return folder
+
+
+EVERY_LAYER = ActivationCheckpointConfig(mode="selective", selective_ac_option="1")
+RING = {"context_parallel_rotate_method": "alltoall"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_train_the_experts_of_one_process(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
+    [alone] = outcomes(tmp_path, [Case()])
+    [together] = outcomes(tmp_path, [Case(Layout(dp_shard=2, ep=2), 2)])
+    check_same(together, alone)
+
+
+TWO = Layout(dp_shard=2, ep=2)
+ON_TWO = {
+    "ZeRO-1": Case(TWO, 2, zero_stage=1),
+    "ZeRO-2": Case(TWO, 2, zero_stage=2),
+    "offloaded": Case(TWO, 2, offload=True),
+    "recomputed": Case(TWO, 2, recompute=ActivationCheckpointConfig(mode="full")),
+    "every layer recomputed": Case(TWO, 2, recompute=EVERY_LAYER),
+    "cp": Case(Layout(cp=2, ep=2), 2),
+    "ring": Case(Layout(cp=2, ring=True, ep=2), 2, parallelism=RING),
+}
+ON_FOUR = {
+    "half": Case(Layout(dp_shard=4, ep=2)),
+    "all": Case(Layout(dp_shard=4, ep=4)),
+    "HSDP": Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
+    "cp": Case(Layout(dp_shard=2, cp=2, ep=4), 2),
+    "pp": pipelined(Layout(dp_shard=2, pp=2, ep=2), 4),
+    "interleaved": pipelined(Layout(dp_shard=2, pp=2, ep=2), 4, "Interleaved1F1B"),
+}
+
+
+def test_any_layout_of_two_ranks_is_one_process(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    [alone] = outcomes(tmp_path, [Case()])
+    for one in outcomes(tmp_path, [*ON_TWO.values()]):
+        check_same(one, alone)
+
+
+def test_any_layout_of_four_ranks_is_one_process(tmp_path: Path) -> None:
+    model = tiny_config("qwen3_moe", num_hidden_layers=4)
+    random_model(model, "eager").save_pretrained(tmp_path)
+    [alone] = outcomes(tmp_path, [Case()])
+    for one in outcomes(tmp_path, [*ON_FOUR.values()]):
+        check_same(one, alone)
+
+
+def test_a_rank_that_no_token_is_sent_to_takes_part(tmp_path: Path) -> None:
+    model = random_model(tiny_config("qwen3_moe"), "eager")
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.gate.weight.zero_()  # every token goes to the same two experts
+    model.save_pretrained(tmp_path)
+    [alone] = outcomes(tmp_path, [Case()])
+    gradient = alone.gradients["model.layers.0.mlp.experts.gate_up_proj"]
+    assert {bool(half.any()) for half in gradient.split(2)} == {True, False}
+    for one in outcomes(tmp_path, [Case(TWO, 2), Case(TWO, 2, recompute=EVERY_LAYER)]):
+        check_same(one, alone)
+
+
+def test_the_load_balancing_loss_is_that_of_one_process(tmp_path: Path) -> None:
+    model = tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
+    random_model(model, "eager").save_pretrained(tmp_path)
+    [alone] = outcomes(tmp_path, [Case()])
+    for one in outcomes(
+        tmp_path, [Case(TWO), Case(Layout(cp=2, ring=True, ep=2), parallelism=RING)]
+    ):
+        check_same(one, alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout", "changes", "reason"),
+    [
+        ("llama", Layout(dp_shard=2, ep=2), {}, "have no stacks of experts"),
+        ("qwen3_moe", Layout(dp_shard=3, ep=3), {}, "choose a degree that divides 4"),
+        ("qwen3_moe", Layout(dp_shard=8, ep=4), {}, "data_parallel_replicate_degree for the rest"),
+        ("qwen3_moe", Layout(dp_shard=2, ep=4), {}, "does not divide data_parallel_shard_degree"),
+        (
+            "qwen3_moe",
+            Layout(dp_shard=2, pp=2, ep=2),
+            {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "ZBVZeroBubble"},
+            "set the second to 1F1B",
+        ),
+    ],
+)
+def test_what_cannot_be_spread_is_refused_with_what_to_set(
+    kind: str, layout: Layout, changes: dict[str, object], reason: str
+) -> None:
+    settings = ParallelismConfig(**changes)
+    layers = decoder_layers(meta_model(tiny_config(kind), "sdpa", torch.float32))
+    with pytest.raises(UserError, match=f"parallelism.expert_parallel_degree.*{reason}"):
+        check_experts(layers, kind, layout, settings)
+    assert resolve_layout(ParallelismConfig(expert_parallel_degree=2), 2).ep == 2
