@@ -8,12 +8,15 @@ from transformers import PretrainedConfig
 
 from every_model import configuration_class, small_config
 from lacuna.config import UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
+from lacuna.config.optimizers import OptimizerConfig
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.parallel.experts import check_experts
 from lacuna.parallel.mesh import Layout, resolve_layout
 from layouts import Case, check_same, outcomes, pipelined
-from tiny import random_model, tiny_config
+from optimizer_steps import three_steps
+from tiny import random_model, relative_error, run_ranks, tiny_config
 
 KINDS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
 TINY = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss")
@@ -69,6 +72,7 @@ def test_any_layout_of_two_ranks_is_one_process(tmp_path: Path) -> None:
         check_same(one, alone)
 
 
+@pytest.mark.slow
 def test_any_layout_of_four_ranks_is_one_process(tmp_path: Path) -> None:
     model = tiny_config("qwen3_moe", num_hidden_layers=4)
     random_model(model, "eager").save_pretrained(tmp_path)
@@ -88,6 +92,25 @@ def test_a_rank_that_no_token_is_sent_to_takes_part(tmp_path: Path) -> None:
     assert {bool(half.any()) for half in gradient.split(2)} == {True, False}
     for one in outcomes(tmp_path, [Case(TWO, 2), Case(TWO, 2, recompute=EVERY_LAYER)]):
         check_same(one, alone)
+
+
+def test_adapters_beside_spread_experts_are_those_of_one_process(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    adapters = LoraConfig(rank=3)
+    [alone] = outcomes(tmp_path, [Case(lora=adapters)])
+    for one in outcomes(tmp_path, [Case(TWO, 2, lora=adapters)]):
+        check_same(one, alone)
+
+
+@pytest.mark.parametrize(
+    "settings", [{"name": "Muon"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}], ids=str
+)
+def test_other_optimizers_make_the_same_steps(settings: dict[str, str], tmp_path: Path) -> None:
+    tiny_config("qwen3_moe", hidden_size=256, head_dim=64).save_pretrained(tmp_path)
+    optimizer = OptimizerConfig(**settings, lr=1e-2, weight_decay=0.3)
+    [(_, alone)] = run_ranks(1, three_steps, tmp_path, [Case()], optimizer)[0]
+    for [(_, after)] in run_ranks(2, three_steps, tmp_path, [Case(TWO)], optimizer):
+        assert relative_error(after, alone) < 1e-6
 
 
 def test_the_load_balancing_loss_is_that_of_one_process(tmp_path: Path) -> None:
