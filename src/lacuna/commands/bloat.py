@@ -46,6 +46,7 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "experts": ("model/router.py",),
+    "grpo": ("objective/grpo_batches.py", "objective/grpo_losses.py"),
     "pieces": ("model/pieces.py",),
     "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
     "optimizers": ("model/parameter_groups.py", "parallel/homes.py", "train/muon.py"),
