@@ -37,6 +37,7 @@ def grpo(
     samples: list[Trained],
     temperature: float,
     longest: int,
+    beta: float = 0.0,
     **settings: Any,
 ) -> tuple[float, Tensor]:
     """The loss of one batch and the gradients of all parameters, flat; the model is copied."""
@@ -85,9 +86,7 @@ def _inputs(samples: list[Trained]) -> dict[str, Tensor]:
         "prompt_ids": padded([one.prompt for one in samples], prompts, True, PAD),
         "prompt_mask": padded([[1] * len(one.prompt) for one in samples], prompts, True, 0),
         "completion_ids": padded([one.tokens for one in samples], completions, False, PAD),
-        "completion_mask": padded(
-            [[1] * len(one.tokens) for one in samples], completions, False, 0
-        ),
+        "completion_mask": padded(ones, completions, False, 0),
         "advantages": torch.tensor([one.advantage for one in samples]),
         "old_per_token_logps": padded([one.old for one in samples], completions, False, 0.0),
         "ref_per_token_logps": padded([one.reference for one in samples], completions, False, 0.0),
