@@ -57,7 +57,7 @@ EXTENSIONS = {
         "plan/examples.py",
         "plan/memory.py",
     ),
-    "rollouts": ("commands/generate.py", "rollout/generate.py"),
+    "rollouts": ("commands/generate.py", "rollout/generate.py", "rollout/sampling.py"),
     "bench": (
         "commands/bench.py",
         "commands/bench_report.py",

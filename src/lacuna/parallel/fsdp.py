@@ -84,6 +84,7 @@ def shard_model(
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        sharded.frees_after_forward = again  # type: ignore[attr-defined]
 
 
 def own_part(whole: Tensor, parameter: Tensor, source: int | None = None) -> Tensor:
@@ -136,3 +137,20 @@ def inference(*roots: nn.Module) -> Iterator[None]:
             if isinstance(module, FSDPModule):
                 module.reshard()
         models.train(training)
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within it, and within `inference`, every rank has all parameters of `model`.
+
+    Forward passes exchange nothing then, so that ranks may make different numbers of them.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(bool(unit.frees_after_forward), recurse=False)
