@@ -103,6 +103,8 @@ class RowPlan:
     @property
     def packing_mode(self) -> str:
         """How rows are filled."""
+        if self.config.trains_on == "prompts":
+            return "none"
         return packing_mode(self.config.packing, self.config.trains_on)
 
     @property
@@ -193,8 +195,9 @@ def make_row_plan(
         require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
     numbers = (difficulty,) if difficulty else ()
+    asks = config.trains_on == "prompts"
     sources = tuple(
-        open_source(setting, data, config.conversations, config.judged_answers, numbers)
+        open_source(setting, data, config.conversations, config.judged_answers, numbers, asks)
         for setting in settings
     )
     if difficulty:
@@ -221,6 +224,11 @@ def make_row_plan(
         from lacuna.data.teacher import with_teacher  # an extension, which few runs need
 
         table, kinds = with_teacher(table, sources, folder, tokenizer)
+    if table is not None and asks:
+        from lacuna.data.prompts import require_room, with_numbers  # an extension
+
+        require_room(table.lengths, config.training.seq_len, config.rollout.max_tokens)
+        table, kinds = with_numbers(table)
     return RowPlan(config, tokenizer, mixture, sources, table, endless, order, kinds)
 
 
@@ -288,6 +296,7 @@ def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> b
         config.curriculum.difficulty_column,
         config.curriculum.rank_every,
         config.distillation.teacher_logprobs,
+        config.trains_on == "prompts",
         config.trains_on == "preferences" and config.preference.loss == "kto",
         config.trains_on == "preferences" and config.preference.reference == "cached",
     )
