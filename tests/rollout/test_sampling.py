@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 from lacuna.config import Config, UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.model.build import BuiltModel, build_model
-from lacuna.objective.grpo_batches import Sample, lay_out, logprobs_of_samples
+from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples
 from lacuna.parallel.mesh import Layout
+from lacuna.rollout.groups import Sample
 from lacuna.rollout.sampling import Completion, draw, generate
 from policies import one_rank, policy_of
 from tasks import write_weights

@@ -63,7 +63,12 @@ EXTENSIONS = {
         "plan/examples.py",
         "plan/memory.py",
     ),
-    "rollouts": ("commands/generate.py", "rollout/generate.py", "rollout/sampling.py"),
+    "rollouts": (
+        "commands/generate.py",
+        "rollout/generate.py",
+        "rollout/groups.py",
+        "rollout/sampling.py",
+    ),
     "bench": (
         "commands/bench.py",
         "commands/bench_report.py",

@@ -1,7 +1,7 @@
 """Completions to batches, and what a model finds of their tokens."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -22,33 +22,10 @@ from lacuna.model.inputs import Inputs
 from lacuna.model.loss import chunk_size, logprobs_of
 from lacuna.objective.grpo_losses import corrections_of
 from lacuna.parallel.fsdp import inference
+from lacuna.rollout.groups import Sample
 
 _COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
 _KINDS = {name: np.zeros(0, dtype=np.float32) for name in _COLUMNS}
-
-
-@dataclass
-class Sample:
-    """A completion, and what is known of it; lists have a value for each of its tokens.
-
-    Attributes:
-        prompt: the tokens of its prompt.
-        tokens: its own, with the end if it `ended`.
-        sampled: their log-probabilities as generating found them.
-        source: the number of the source that the prompt is from.
-        advantage: how much better it is than the others of its group.
-        old: log-probabilities as training finds them before the first step on it.
-        reference: those of the reference; empty without one.
-    """
-
-    prompt: list[int]
-    tokens: list[int]
-    sampled: list[float]
-    ended: bool
-    source: int = 0
-    advantage: float = 0.0
-    old: list[float] = field(default_factory=list)
-    reference: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)

@@ -18,13 +18,16 @@ def advantages_of(rewards: Sequence[Sequence[float]], settings: GrpoConfig) -> T
     """How much better each completion is than the others of its group, float32 [groups, samples].
 
     It is the reward less the group's mean, divided by the group's standard deviation (arXiv
-    2402.03300, section 4.1.2) or by nothing (Dr. GRPO, arXiv 2503.20783).
+    2402.03300, section 4.1.2) or by nothing (Dr. GRPO, arXiv 2503.20783). A reward that is nan is
+    left out of both, and its completion is neither better nor worse.
     """
     values = torch.tensor(rewards, dtype=torch.float64)
-    advantages = values - values.mean(1, keepdim=True)
+    count = values.isfinite().sum(1, keepdim=True)
+    advantages = (values - values.nanmean(1, keepdim=True)).nan_to_num(0)
     scale = settings.scale or ("none" if settings.loss == "dr_grpo" else "group")
     if scale == "group":
-        advantages = advantages / (values.std(1, keepdim=True) + _SMALLEST_DEVIATION)
+        variance = advantages.square().sum(1, keepdim=True) / (count - 1).clamp(min=1)
+        advantages = advantages / (variance.sqrt() + _SMALLEST_DEVIATION)
     return advantages.float()
 
 
