@@ -119,7 +119,6 @@ number = 3
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({}, "nothing says what completions are worth"),
         ({"functions": ("exakt",)}, "did you mean exact"),
         ({"functions": ("no_such_module:score",)}, "no_such_module does not import"),
         ({"functions": (f"{__name__}:raise",)}, "did you mean raises"),

@@ -47,6 +47,12 @@ GRPO_RULES: tuple[Rule, ...] = (
             "pipeline_parallel_degree",
         )
     ),
+    Rule(
+        ("job.task", "rewards.functions"),
+        lambda config: config.job.task == "grpo" and not config.rewards.functions,
+        "nothing says what completions are worth; give exact, pattern, format, length or functions "
+        "of your own as module:function",
+    ),
     _not_for_grpo(
         "training.enable_cpu_offload",
         "generating needs the weights on the device; drop the first with grpo",

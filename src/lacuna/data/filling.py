@@ -5,7 +5,7 @@ from collections.abc import Callable
 import numpy as np
 
 from lacuna.config import UserError
-from lacuna.config.documents import PackingConfig
+from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.data.document import Document, Span
 
 
@@ -68,6 +68,30 @@ def _cut_to_pieces(
         numbers = np.full_like(starts, number)
         pieces.append(np.stack([numbers, starts, np.minimum(starts + space, stop)], axis=1))
     return np.concatenate(pieces)
+
+
+def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
+    """Raises UserError for settings of the data that would keep answers from being compared."""
+    if packing_mode(packing, "preferences") == "concatenate":
+        raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
+    if not data.document_mask:
+        raise UserError(
+            "data.document_mask: the two answers of a pair must not see each other; leave it on."
+        )
+    if data.predict_across_documents:
+        raise UserError(
+            "data.predict_across_documents: pairs do not go on in others; leave it off."
+        )
+    if loss == "kto" and data.streaming:
+        raise UserError(
+            'data.streaming, preference.loss: "kto" sets answers beside those of the next row, for '
+            "which it needs the cache; set data.streaming = false."
+        )
+    if loss == "kto" and data.tokenization == "online":
+        raise UserError(
+            'data.tokenization, preference.loss: "kto" sets answers beside those of the next row, '
+            "for which it needs the cache; leave out data.tokenization."
+        )
 
 
 def refuse_long_pairs(lengths: np.ndarray, space: int, long_examples: str) -> None:

@@ -12,12 +12,12 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained, logger
 from lacuna.config.conversations import ChatConfig
-from lacuna.config.documents import DataConfig, PackingConfig, Source
+from lacuna.config.documents import PackingConfig, Source
 from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.document import Span
-from lacuna.data.filling import fill_rows, packing_mode, refuse_long_pairs
+from lacuna.data.filling import fill_rows, packing_mode, refuse_long_pairs, require_whole_pairs
 from lacuna.data.mixture import Mixture, Pool, random_key
 from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
@@ -103,8 +103,6 @@ class RowPlan:
     @property
     def packing_mode(self) -> str:
         """How rows are filled."""
-        if self.config.trains_on == "prompts":
-            return "none"
         return packing_mode(self.config.packing, self.config.trains_on)
 
     @property
@@ -190,12 +188,14 @@ def make_row_plan(
     """
     data = config.data
     if config.judged_answers is not None:
-        _require_whole_pairs(data, config.packing, config.judged_answers.loss)
+        require_whole_pairs(data, config.packing, config.judged_answers.loss)
     if not data.streaming:
         require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
     numbers = (difficulty,) if difficulty else ()
     asks = config.trains_on == "prompts"
+    if asks:  # completions share rows, but a step has as many prompts as rows
+        config = config.model_copy(update={"packing": PackingConfig(mode="none")})
     sources = tuple(
         open_source(setting, data, config.conversations, config.judged_answers, numbers, asks)
         for setting in settings
@@ -219,17 +219,28 @@ def make_row_plan(
     shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
     mixture = Mixture(config.training.seed, pools, shares, lanes)
     kinds: Mapping[str, np.ndarray] = {}
+    if table is not None and endless:
+        table, kinds = _annotated(table, sources, config, tokenizer)
+    return RowPlan(config, tokenizer, mixture, sources, table, endless, order, kinds)
+
+
+def _annotated(
+    table: TokenTable,
+    sources: Sequence[Documents],
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[TokenTable, Mapping[str, np.ndarray]]:
+    """The table with the columns that only some tasks need, and the kinds of these columns."""
     folder = config.distillation.teacher_logprobs
-    if table is not None and endless and folder is not None:
+    if folder is not None:
         from lacuna.data.teacher import with_teacher  # an extension, which few runs need
 
-        table, kinds = with_teacher(table, sources, folder, tokenizer)
-    if table is not None and asks:
-        from lacuna.data.prompts import require_room, with_numbers  # an extension
+        return with_teacher(table, sources, folder, tokenizer)
+    if config.trains_on == "prompts":
+        from lacuna.data.prompts import with_numbers  # an extension
 
-        require_room(table.lengths, config.training.seq_len, config.rollout.max_tokens)
-        table, kinds = with_numbers(table)
-    return RowPlan(config, tokenizer, mixture, sources, table, endless, order, kinds)
+        return with_numbers(table, config.training.seq_len, config.rollout.max_tokens)
+    return table, {}
 
 
 def _pool_sizes(
@@ -257,30 +268,6 @@ def _from_low_to_high(sources: Sequence[Documents], column: str) -> np.ndarray:
     with explained(wrong, ValueError, mend="name a column of numbers"):
         values = [np.array(source.dataset[column], dtype=np.float64) for source in sources]
     return np.argsort(np.concatenate(values), kind="stable")
-
-
-def _require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
-    """Raises UserError for settings of the data that would keep answers from being compared."""
-    if packing_mode(packing, "preferences") == "concatenate":
-        raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
-    if not data.document_mask:
-        raise UserError(
-            "data.document_mask: the two answers of a pair must not see each other; leave it on."
-        )
-    if data.predict_across_documents:
-        raise UserError(
-            "data.predict_across_documents: pairs do not go on in others; leave it off."
-        )
-    if loss == "kto" and data.streaming:
-        raise UserError(
-            'data.streaming, preference.loss: "kto" sets answers beside those of the next row, for '
-            "which it needs the cache; set data.streaming = false."
-        )
-    if loss == "kto" and data.tokenization == "online":
-        raise UserError(
-            'data.tokenization, preference.loss: "kto" sets answers beside those of the next row, '
-            "for which it needs the cache; leave out data.tokenization."
-        )
 
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:

@@ -63,8 +63,14 @@ def prompt_document(
     return Document(whole, float("nan"), trained=np.arange(len(whole)) == len(tokens))
 
 
-def with_numbers(table: TokenTable) -> tuple[TokenTable, dict[str, np.ndarray]]:
-    """The table of prompts, whose documents know their number; and the kind of that column."""
+def with_numbers(
+    table: TokenTable, seq_len: int, longest: int
+) -> tuple[TokenTable, dict[str, np.ndarray]]:
+    """The table of prompts, whose documents know their number; and the kind of that column.
+
+    Raises UserError for prompts that leave no room in a row for the longest completion.
+    """
+    require_room(table.lengths, seq_len, longest)
     numbered = annotated(
         table, lambda number, document: {"document": np.full(len(document.tokens), number)}
     )

@@ -91,6 +91,7 @@ class Grpo(LanguageModelling):
         self.own: list[list[Sample]] = []  # this rank's groups
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}  # of the newest completions
+        self.is_under_way = False  # whether this process has made a step
         self.file = CompletionsFile(str(config.job.dump_folder))
 
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
@@ -110,6 +111,9 @@ class Grpo(LanguageModelling):
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
         """This rank's completions in micro-batches, newly made unless updates are left for them."""
+        if not self.is_under_way and dist.get_rank() == 0:
+            self.file.go_on(self.steps)
+        self.is_under_way = True
         is_new = not self.updates_left
         if is_new:
             groups = [group.samples for group in self._roll_out(policy, source)]

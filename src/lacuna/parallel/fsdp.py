@@ -137,20 +137,3 @@ def inference(*roots: nn.Module) -> Iterator[None]:
             if isinstance(module, FSDPModule):
                 module.reshard()
         models.train(training)
-
-
-@contextmanager
-def gathered(model: nn.Module) -> Iterator[None]:
-    """Within it, and within `inference`, every rank has all parameters of `model`.
-
-    Forward passes exchange nothing then, so that ranks may make different numbers of them.
-    """
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    for unit in units:
-        unit.set_reshard_after_forward(False, recurse=False)
-        unit.unshard()
-    try:
-        yield
-    finally:
-        for unit in units:
-            unit.set_reshard_after_forward(bool(unit.frees_after_forward), recurse=False)

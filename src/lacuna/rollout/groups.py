@@ -179,30 +179,22 @@ class CompletionsFile:
 
     def __init__(self, folder: str) -> None:
         self.path = Path(folder, "completions.jsonl")
-        self._is_begun = False
+
+    def go_on(self, step: int) -> None:
+        """Drops the rows of later steps: a run that goes on after this one makes them anew."""
+        if not self.path.exists():
+            return
+        # As bytes: a completion may hold characters that end a line of text.
+        lines = self.path.read_bytes().splitlines(keepends=True)
+        # Only the last line can be cut off, where a run was killed.
+        whole = [line for line in lines if line.endswith(b"\n")]
+        new = self.path.with_suffix(".new")
+        new.write_bytes(b"".join(line for line in whole if json.loads(line)["step"] <= step))
+        os.replace(new, self.path)
 
     def write(self, groups: Sequence[Group], step: int) -> None:
-        """Adds the completions that a step begins with.
-
-        Before the first time, rows of that step and of later ones are dropped: the run goes on from
-        before them.
-        """
-        if not self._is_begun:
-            self._drop_from(step)
-        self._is_begun = True
+        """Adds the completions that a step begins with."""
         with open(self.path, "a", encoding="utf-8") as file:
             for group in groups:
                 for row in group.rows(step):
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-    def _drop_from(self, step: int) -> None:
-        if not self.path.exists():
-            return
-        kept = []
-        for line in self.path.read_text(encoding="utf-8").splitlines(keepends=True):
-            # Only the last line can be cut off, where a run was killed.
-            if line.endswith("\n") and json.loads(line)["step"] < step:
-                kept.append(line)
-        new = self.path.with_suffix(".new")
-        new.write_text("".join(kept), encoding="utf-8")
-        os.replace(new, self.path)

@@ -1,21 +1,22 @@
 """Completions by the model in training, with the log-probability of each of their tokens."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data.mixture import random_key
 from lacuna.model.build import BuiltModel
-from lacuna.parallel.fsdp import gathered
 from lacuna.rollout.generate import generating
 
 # Tells the randomness of completions from all other that derives from the seed.
@@ -62,6 +63,23 @@ def generate(
             found += _complete(policy.model, own, uniform, sampling.temperature, {*ends})
     count = sampling.samples
     return [found[start : start + count] for start in range(0, len(found), count)]
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within it, and within `inference`, every rank has all parameters of `model`.
+
+    Forward passes exchange nothing then, so that ranks may make different numbers of them.
+    """
+    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    try:
+        yield
+    finally:
+        for unit in units:
+            unit.set_reshard_after_forward(bool(unit.frees_after_forward), recurse=False)
 
 
 def _uniform(seeds: Sequence[int], count: int) -> Tensor:

@@ -81,11 +81,6 @@ def find_rewards(settings: RewardsConfig) -> dict[str, Reward]:
 
     Raises `UserError` where there is none, one cannot be imported, or its settings are missing.
     """
-    if not settings.functions:
-        raise UserError(
-            f"rewards.functions: nothing says what completions are worth: give {', '.join(_OWN)}, "
-            "or functions of your own as module:function."
-        )
     if settings.weights and len(settings.weights) != len(settings.functions):
         raise UserError(
             f"rewards.weights: there are {len(settings.weights)} for "
