@@ -1,6 +1,7 @@
 """Runs by rewards: alike in every layout, resumed to the bit, refused where impossible."""
 
 import json
+import shlex
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,18 @@ from transformers import AutoTokenizer
 from lacuna.config import Config
 from lacuna.config.contradictions import contradictions_of
 from lacuna.objective.grpo import reference_kind
-from runs import curve, lacuna, refused, rows, train, weights
+from runs import (
+    curve,
+    ended,
+    lacuna,
+    refused,
+    rows,
+    start,
+    steps,
+    train,
+    wait_until,
+    weights,
+)
 
 CHAT = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
 
@@ -258,7 +270,52 @@ def test_a_tokenizer_without_an_end_is_refused(world: Path, prompts: Path, tmp_p
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     tokenizer.eos_token = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    (tmp_path / "plain.jinja").write_text("{{ messages[0].content }}")
     own = flags(prompts, "--model.tokenizer_path", tmp_path / "tokenizer")
-    said = train(world, tmp_path, *own, "--chat.template", tmp_path / "plain.jinja", status=2)
-    assert "for a model to learn to stop" in said
+    said = train(world, tmp_path, *own, "--chat.template", "none", status=2)
+    assert "the tokenizer has no token that ends a text" in said
+
+
+def test_texts_need_no_template_and_conversations_do(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "<end>"}\n' * 4)
+    (tmp_path / "talks.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n' * 4)
+    own = flags(prompts, "--training.steps", 1, "--chat.template", "none")
+    train(world, tmp_path / "run", *own, "--data.dataset", tmp_path / "texts.jsonl")
+    assert {row["prompt"] for row in completions(tmp_path / "run")} == {"a", "<end>"}
+    talks = ("--data.dataset", tmp_path / "talks.jsonl")
+    said = train(world, tmp_path / "other", *own, *talks, status=2)
+    assert "chat.template" in said
+
+
+def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_path: Path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    more = ("--grpo.updates", 3, "--grpo.beta", 0.1, "--training.steps", 12)
+    own = flags(prompts, *more, "--checkpoint.interval", 2)
+    train(world, straight, *own)
+    with ended(start("train", world / "run.toml", "--job.dump_folder", killed, *own)) as process:
+        wait_until(lambda: bool(steps(killed)), process)
+        process.kill()
+    assert steps(killed)[-1] < 12
+    assert "resum" in train(world, killed, *own)
+    assert curve(straight, *KEYS) == curve(killed, *KEYS)
+    assert completions(straight) == completions(killed)
+    assert weights(straight) == weights(killed)
+
+
+def test_the_next_command_that_is_printed_works(world: Path, prompts: Path, tmp_path: Path) -> None:
+    own = flags(prompts, "--training.steps", 1, "--grpo.updates", 2)
+    said = train(world, tmp_path / "run", *own)
+    [line] = [line for line in said.splitlines() if "your data" in line]
+    assert line.endswith("(rows with a prompt, or messages)")
+    command = line.partition("lacuna ")[2].partition(" (rows")[0]
+    words = shlex.split(command.replace("my.jsonl", str(prompts / "prompts.jsonl")))
+    assert "pattern,length" in words
+    lacuna(*words, "--chat.template", prompts / "chat.jinja", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_recipe_learns_in_a_minute(tmp_path: Path) -> None:
+    lacuna("train", "grpo_cpu.toml", "--job.dump_folder", tmp_path, "--metrics.log_freq", 1)
+    rewards = [row["reward"] for row in rows(tmp_path)]
+    assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.8

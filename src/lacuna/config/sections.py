@@ -189,8 +189,12 @@ class Config(Section):
 
     @property
     def conversations(self) -> ChatConfig | None:
-        """How conversations become tokens; None where the task is to train on texts."""
-        return None if self.trains_on == "texts" else self.chat
+        """How conversations become tokens; None where the task is to train on texts.
+
+        Prompts may be texts, for which a tokenizer needs no template: it is None unless one is set.
+        """
+        may_be_texts = self.trains_on == "prompts" and self.chat.template is None
+        return None if self.trains_on == "texts" or may_be_texts else self.chat
 
     @property
     def judged_answers(self) -> PreferenceConfig | None:

@@ -194,10 +194,11 @@ def make_row_plan(
     difficulty = config.curriculum.difficulty_column if endless else None
     numbers = (difficulty,) if difficulty else ()
     asks = config.trains_on == "prompts"
+    chat = config.chat if asks else config.conversations
     if asks:  # completions share rows, but a step has as many prompts as rows
         config = config.model_copy(update={"packing": PackingConfig(mode="none")})
     sources = tuple(
-        open_source(setting, data, config.conversations, config.judged_answers, numbers, asks)
+        open_source(setting, data, chat, config.judged_answers, numbers, asks)
         for setting in settings
     )
     if difficulty:
