@@ -121,21 +121,35 @@ LAYOUTS = {
         *("--parallelism.data_parallel_replicate_degree", 2),
         *("--parallelism.data_parallel_shard_degree", 1),
     ),
+    "zero 1": (
+        *("--cpus", 2, "--training.batch_size", 2, "--parallelism.zero_stage", 1),
+        *("--packing.mode", "none"),
+    ),
     "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
     "unpacked": ("--packing.mode", "none"),
 }
 
 
+def test_shards_train_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
+    check_layouts("gspo, divergence", ["shards"], world, prompts, tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["gspo, divergence", "adapters", "resampled"])
 def test_every_layout_trains_as_one_process_does(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
+    check_layouts(case, [*LAYOUTS], world, prompts, tmp_path)
+
+
+def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
+    """Runs a case in each layout, and compares what is logged with one process's."""
     own = flags(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
-    train(world, tmp_path / "alone", *own)
-    wanted = curve(tmp_path / "alone", *KEYS)
-    for name, layout in LAYOUTS.items():
-        train(world, tmp_path / name, *own, *layout)
-        found = curve(tmp_path / name, *KEYS)
+    train(world, folder / "alone", *own)
+    wanted = curve(folder / "alone", *KEYS)
+    for name in layouts:
+        train(world, folder / name, *own, *LAYOUTS[name])
+        found = curve(folder / name, *KEYS)
         for row, other in zip(found, wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
 
