@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 from lacuna.config import Config
 from lacuna.config.contradictions import contradictions_of
 from lacuna.objective.grpo import reference_kind
+from rewarded import KEYS, completions, flags, write_prompts
 from runs import (
     curve,
     ended,
@@ -25,36 +26,10 @@ from runs import (
     weights,
 )
 
-CHAT = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
-
 
 @pytest.fixture(scope="module")
 def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Texts and conversations of uneven lengths, and what their answers should have."""
-    folder = tmp_path_factory.mktemp("prompts")
-    lines = []
-    for number in range(30):
-        row: dict[str, Any] = {"prompt": "ask " * (1 + number % 3) + str(number)}
-        if number % 4 == 0:
-            row = {"messages": [{"role": "user", "content": f"say {number}"}]}
-        lines.append(json.dumps(row | {"answer": "[a-zA-Z]" if number % 5 else None}) + "\n")
-    (folder / "prompts.jsonl").write_text("".join(lines))
-    (folder / "chat.jinja").write_text(CHAT)
-    return folder
-
-
-def flags(prompts: Path, *more: object) -> list[object]:
-    return [
-        *("--job.task", "grpo", "--data.dataset", prompts / "prompts.jsonl"),
-        *("--chat.template", prompts / "chat.jinja", "--training.batch_size", 4),
-        *("--rollout.samples", 4, "--rollout.max_tokens", 5, "--rewards.functions"),
-        *("pattern,length", "--rewards.length_margin", 3, "--lr_scheduler.decay_type", "constant"),
-        *more,
-    ]
-
-
-def completions(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "completions.jsonl").read_bytes().splitlines()]
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
 
 
 def test_completions_are_kept_with_what_they_are_worth(
@@ -92,7 +67,6 @@ CASES: dict[str, tuple[object, ...]] = {
     "resampled": ("--grpo.resample", 2, "--grpo.loss", "dr_grpo"),
     "cispo": ("--grpo.loss", "cispo", "--grpo.updates", 2, "--rollout.temperature", 0.7),
 }
-KEYS = ("loss", "grad_norm", "reward", "entropy", "clipped", "mismatch_mean", "tokens")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -317,6 +291,20 @@ def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_p
     assert weights(straight) == weights(killed)
 
 
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_completions_on_another_number_of_ranks(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = flags(prompts, *CASES["updates"], "--optimizer.lr", 1e-3)
+    train(world, tmp_path / "straight", *own, "--training.steps", 7)
+    train(world, tmp_path / "moved", *own, "--training.steps", 4)
+    two = ("--cpus", 2, "--training.batch_size", 2)
+    train(world, tmp_path / "moved", *own, *two, "--training.steps", 7)
+    pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
+    for row, other in pairs:
+        assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
+
+
 def test_the_next_command_that_is_printed_works(world: Path, prompts: Path, tmp_path: Path) -> None:
     own = flags(prompts, "--training.steps", 1, "--grpo.updates", 2)
     said = train(world, tmp_path / "run", *own)
@@ -330,6 +318,6 @@ def test_the_next_command_that_is_printed_works(world: Path, prompts: Path, tmp_
 
 @pytest.mark.slow
 def test_the_recipe_learns_in_a_minute(tmp_path: Path) -> None:
-    lacuna("train", "grpo_cpu.toml", "--job.dump_folder", tmp_path, "--metrics.log_freq", 1)
+    lacuna("train", "grpo.toml", "--job.dump_folder", tmp_path, "--metrics.log_freq", 1)
     rewards = [row["reward"] for row in rows(tmp_path)]
     assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.8

@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Sequence
 
@@ -35,6 +36,31 @@ def test_patterns_are_searched_and_formats_fit_as_a_whole() -> None:
     assert scores(functions=("pattern",))["pattern"][:2] == [1, 1]
     found = scores(functions=("format",), format=r"<a>\d</a>")
     assert found["format"] == [0, 0, 1]
+
+
+def test_formulas_are_equal_as_mathematics_has_it() -> None:
+    pytest.importorskip("math_verify")
+    settings = RewardsConfig(functions=("math",))
+    cases = {
+        "1/2": ("so it is $\\frac{2}{4}$", 1),
+        "x+1": ("\\boxed{1+x}", 1),
+        "3": ("there are 4", 0),
+        "7": ("who knows", 0),
+    }
+    answers = [
+        Answered({"answer": wanted}, "data", text, left=1) for wanted, (text, _) in cases.items()
+    ]
+    found = score(find_rewards(settings), answers, settings)
+    assert found["math"] == [value for _, value in cases.values()]
+    unclear = [Answered({"answer": "?!"}, "data, row 9", "4", left=1)]
+    with pytest.raises(UserError, match="row 9 .* is no formula"):
+        score(find_rewards(settings), unclear, settings)
+
+
+def test_formulas_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r"pip install 'lacuna-train\[math\]'"):
+        find_rewards(RewardsConfig(functions=("math",)))
 
 
 def test_length_falls_over_the_margin() -> None:

@@ -26,9 +26,9 @@ class RewardsConfig(Section):
 
     functions: Names = ()
     """Functions of the rows of data and their completions, as module:function, or of those that
-    come with lacuna: exact (the answer is the row's), pattern (the row's regular expression is
-    found), format (the completion is as rewards.format says), length (it does not come near
-    rollout.max_tokens)."""
+    come with lacuna: exact (the answer is the row's), math (it is equal to the row's, by
+    math-verify), pattern (the row's regular expression is found), format (the completion is as
+    rewards.format says), length (it does not come near rollout.max_tokens)."""
     weights: Shares = ()
     """Weight of each function in the reward. Unset: 1 each."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -37,7 +37,8 @@ class RewardsConfig(Section):
     timeout_seconds: PositiveFloat = 60.0
     """Longest time that a call of a function may take."""
     answer_column: str = "answer"
-    """Column of the data with the right answer (exact) or the regular expression (pattern)."""
+    """Column of the data with the right answer (exact, math) or the regular expression
+    (pattern)."""
     answer_pattern: str | None = None
     """Regular expression whose last match in a completion, or its first group, is the answer that
     exact compares. Unset: the whole completion."""

@@ -50,8 +50,8 @@ GRPO_RULES: tuple[Rule, ...] = (
     Rule(
         ("job.task", "rewards.functions"),
         lambda config: config.job.task == "grpo" and not config.rewards.functions,
-        "nothing says what completions are worth; give exact, pattern, format, length or functions "
-        "of your own as module:function",
+        "nothing says what completions are worth; give exact, math, pattern, format, length or "
+        "functions of your own as module:function",
     ),
     _not_for_grpo(
         "training.enable_cpu_offload",

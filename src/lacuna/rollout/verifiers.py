@@ -1,9 +1,11 @@
-"""The rewards that come with lacuna: exact answers, regular expressions, format, length."""
+"""The rewards that come with lacuna: exact or equal answers, patterns, format, length."""
 
+import logging
 import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from lacuna.config import UserError, explained
@@ -73,7 +75,33 @@ def length(answer: Answered, settings: RewardsConfig) -> float:
     return min(0.0, answer.left / settings.length_margin - 1)
 
 
-_OWN = {"exact": exact, "pattern": pattern, "format": format_fits, "length": length}
+def mathematical(answer: Answered, settings: RewardsConfig) -> float:
+    """1 where math-verify finds the answer mathematically equal to that of the row, else 0.
+
+    It is nan where the row has none. The formula in the completion is found by math-verify. Raises
+    `ValueError` where the row's is none.
+    """
+    from math_verify import parse, verify
+
+    wanted = answer.row.get(settings.answer_column)
+    if wanted is None:
+        return math.nan
+    # Its own timeouts would end ours: both use the alarm of the process.
+    right = parse(str(wanted), parsing_timeout=None)
+    right = right or parse(f"${wanted}$", parsing_timeout=None)
+    if not right:
+        raise ValueError(f"{wanted!r} is no formula that math-verify can read")
+    said = parse(answer.text, parsing_timeout=None)
+    return float(verify(right, said, timeout_seconds=None))
+
+
+_OWN = {
+    "exact": exact,
+    "math": mathematical,
+    "pattern": pattern,
+    "format": format_fits,
+    "length": length,
+}
 
 
 def find_rewards(settings: RewardsConfig) -> dict[str, Reward]:
@@ -89,6 +117,12 @@ def find_rewards(settings: RewardsConfig) -> dict[str, Reward]:
     if repeated := {name for name in settings.functions if settings.functions.count(name) > 1}:
         raise UserError(f"rewards.functions: {min(repeated)} is named twice: leave one out.")
     _check_patterns(settings)
+    if "math" in settings.functions:
+        mend = "pip install 'lacuna-train[math]', or leave it out"
+        with explained("rewards.functions: math needs math-verify", ImportError, mend=mend):
+            import_module("math_verify")
+        # It says at each call that its timeouts are off.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
     return {name: _find(name, settings) for name in settings.functions}
 
 
