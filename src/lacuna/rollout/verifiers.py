@@ -89,7 +89,7 @@ def mathematical(answer: Answered, settings: RewardsConfig) -> float:
     # Its own timeouts would end ours: both use the alarm of the process.
     right = parse(str(wanted), parsing_timeout=None)
     right = right or parse(f"${wanted}$", parsing_timeout=None)
-    if not right:
+    if all(isinstance(one, str) for one in right):  # it is found, but not understood
         raise ValueError(f"{wanted!r} is no formula that math-verify can read")
     said = parse(answer.text, parsing_timeout=None)
     return float(verify(right, said, timeout_seconds=None))
