@@ -21,6 +21,8 @@ from lacuna.rollout.generate import generating
 
 # Tells the randomness of completions from all other that derives from the seed.
 _STREAM = 2
+# Probabilities are whole numbers of 1 / this when a token is drawn.
+_UNIT = 2**48
 
 
 @dataclass(frozen=True)
@@ -95,11 +97,14 @@ def draw(logits: Tensor, uniform: Tensor, temperature: float) -> tuple[Tensor, T
     """A token of each row of `logits` [rows, vocabulary], and its log-probability, both [rows].
 
     It is the first whose cumulative probability is beyond the number in `uniform`, float64 [rows].
+    Probabilities are added up as whole numbers, which is the same in any order: of floats a GPU has
+    no deterministic sum.
     """
     logprobs = (logits.float() / temperature).log_softmax(-1)
-    cumulative = logprobs.double().exp().cumsum(-1)
-    place = uniform[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, place, right=True).clamp(max=logits.shape[1] - 1)
+    cumulative = (logprobs.double().exp() * _UNIT).long().cumsum(-1)
+    total = cumulative[:, -1:]
+    place = torch.minimum((uniform[:, None] * total).long(), total - 1)
+    tokens = torch.searchsorted(cumulative, place, right=True)
     return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
 
 
