@@ -162,7 +162,7 @@ def error_of(flags="", **kwargs):
             "lr_scheduler.warmup_steps",
             "more than the 10 steps",
         ),
-        ("--job.task grpo", "job.task", "only pretrain, sft, distill, preference"),
+        ("--job.task ppo", "job.task", "only pretrain, sft, distill, preference, grpo"),
         (
             "--activation_checkpoint.mode memory_budget --compile.enable false",
             "activation_checkpoint.mode",

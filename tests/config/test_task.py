@@ -71,10 +71,8 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
     assert "job.task: partial:Own has no denominator, held_out_loss, annotate, report," in loaded(
         "partial:Own"
     )
-    assert (
-        "job.task: pictures:Own.trains_on is 'pictures'; set texts, conversations or preferences"
-        in loaded("pictures:Own")
-    )
+    said = "trains_on is 'pictures'; set texts, conversations, preferences or prompts"
+    assert f"job.task: pictures:Own.{said}" in loaded("pictures:Own")
     (folder / "script.py").write_text("raise SystemExit(2)\n")
     assert "job.task: script does not import (SystemExit: 2)" in loaded("script:Own")
     write(folder, "eager", "trains_on = 'texts'")
@@ -84,6 +82,6 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
     assert "job.task: eager:made cannot be called without arguments" in loaded("eager:made")
     assert "job.task: eager:Asking cannot be called without arguments" in loaded("eager:Asking")
     assert (
-        "job.task: only pretrain, sft, distill, preference are available yet; did you mean "
+        "job.task: only pretrain, sft, distill, preference, grpo are available yet; did you mean "
         "pretrain?" in loaded("pretrian")
     )

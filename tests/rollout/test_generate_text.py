@@ -35,6 +35,12 @@ def test_temperature_zero_is_transformers_own_greedy_generation(architecture: st
     assert 0 < len(text.split()) <= 12
 
 
+def test_a_model_without_sdpa_generates_eagerly() -> None:
+    model = random_model(tiny_config("gemma2"), PACKED)
+    text = generate_text(model, TOKENIZER, PROMPT, 12, temperature=0, seed=1)
+    assert text == greedy(random_model(tiny_config("gemma2"), "eager"))
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_attention_and_random_state_are_left_alone(training: bool) -> None:
     model = random_model(tiny_config("llama", attention_dropout=0.5), PACKED).train(training)

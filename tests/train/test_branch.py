@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lacuna.config import UserError
-from lacuna.train.branch import goes_back
+from lacuna.train.start import goes_back
 from runs import ended, rows, start, steps, stop_after, wait_until
 
 pytestmark = pytest.mark.slow  # whole runs of the command line

@@ -1,8 +1,9 @@
 """The settings of the data: where it comes from, what of it is trained, and in which order."""
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import (
+    AfterValidator,
     Field,
     NonNegativeFloat,
     NonNegativeInt,
@@ -11,7 +12,7 @@ from pydantic import (
 )
 
 from lacuna.config.errors import UserError
-from lacuna.config.fields import Names, Path, Paths, Section, Shares, Texts
+from lacuna.config.fields import Names, Path, Paths, Section, Shares, Texts, packaged
 
 # Datasets that are readers of local files; data_files names these.
 READERS = ("json", "text", "parquet", "csv", "arrow")
@@ -52,9 +53,9 @@ _LISTS = {
 class DataConfig(Section):
     """Which documents are trained on, and how they become batches."""
 
-    dataset: Paths = ()
-    """Datasets: Hub ids, local folders, or readers of local files (json, parquet, csv, text,
-    arrow)."""
+    dataset: Annotated[Paths, AfterValidator(lambda names: tuple(map(packaged, names)))] = ()
+    """Datasets: Hub ids, local folders, readers of local files (json, parquet, csv, text, arrow),
+    or a file that ships with lacuna."""
 
     dataset_name: Names = ()
     """Configuration of each dataset; one value serves all."""

@@ -17,6 +17,7 @@ from lacuna.config.documents import (
 from lacuna.config.fields import Names, Path, Section, packaged
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.optimizers import LRSchedulerConfig, OptimizerConfig
+from lacuna.config.reinforcement import GrpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.task import known_task, trains_on
 
 
@@ -25,7 +26,8 @@ class JobConfig(Section):
 
     task: Annotated[str, AfterValidator(known_task)] = "pretrain"
     """What is trained for: pretrain on texts, sft on conversations, preference on pairs of answers,
-    distill from a larger model, or an objective of your own, as module:name."""
+    distill from a larger model, grpo on rewards of the model's own answers, or an objective of your
+    own, as module:name."""
 
     name: str = "run"
     """Name of the run. Unset: that of job.dump_folder, else of the TOML file without .toml."""
@@ -164,6 +166,9 @@ class Config(Section):
     quantization: QuantizationConfig = QuantizationConfig()
     preference: PreferenceConfig = PreferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: RewardsConfig = RewardsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
     parallelism: machine.ParallelismConfig = machine.ParallelismConfig()
@@ -179,13 +184,17 @@ class Config(Section):
 
     @property
     def trains_on(self) -> str:
-        """What the data are: texts, conversations, or preferences."""
+        """What the data are: texts, conversations, preferences, or prompts."""
         return self.distillation.data if self.job.task == "distill" else trains_on(self.job.task)
 
     @property
     def conversations(self) -> ChatConfig | None:
-        """How conversations become tokens; None where the task is to train on texts."""
-        return None if self.trains_on == "texts" else self.chat
+        """How conversations become tokens; None where the task is to train on texts.
+
+        Prompts may be texts, for which a tokenizer needs no template: it is None unless one is set.
+        """
+        may_be_texts = self.trains_on == "prompts" and self.chat.template is None
+        return None if self.trains_on == "texts" or may_be_texts else self.chat
 
     @property
     def judged_answers(self) -> PreferenceConfig | None:

@@ -11,6 +11,7 @@ TASKS = {
     "sft": "conversations",
     "distill": "texts",
     "preference": "preferences",
+    "grpo": "prompts",
 }
 # What the loop asks of an objective.
 PARTS = (
@@ -39,8 +40,8 @@ def known_task(task: str) -> str:
             raise ValueError(f"{task} has no {', '.join(missing)}, which the loop asks for")
         if objective.trains_on not in TASKS.values():
             raise ValueError(
-                f"{task}.trains_on is {objective.trains_on!r}; set texts, conversations or "
-                "preferences"
+                f"{task}.trains_on is {objective.trains_on!r}; set texts, conversations, "
+                "preferences or prompts"
             )
         try:
             signature(objective).bind()
@@ -56,5 +57,5 @@ def known_task(task: str) -> str:
 
 
 def trains_on(task: str) -> str:
-    """What a task learns from: texts, conversations or preferences."""
+    """What a task learns from: texts, conversations, preferences or prompts."""
     return TASKS[task] if task in TASKS else import_attribute(task).trains_on

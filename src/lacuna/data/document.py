@@ -3,8 +3,18 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
+
+# Where a part of a stream stood at the start of a block, enough to read on from there: documents
+# passed over all epochs, those of them before this one, and the dataset's own state (None at the
+# start of an epoch).
+Snapshot = tuple[int, int, dict[str, Any] | None]
+BEGINNING: Snapshot = (0, 0, None)
+
+# A record, its place in the source, and the start of the block that it came in.
+PlacedRecord = tuple[dict[str, Any], str, Snapshot]
 
 
 @dataclass(frozen=True)

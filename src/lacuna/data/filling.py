@@ -1,10 +1,10 @@
 """Documents to rows: which of them share a row, and what happens to those that are too long."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lacuna.config import UserError
+from lacuna.config import Config, UserError
 from lacuna.config.documents import PackingConfig
 from lacuna.data.document import Document, Span
 
@@ -68,6 +68,20 @@ def _cut_to_pieces(
         numbers = np.full_like(starts, number)
         pieces.append(np.stack([numbers, starts, np.minimum(starts + space, stop)], axis=1))
     return np.concatenate(pieces)
+
+
+def require_whole_pairs(config: Config) -> None:
+    """Raises UserError for settings that would keep two answers from being compared."""
+    from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
+
+    require_whole_pairs(config.data, config.packing, config.preference.loss)
+
+
+def refuse_long_pairs(lengths: np.ndarray, stages: Sequence[Config]) -> None:
+    """Raises UserError for pairs of these lengths that are too long for one of the stages."""
+    from lacuna.data.pairs import refuse_long_pairs  # an extension, which few runs need
+
+    refuse_long_pairs(lengths, stages)
 
 
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:

@@ -3,8 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
+
+from lacuna.config import explained
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _ROUNDS = np.arange(6, dtype=np.uint64) * _GOLDEN
@@ -105,3 +108,14 @@ class Mixture:
             chosen = np.flatnonzero(choices == choice)
             index[chosen] = pool.locate((np.arange(len(chosen)) + cursor) * self.lanes + lane)
         return choices, index
+
+
+def from_low_to_high(columns: Sequence[Sequence[Any]], name: str) -> np.ndarray:
+    """The documents of all sources by the numbers in their columns of this name, int64 [documents].
+
+    Raises `UserError` for values that are no numbers.
+    """
+    wrong = f"curriculum.difficulty_column, {name}"
+    with explained(wrong, ValueError, mend="name a column of numbers"):
+        values = [np.array(column, dtype=np.float64) for column in columns]
+    return np.argsort(np.concatenate(values), kind="stable")

@@ -10,18 +10,22 @@ import numpy as np
 from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError, explained, logger
+from lacuna.config import Config, UserError, logger
 from lacuna.config.conversations import ChatConfig
-from lacuna.config.documents import DataConfig, PackingConfig, Source
+from lacuna.config.documents import PackingConfig, Source
 from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.document import Span
-from lacuna.data.filling import fill_rows, packing_mode
-from lacuna.data.mixture import Mixture, Pool, random_key
+from lacuna.data.filling import (
+    fill_rows,
+    packing_mode,
+    refuse_long_pairs,
+    require_whole_pairs,
+)
+from lacuna.data.mixture import Mixture, Pool, from_low_to_high, random_key
 from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
-from lacuna.data.stream import number_of_parts
 from lacuna.data.tokenize import TokenTable, token_table
 from lacuna.data.tokenizer import grown_tokenizer
 
@@ -188,17 +192,16 @@ def make_row_plan(
     """
     data = config.data
     if config.judged_answers is not None:
-        _require_whole_pairs(data, config.packing, config.judged_answers.loss)
+        require_whole_pairs(config)
     if not data.streaming:
         require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
-    numbers = (difficulty,) if difficulty else ()
-    sources = tuple(
-        open_source(setting, data, config.conversations, config.judged_answers, numbers)
-        for setting in settings
-    )
+    sources = _open_sources(config, settings, (difficulty,) if difficulty else ())
+    if config.trains_on == "prompts":
+        # Completions share rows, but a step has as many prompts as rows.
+        config = config.model_copy(update={"packing": PackingConfig(mode="none")})
     if difficulty:
-        order = _from_low_to_high(sources, difficulty)
+        order = from_low_to_high([source.dataset[difficulty] for source in sources], difficulty)
     sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
     is_shuffled = data.shuffle and endless and order is None
     pools = _make_pools(sizes, config.training.seed if is_shuffled else None)
@@ -217,25 +220,40 @@ def make_row_plan(
     shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
     mixture = Mixture(config.training.seed, pools, shares, lanes)
     kinds: Mapping[str, np.ndarray] = {}
-    folder = config.distillation.teacher_logprobs
-    if table is not None and endless and folder is not None:
-        from lacuna.data.teacher import with_teacher  # an extension, which few runs need
-
-        table, kinds = with_teacher(table, sources, folder, tokenizer)
+    if table is not None and endless:
+        table, kinds = _annotated(table, sources, config, tokenizer)
     return RowPlan(config, tokenizer, mixture, sources, table, endless, order, kinds)
 
 
-def _require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
-    from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
+def _open_sources(
+    config: Config, settings: Sequence[Source], numbers: tuple[str, ...]
+) -> tuple[Documents, ...]:
+    """The sources, with their columns of `numbers`."""
+    asks = config.trains_on == "prompts"
+    chat = config.chat if asks else config.conversations
+    return tuple(
+        open_source(setting, config.data, chat, config.judged_answers, numbers, asks)
+        for setting in settings
+    )
 
-    require_whole_pairs(data, packing, loss)
 
+def _annotated(
+    table: TokenTable,
+    sources: Sequence[Documents],
+    config: Config,
+    tokenizer: PreTrainedTokenizerBase,
+) -> tuple[TokenTable, Mapping[str, np.ndarray]]:
+    """The table with the columns that only some tasks need, and the kinds of these columns."""
+    folder = config.distillation.teacher_logprobs
+    if folder is not None:
+        from lacuna.data.teacher import with_teacher  # an extension, which few runs need
 
-def refuse_long_pairs(lengths: np.ndarray, stages: Sequence[Config]) -> None:
-    """Raises UserError for pairs of these lengths that are too long for one of the stages."""
-    from lacuna.data.pairs import refuse_long_pairs  # an extension, which few runs need
+        return with_teacher(table, sources, folder, tokenizer)
+    if config.trains_on == "prompts":
+        from lacuna.data.prompts import with_numbers  # an extension
 
-    refuse_long_pairs(lengths, stages)
+        return with_numbers(table, config.training.seq_len, config.rollout.max_tokens)
+    return table, {}
 
 
 def _pool_sizes(
@@ -243,6 +261,8 @@ def _pool_sizes(
 ) -> list[int]:
     """How many documents, or parts of a stream, each source has; or all of them, if `is_one`."""
     if streaming:
+        from lacuna.data.stream import number_of_parts  # an extension
+
         sizes = [number_of_parts(source.shard_sizes, lanes) for source in sources]
     else:
         sizes = [len(source.dataset) for source in sources]
@@ -255,14 +275,6 @@ def _make_pools(sizes: Sequence[int], seed: int | None) -> tuple[Pool, ...]:
         Pool(size, None if seed is None else random_key(seed, 0, number))
         for number, size in enumerate(sizes)
     )
-
-
-def _from_low_to_high(sources: Sequence[Documents], column: str) -> np.ndarray:
-    """The documents of all sources by the numbers in a column, int64 [documents]."""
-    wrong = f"curriculum.difficulty_column, {column}"
-    with explained(wrong, ValueError, mend="name a column of numbers"):
-        values = [np.array(source.dataset[column], dtype=np.float64) for source in sources]
-    return np.argsort(np.concatenate(values), kind="stable")
 
 
 def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
@@ -278,6 +290,7 @@ def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> b
         config.curriculum.difficulty_column,
         config.curriculum.rank_every,
         config.distillation.teacher_logprobs,
+        config.trains_on == "prompts",
         config.trains_on == "preferences" and config.preference.loss == "kto",
         config.trains_on == "preferences" and config.preference.reference == "cached",
     )

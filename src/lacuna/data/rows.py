@@ -9,12 +9,11 @@ from contextlib import suppress
 import numpy as np
 
 from lacuna.config import UserError
-from lacuna.data.document import Document, Span
+from lacuna.data.document import BEGINNING, Document, PlacedRecord, Snapshot, Span
 from lacuna.data.faults import readable
-from lacuna.data.filling import fill_rows
+from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import shuffled
-from lacuna.data.plan import RowPlan, refuse_long_pairs
-from lacuna.data.stream import BEGINNING, PlacedRecord, Snapshot, Stream
+from lacuna.data.plan import RowPlan
 from lacuna.data.tokenize import add_broken, document_of
 
 _WINDOW = 8192
@@ -173,6 +172,8 @@ class _LaneRows:
 
     def _reader(self, source: int, starts: dict[int, LaneState]) -> Callable[[int], PlacedRecord]:
         """A function from a lane to its next record from a source that is a stream."""
+        from lacuna.data.stream import Stream  # an extension
+
         plan = self._plan
         pool = self._plan.mixture.pools[source]
         retries = plan.config.data.retries
@@ -244,11 +245,10 @@ class _LaneRows:
         """The pieces of rows that these documents are fitted into."""
         config = self._plan.config
         space = config.training.seq_len
-        packing = config.packing
         lengths = np.array([len(document.tokens) for document in documents])
         if config.trains_on == "preferences":
             refuse_long_pairs(lengths, [config])
-        return fill_rows(lengths, documents.__getitem__, space, packing)
+        return fill_rows(lengths, documents.__getitem__, space, config.packing)
 
     def _draw_documents(self, lane: int, place: Place) -> Iterator[Drawn]:
         """The documents that a lane draws.

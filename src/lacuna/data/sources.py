@@ -45,6 +45,7 @@ class Documents:
         files: the local files that it is made of.
         preference: what is learnt from its records, if they are preferences.
         answers_per_row: how many documents a row becomes; `dataset` holds the row as often.
+        asks: whether its documents are prompts, whose rows have what completions are judged by.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Documents:
     files: tuple[str, ...] = ()
     preference: PreferenceConfig | None = None
     answers_per_row: int = 1
+    asks: bool = False
 
     def columns_of(self, row: Collection[str]) -> tuple[tuple[str, ...], dict[str, str]]:
         """Our names of the columns of a row that are read; and the data's name of each, by ours."""
@@ -158,7 +160,7 @@ def _open_documents(
             sizes = [1] * dataset.num_shards
     if columns[0] == "input_ids" and dataset.features:
         _require_whole_numbers(dataset.features["input_ids"])
-    opened = Documents(name, dataset, columns[0], tuple(sizes), chat, local)
+    opened = Documents(name, dataset, columns[0], tuple(sizes), chat, local, asks=whole)
     if chat is None or preference is None:
         return opened
     return _of_answers(opened, chat, preference)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from lacuna.config import UserError, logger
+from lacuna.data.document import PlacedRecord, Snapshot
 from lacuna.data.faults import with_retries
 from lacuna.data.mixture import shuffled
 from lacuna.data.sources import Documents
@@ -16,16 +17,6 @@ from lacuna.data.sources import Documents
 # Documents shuffled among each other; they are in memory together.
 BLOCK = 1024
 _MOST_PARTS = 64
-
-
-# Where a part stood at the start of a block, enough to read on from there: documents passed over
-# all epochs, those of them before this one, and the dataset's own state (None at the start of an
-# epoch).
-Snapshot = tuple[int, int, dict[str, Any] | None]
-BEGINNING: Snapshot = (0, 0, None)
-
-# A record, its place in the source, and the start of the block that it came in.
-PlacedRecord = tuple[dict[str, Any], str, Snapshot]
 
 
 @dataclass(frozen=True)

@@ -64,6 +64,10 @@ def document_of(
             f"{place}: cannot be read", RecursionError, UnicodeEncodeError, mend="leave the row out"
         ):
             row = row_of(record, source)
+            if source.asks:
+                from lacuna.data.prompts import prompt_document  # an extension, as few need it
+
+                return prompt_document(row, place, tokenizer, source.chat)
             if source.preference is None:
                 return encode(row, place, tokenizer, source.chat)
             from lacuna.data.preferences import judged_document  # an extension, as few need it
@@ -172,6 +176,7 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
             settings.roles,
             tokenizer.chat_template,
             None if source.preference is None else source.preference.loss == "kto",
+            source.asks,
         ]
     made_of = [
         _CACHE_VERSION,

@@ -17,6 +17,7 @@ _TASKS = {
     "sft": "lacuna.objective.language_modelling:ChatModelling",
     "distill": "lacuna.objective.distillation:Distillation",
     "preference": "lacuna.objective.preference:Preference",
+    "grpo": "lacuna.objective.grpo:Grpo",
 }
 
 
@@ -30,7 +31,7 @@ class Objective(Protocol):
         held_out_loss: what is summed over held-out data.
     """
 
-    trains_on: Literal["texts", "conversations", "preferences"]
+    trains_on: Literal["texts", "conversations", "preferences", "prompts"]
     denominator: str
     loss: Loss
     held_out_loss: Loss

@@ -45,7 +45,7 @@ class FrozenModel:
 class LanguageModelling:
     """Trains on the next token of texts; of conversations where `trains_on` says so."""
 
-    trains_on: Literal["texts", "conversations", "preferences"] = "texts"
+    trains_on: Literal["texts", "conversations", "preferences", "prompts"] = "texts"
     denominator = "trained_tokens"
     loss: Loss = TokenLoss(cross_entropy)
     held_out_loss: Loss = TokenLoss(judged_cross_entropy, ("loss", "right_tokens"))

@@ -89,6 +89,7 @@ def shard_model(
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        sharded.frees_after_forward = again  # type: ignore[attr-defined]
 
 
 def own_part(whole: Tensor, parameter: Tensor, source: int | None = None) -> Tensor:

@@ -35,6 +35,11 @@ def show_data(config: Config, processes: int) -> None:
     console = open_console(config.metrics)
     marked = console.color_system is None
     for number, span in enumerate(list(chain(*rows))[:SHOWN], 1):
+        if config.trains_on == "prompts":
+            ids = span.tokens[:-1]  # without the token that ends an answer
+            console.print(f"[bold]prompt {number}[/bold]: {len(ids)} tokens")
+            console.print(coloured(ids, span.trained[:-1], tokenizer, marked), "")
+            continue
         for title, ids, trained in _shown_sequences(span):
             console.print(
                 f"[bold]example {number}[/bold]{title}: {len(ids)} tokens, "
@@ -88,13 +93,18 @@ def _counts_table(plan: RowPlan, rows: list[list[Span]]) -> Table:
     batch = plan.batch(rows)
     length = plan.config.training.seq_len
     is_preference = plan.config.trains_on == "preferences"
-    unit = "examples"
+    is_prompts = plan.config.trains_on == "prompts"
+    unit = "prompts" if is_prompts else "examples"
     if is_preference:
         unit = "answers" if plan.config.preference.loss == "kto" else "pairs"
     lengths = np.array([len(span.tokens) for span in chain(*rows)])
     if plan.table is not None:
         lengths = plan.table.lengths[plan.table.lengths > 0]
+    lengths = lengths - is_prompts  # their documents have a token more, that ends an answer
     _add_lengths(table, lengths, unit)
+    if is_prompts:
+        _add_rollouts(table, plan, len(rows))
+        return table
     if plan.table is not None:
         long = f"{(lengths > length).sum():,} of {len(lengths):,} {unit}"
         table.add_row("longer than a row", long, "left out" if is_preference else "")
@@ -120,6 +130,16 @@ def _counts_table(plan: RowPlan, rows: list[list[Span]]) -> Table:
     fill = f"fill {tokens / room:.2%}; {share:.1%} of the first step's tokens are trained"
     table.add_row(name, f"{tokens:,} tokens in {count:,} rows", fill)
     return table
+
+
+def _add_rollouts(table: Table, plan: RowPlan, prompts: int) -> None:
+    """Adds to the table what is made of the prompts of a step."""
+    rollout = plan.config.rollout
+    made = f"{prompts} prompts × {rollout.samples} completions"
+    table.add_row("step", made, f"of at most {rollout.max_tokens:,} tokens each")
+    if plan.rows_per_pass is not None:
+        steps = math.ceil(plan.rows_per_pass / prompts)
+        table.add_row("batches", f"{steps:,} an epoch", f"{plan.rows_per_pass:,} prompts")
 
 
 def _add_lengths(table: Table, lengths: np.ndarray, unit: str) -> None:

@@ -57,7 +57,8 @@ def generating(model: PreTrainedModel, device: torch.device, seed: int) -> Itera
     attention = model.config._attn_implementation
     devices = [device] if device.type == "cuda" else []
     try:
-        model.set_attn_implementation(attention if attention in ("eager", "sdpa") else "sdpa")
+        plain = "sdpa" if model._supports_sdpa else "eager"
+        model.set_attn_implementation(attention if attention in ("eager", "sdpa") else plain)
         with (
             inference(model),
             torch.random.fork_rng(devices),

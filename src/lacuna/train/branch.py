@@ -2,29 +2,9 @@
 
 import os
 import shutil
-import tomllib
-from pathlib import Path
 
-from lacuna.config import explained, logger
+from lacuna.config import logger
 from lacuna.formats.checkpoint import checkpoint_path, listed_steps
-
-
-def goes_back(folder: str, step: int) -> bool:
-    """Whether the run in `folder` is to go back to a step, which is -1 where none is asked for.
-
-    A command that is given again does not go back again: it goes on from what the run has made
-    since. The settings of the previous start, which are in the folder, tell the two apart.
-    """
-    path = Path(folder, "config.toml")
-    if step < 0 or not path.exists():
-        return step >= 0
-    problem = (
-        f"checkpoint.load_step: whether the run has gone back to step {step} before cannot be read "
-        f"from {path}"
-    )
-    with explained(problem, ValueError, mend="remove that file to go back to it now"):
-        before = tomllib.loads(path.read_text()).get("checkpoint", {})
-    return bool(before.get("load_step") != step)
 
 
 def set_aside_later_steps(folder: str, checkpoints: str, step: int) -> None:

@@ -43,6 +43,8 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
         how = (*how, "--temperature", 0.8)
     other = _shell_command("train", *_flags_for_other_data(config, model, adapter))
     wanted = " and ".join(columns) if config.conversations else "a text column"
+    if config.trains_on == "prompts":
+        wanted = "a prompt, or messages"
     lines = {"model": f"{model}, which transformers' AutoModelForCausalLM.from_pretrained opens"}
     if adapter:
         peft = "which peft's PeftModel.from_pretrained opens; the model has it merged"
@@ -70,15 +72,24 @@ def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> It
             yield from ("--lora.rank", config.lora.rank)
     if task != Config().job.task:
         yield from ("--job.task", task)
-    yield from ("--data.dataset", "my.jsonl", "--training.epochs", 1)
+    yield from ("--data.dataset", "my.jsonl")
+    sections = [task] if task in Config.model_fields else []  # the task has settings of its own
+    if config.trains_on == "prompts":
+        sections += ["rollout", "rewards"]
+        yield from ("--training.steps", config.training.steps)
+    else:
+        yield from ("--training.epochs", 1)
     kept = list(_KEPT)
-    if task in Config.model_fields:  # the task has settings of its own
-        kept += [f"{task}.{name}" for name in type(getattr(config, task)).model_fields]
+    for one in sections:
+        kept += [f"{one}.{name}" for name in type(getattr(config, one)).model_fields]
     for setting in kept:
         section, name = setting.split(".")
         value = getattr(getattr(config, section), name)
         if value != getattr(getattr(Config(), section), name):
-            yield from (f"--{setting}", value)
+            yield from (
+                f"--{setting}",
+                ",".join(map(str, value)) if isinstance(value, tuple) else value,
+            )
     yield from ("--job.name", "mine")
 
 

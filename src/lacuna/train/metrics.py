@@ -57,6 +57,8 @@ SHOWN = {
     "val_loss": "validation loss {:.4f} nats per token",
     "val_bits_per_byte": "{:.4f} bits per byte",
     "val_token_accuracy": "{:.1%} of tokens right",
+    "reward": "reward {:.3f}",
+    "completion_tokens": "{:.0f} tokens a completion",
     "reward_margin": "margin {:.3f}",
     "reward_accuracy": "{:.1%} of pairs right",
     "divergence": "divergence {:.4f}",

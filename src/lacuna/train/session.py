@@ -27,9 +27,9 @@ from lacuna.parallel.processes import (
     start_process,
     stop_process,
 )
-from lacuna.train.branch import goes_back
 from lacuna.train.hints import closing_hints
 from lacuna.train.setup import Run
+from lacuna.train.start import goes_back
 from lacuna.train.trainer import train
 
 FINISHED = "finished.json"

@@ -23,7 +23,6 @@ from lacuna.objective.find import find_objective
 from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import Mesh, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, gather_objects, on_first
-from lacuna.train.branch import goes_back, set_aside_later_steps
 from lacuna.train.metrics import MetricWriter, peak_flops
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from lacuna.train.resume import (
@@ -34,7 +33,7 @@ from lacuna.train.resume import (
     shown_configuration,
 )
 from lacuna.train.saver import CheckpointSaver
-from lacuna.train.start import find_start
+from lacuna.train.start import find_start, goes_back
 from lacuna.train.state import Interval, Start, TrainState
 
 
@@ -78,6 +77,8 @@ class Run:
         self.open_data(saved, started_with, str(start))
         self.start.end_phase("data")
         if back:
+            from lacuna.train.branch import set_aside_later_steps  # an extension
+
             on_first(process, lambda: set_aside_later_steps(folder, checkpoints, back_to))
         self.write_settings()
         self.load_model(mesh, start, saved)

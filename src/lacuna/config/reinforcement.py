@@ -1,0 +1,97 @@
+"""The settings of learning from rewards: how completions are made, judged and learnt."""
+
+from typing import Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from lacuna.config.fields import Names, Section, Shares
+
+
+class RolloutConfig(Section):
+    """How the model makes the completions that it learns from (job.task = grpo)."""
+
+    samples: PositiveInt = 8
+    """Completions of each prompt; they are compared with each other."""
+    temperature: PositiveFloat = 1.0
+    """Divides the logits of the model when it generates, and when it is trained on what it said.
+    Tokens are drawn from all of the vocabulary."""
+    max_tokens: PositiveInt = 256
+    """Longest completion, in tokens; a prompt and a completion must fit into training.seq_len."""
+    batch_size: PositiveInt = 64
+    """Completions that a rank generates at a time."""
+
+
+class RewardsConfig(Section):
+    """What completions are worth (job.task = grpo)."""
+
+    functions: Names = ()
+    """Functions of the rows of data and their completions, as module:function, or of those that
+    come with lacuna: exact (the answer is the row's), math (it is equal to the row's, by
+    math-verify), pattern (the row's regular expression is found), format (the completion is as
+    rewards.format says), length (it does not come near rollout.max_tokens)."""
+    weights: Shares = ()
+    """Weight of each function in the reward. Unset: 1 each."""
+    on_error: Literal["stop", "skip"] = "stop"
+    """Whether a function that fails on a sample or takes too long stops the run, or is left out of
+    the sample's reward."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Longest time that a call of a function may take."""
+    answer_column: str = "answer"
+    """Column of the data with the right answer (exact, math) or the regular expression
+    (pattern)."""
+    answer_pattern: str | None = None
+    """Regular expression whose last match in a completion, or its first group, is the answer that
+    exact compares. Unset: the whole completion."""
+    format: str | None = None
+    """Regular expression that a whole completion must match, for format."""
+    length_margin: PositiveInt = 32
+    """Tokens before rollout.max_tokens over which length falls from 0 to -1."""
+
+
+class GrpoConfig(Section):
+    """How a model learns from the rewards of its own completions (job.task = grpo)."""
+
+    loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
+    """How completions are weighed: dapo and cispo by all tokens of a step, grpo and gspo by the
+    mean of each completion, dr_grpo by rollout.max_tokens. cispo keeps the gradient of tokens whose
+    ratio it clips, gspo clips the ratio of whole completions."""
+    epsilon: float | None = Field(default=None, gt=0, lt=1)
+    """How far below 1 the ratio of new to old probability counts. Unset: 0.2, for gspo 3e-4."""
+    epsilon_high: PositiveFloat | None = None
+    """How far above 1 it counts. Unset: 0.2; for dapo 0.28, for gspo 4e-4, for cispo 4."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Largest ratio that counts where a completion is worse than the others. Unset: any."""
+    beta: NonNegativeFloat = 0.0
+    """Weight of the divergence from what the model was before training; 0 needs no reference."""
+    kl: Literal["k2", "k3", "k3_plain"] = "k3"
+    """Estimator of the divergence. k2 and k3, which is weighed by the ratio, have the gradient of
+    KL(model, reference); k3_plain, as in the first GRPO, has that of KL(reference, model)."""
+    reference: Literal["auto", "base", "copy"] = "auto"
+    """The reference: the model with its adapters switched off, or a frozen copy. auto is base where
+    only new adapters are trained, else copy."""
+    scale: Literal["group", "none"] | None = None
+    """What rewards less their group's mean are divided by: the group's standard deviation, or
+    nothing. Unset: group, for dr_grpo none."""
+    updates: PositiveInt = 1
+    """Steps that train on the same completions."""
+    resample: NonNegativeInt = 0
+    """Further batches of prompts that may be tried where all completions of a prompt have the same
+    reward."""
+    mask_truncated: bool = False
+    """Do not train completions that did not end within rollout.max_tokens."""
+    importance: Literal["none", "token", "sequence", "masked"] = "none"
+    """Correction where generating and training find other probabilities: weights of tokens or of
+    completions, up to importance_bound; masked leaves out completions beyond it."""
+    importance_bound: float = Field(default=2.0, gt=1)
+    """Largest weight of the correction; the smallest that masked keeps is 1 divided by it."""
+
+    @property
+    def clip(self) -> tuple[float, float]:
+        """How far below and above 1 ratios count, as set or by the loss."""
+        below, above = _CLIPS.get(self.loss, (0.2, 0.2))
+        return self.epsilon or below, self.epsilon_high or above
+
+
+# Loss -> how far below and above 1 ratios count, where it is not 0.2 both: by the papers, for cispo
+# by TRL's advice.
+_CLIPS = {"dapo": (0.2, 0.28), "gspo": (3e-4, 4e-4), "cispo": (1.0, 4.0)}

@@ -1,0 +1,111 @@
+"""Prompts to documents: a prompt, and the token that ends an answer, which alone is a target."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from lacuna.config import UserError
+from lacuna.config.conversations import ChatConfig
+from lacuna.data.chat import end_of_turn
+from lacuna.data.document import Document
+from lacuna.data.messages import columns_by_our_names
+from lacuna.data.packing import IGNORED, Batch
+from lacuna.data.questions import question_of
+from lacuna.data.sources import Documents
+from lacuna.data.teacher import annotated
+from lacuna.data.tokenize import TokenTable, place_of, row_of
+from lacuna.data.tokenizer import tokenize_text
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A prompt in a batch.
+
+    Attributes:
+        tokens: what the model is given.
+        document: the number of its row among those of all sources.
+        place: the number of its row of tokens in the batch.
+    """
+
+    tokens: list[int]
+    document: int
+    place: int
+
+
+def prompt_document(
+    row: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig
+) -> Document:
+    """The document of the prompt of a row.
+
+    A text in the column prompt is given to the model as it is; messages by the chat template, up to
+    where the answer begins. Raises UserError where there is neither.
+    """
+    column = columns_by_our_names(row, settings).get("prompt")
+    ends = end_of_turn(tokenizer)
+    if not ends:
+        raise UserError(
+            "model.tokenizer_path: the tokenizer has no token that ends a text, with which "
+            "completions could end: give it an eos_token."
+        )
+    if column is not None and isinstance(row[column], str):
+        tokens = tokenize_text(tokenizer, row[column]).tolist()
+        if tokens[-1] == tokenizer.eos_token_id and not row[column].endswith(tokenizer.eos_token):
+            tokens.pop()
+    else:
+        text = question_of(row, where, settings, tokenizer).text
+        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+    if not tokens:
+        raise UserError(f"{where}: the prompt is empty; leave the row out")
+    whole = np.array([*tokens, ends[0]], dtype=np.int32)
+    return Document(whole, float("nan"), trained=np.arange(len(whole)) == len(tokens))
+
+
+def with_numbers(
+    table: TokenTable, seq_len: int, longest: int
+) -> tuple[TokenTable, dict[str, np.ndarray]]:
+    """The table of prompts, whose documents know their number; and the kind of that column.
+
+    Raises UserError for prompts that leave no room in a row for the longest completion.
+    """
+    require_room(table.lengths, seq_len, longest)
+    numbered = annotated(
+        table, lambda number, document: {"document": np.full(len(document.tokens), number)}
+    )
+    return numbered, {"document": np.zeros(0, dtype=np.int64)}
+
+
+def require_room(lengths: np.ndarray, seq_len: int, longest: int) -> None:
+    """Raises UserError for prompts that leave no room for the longest completion in a row."""
+    asked = lengths[lengths > 0] - 1
+    room = seq_len - longest
+    long = asked[asked > room]
+    if len(long):
+        raise UserError(
+            f"training.seq_len, rollout.max_tokens: {len(long):,} of {len(asked):,} prompts have "
+            f"more than {seq_len} - {longest} = {room} tokens, the longest {long.max():,}: raise "
+            "the first, lower the second, or leave these prompts out."
+        )
+
+
+def prompts_of(batch: Batch) -> Iterator[Prompt]:
+    """The prompts of a batch, which has at most one in a row; none for rows of padding."""
+    columns = (batch.columns[name].numpy() for name in ("input_ids", "labels", "document"))
+    for place, (ids, labels, documents) in enumerate(zip(*columns, strict=True)):
+        targets = np.flatnonzero(labels != IGNORED)
+        if len(targets):
+            last = int(targets[0])  # the place before the target
+            yield Prompt(ids[: last + 1].tolist(), int(documents[last]), place)
+
+
+def row_of_prompt(
+    document: int, table: TokenTable, sources: Sequence[Documents]
+) -> tuple[dict[str, Any], str, int]:
+    """The row of data that a prompt is from, where it is, and the number of its source."""
+    source = int(np.searchsorted(table.ends, document, side="right"))
+    first = table.ends[source - 1] if source else 0
+    found = sources[source]
+    row = row_of(found.dataset[document - first], found)
+    return row, place_of(document - first, found), source

@@ -1,0 +1,162 @@
+"""Completions to batches, and what a model finds of their tokens."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from lacuna.config import Config
+from lacuna.data import Batch
+from lacuna.data.document import Document, Span
+from lacuna.data.filling import best_fit
+from lacuna.data.packing import IGNORED, pack
+from lacuna.model.build import BuiltModel
+from lacuna.model.forward import head_input, run_forward
+from lacuna.model.head import Head
+from lacuna.model.inputs import Inputs
+from lacuna.model.loss import chunk_size, logprobs_of
+from lacuna.objective.grpo_losses import corrections_of
+from lacuna.parallel.fsdp import inference
+from lacuna.rollout.groups import Sample
+
+_COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
+_KINDS = {name: np.zeros(0, dtype=np.float32) for name in _COLUMNS}
+
+
+@dataclass(frozen=True)
+class LaidOut:
+    """Samples in batches; `places` has the batch of each, and the place in it of its first label.
+
+    Places are counted in the flattened order of the batch.
+    """
+
+    batches: list[Batch]
+    places: list[tuple[int, int]]
+
+
+def lay_out(samples: Sequence[Sample], config: Config, padding: int) -> LaidOut:
+    """Packs samples into micro-batches, as many on this rank as on all others.
+
+    Each has `training.batch_size` rows of `training.seq_len` tokens; the last ones may be padding.
+    """
+    size = config.training.batch_size
+    lengths = np.array([len(one.prompt) + len(one.tokens) for one in samples], dtype=np.int64)
+    bins = [[number] for number in range(len(samples))]
+    if config.packing.mode != "none":
+        bins = best_fit(lengths, config.training.seq_len)
+    count = torch.tensor(-(-len(bins) // size))
+    if dist.get_backend() == "nccl":
+        count = count.cuda()
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    batches = []
+    places = [(0, 0)] * len(samples)
+    sources = len(config.data.resolved_sources())
+    for number in range(int(count)):
+        rows = bins[number * size : (number + 1) * size]
+        rows += [[]] * (size - len(rows))
+        spans = [[_span(samples[index], config) for index in row] for row in rows]
+        batch = pack(spans, config, max(sources, 1), padding, _KINDS)
+        counts = batch.counts | {"sequences": float(sum(map(len, rows)))}
+        batches.append(replace(batch, counts=counts))
+        for place, row in enumerate(rows):
+            start = place * batch.shape[1]
+            for index in row:
+                places[index] = (number, start + len(samples[index].prompt) - 1)
+                start += int(lengths[index])
+    return LaidOut(batches, places)
+
+
+def _span(sample: Sample, config: Config) -> Span:
+    """The prompt and the completion as a document whose columns are those of the loss."""
+    settings = config.grpo
+    count = len(sample.tokens)
+    shares = {"dr_grpo": 1 / config.rollout.max_tokens, "grpo": 1 / count, "gspo": 1 / count}
+    columns = {
+        "advantages": torch.full((count,), sample.advantage),
+        "shares": torch.full((count,), shares.get(settings.loss, 1.0)),
+        "old_logprobs": torch.tensor(sample.old or [0.0] * count),
+        "reference_logprobs": torch.tensor(sample.reference or [0.0] * count),
+    }
+    sampled = torch.tensor(sample.sampled)
+    columns["corrections"] = corrections_of(columns["old_logprobs"], sampled, settings)
+    asked = len(sample.prompt)
+    is_trained = sample.ended or not settings.mask_truncated
+    trained = np.zeros(asked + count, dtype=bool)
+    trained[asked:] = is_trained
+    document = Document(
+        np.array(sample.prompt + sample.tokens, dtype=np.int64),
+        float("nan"),
+        trained=trained,
+        columns={name: F.pad(one, (asked, 0)).numpy() for name, one in columns.items()},
+    )
+    return Span(document, sample.source, 0, asked + count)
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """A reading of a forward pass: the log-probability of each label at a temperature.
+
+    It is float32 [1, tokens], 0 where nothing is trained.
+    """
+
+    temperature: float
+
+    def __call__(self, model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
+        """Makes logits chunk by chunk; only without gradients."""
+        states = head_input(model, head, inputs).flatten(0, 1)
+        labels = inputs.columns["labels"].flatten()
+        linear = model.get_output_embeddings()
+        found = run_forward(linear, _logprobs_by_chunk, head, states, labels, self.temperature)
+        return found[None]
+
+
+def _logprobs_by_chunk(
+    linear: nn.Linear, head: Head, states: Tensor, labels: Tensor, temperature: float
+) -> Tensor:
+    parts = []
+    size = chunk_size(linear)
+    for hidden, wanted in zip(states.split(size), labels.split(size), strict=True):
+        product = F.linear(hidden.to(linear.weight.dtype), linear.weight, linear.bias)
+        parts.append(logprobs_of(head.logits(product) / temperature, wanted))
+    return torch.cat(parts)
+
+
+def read_logprobs(asked: BuiltModel, batch: Batch, temperature: float) -> Tensor:
+    """The log-probability of each label of a batch [1, tokens], on the device of the model."""
+    with inference(*(stage.module for stage in asked.stages)):
+        found = asked.read(batch, TokenLogprobs(temperature))
+    assert found is not None, "without a pipeline every rank has the head"
+    return found
+
+
+def logprobs_of_samples(
+    asked: BuiltModel, laid: LaidOut, samples: Sequence[Sample], temperature: float
+) -> list[list[float]]:
+    """The log-probabilities of the tokens of each sample, by a model; 0 where not trained."""
+    found = [read_logprobs(asked, batch, temperature)[0].cpu() for batch in laid.batches]
+    return [
+        found[number][start : start + len(sample.tokens)].tolist()
+        for sample, (number, start) in zip(samples, laid.places, strict=True)
+    ]
+
+
+def with_log_ratios(policy: BuiltModel, batch: Batch, temperature: float) -> Batch:
+    """The batch with the column `log_ratios` of gspo: the mean over a completion's tokens.
+
+    It is of the log-probabilities that the model finds now, less the old ones.
+    """
+    found = read_logprobs(policy, batch, temperature)[0]
+    trained = (batch.columns["labels"].flatten() != IGNORED).to(found.device).float()
+    difference = (found - batch.columns["old_logprobs"].flatten().to(found.device)) * trained
+    pieces = batch.cu_seqlens.diff().to(found.device)
+    numbers = torch.arange(len(pieces), device=found.device).repeat_interleave(pieces)
+    sums = difference.new_zeros(len(pieces), 2)
+    sums = sums.index_add(0, numbers, torch.stack([difference, trained], dim=1))
+    means = sums[:, 0] / sums[:, 1].clamp(min=1)
+    column = (means[numbers] * trained)[None]
+    return replace(batch, own_columns=batch.own_columns | {"log_ratios": column})

@@ -1,0 +1,161 @@
+"""The rewards that come with lacuna: exact or equal answers, patterns, format, length."""
+
+import logging
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from lacuna.config import UserError, explained
+from lacuna.config.errors import did_you_mean
+from lacuna.config.reinforcement import RewardsConfig
+from lacuna.config.user_code import import_attribute
+
+
+@dataclass(frozen=True)
+class Answered:
+    """A completion and the row of data that its prompt is from.
+
+    Attributes:
+        where: the place of the row, for messages.
+        text: the completion without the token that ends it.
+        left: how many tokens more it might have had.
+    """
+
+    row: dict[str, Any]
+    where: str
+    text: str
+    left: int
+
+
+Reward = Callable[[Sequence[Answered]], Sequence[Any]]
+
+
+def exact(answer: Answered, settings: RewardsConfig) -> float:
+    """1 where the answer is that of the row but for blanks around it, else 0.
+
+    It is nan where the row has none.
+    """
+    wanted = answer.row.get(settings.answer_column)
+    if wanted is None:
+        return math.nan
+    said: str | None = answer.text
+    if settings.answer_pattern is not None:
+        matches = [*re.finditer(settings.answer_pattern, answer.text, re.DOTALL)]
+        said = None
+        if matches:
+            said = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+    return float(said is not None and said.strip() == str(wanted).strip())
+
+
+def pattern(answer: Answered, settings: RewardsConfig) -> float:
+    """1 where the row's regular expression is found, else 0; nan where the row has none."""
+    wanted = answer.row.get(settings.answer_column)
+    if wanted is None:
+        return math.nan
+    try:
+        found = re.search(str(wanted), answer.text, re.DOTALL)
+    except re.error as error:
+        raise ValueError(f"{wanted!r} is no regular expression: {error}") from error
+    return float(found is not None)
+
+
+def format_fits(answer: Answered, settings: RewardsConfig) -> float:
+    """1 where the whole completion matches `rewards.format`, else 0."""
+    return float(re.fullmatch(str(settings.format), answer.text, re.DOTALL) is not None)
+
+
+def length(answer: Answered, settings: RewardsConfig) -> float:
+    """0 for completions that leave the margin, down to -1 for those that leave no token.
+
+    That is DAPO's punishment of overlong completions (arXiv 2503.14476, equation 13).
+    """
+    return min(0.0, answer.left / settings.length_margin - 1)
+
+
+def mathematical(answer: Answered, settings: RewardsConfig) -> float:
+    """1 where math-verify finds the answer mathematically equal to that of the row, else 0.
+
+    It is nan where the row has none. The formula in the completion is found by math-verify. Raises
+    `ValueError` where the row's is none.
+    """
+    from math_verify import parse, verify
+
+    wanted = answer.row.get(settings.answer_column)
+    if wanted is None:
+        return math.nan
+    # Its own timeouts would end ours: both use the alarm of the process.
+    right = parse(str(wanted), parsing_timeout=None)
+    right = right or parse(f"${wanted}$", parsing_timeout=None)
+    if all(isinstance(one, str) for one in right):  # it is found, but not understood
+        raise ValueError(f"{wanted!r} is no formula that math-verify can read")
+    said = parse(answer.text, parsing_timeout=None)
+    return float(verify(right, said, timeout_seconds=None))
+
+
+_OWN = {
+    "exact": exact,
+    "math": mathematical,
+    "pattern": pattern,
+    "format": format_fits,
+    "length": length,
+}
+
+
+def find_rewards(settings: RewardsConfig) -> dict[str, Reward]:
+    """The functions of `rewards.functions`, by their names.
+
+    Raises `UserError` where there is none, one cannot be imported, or its settings are missing.
+    """
+    if settings.weights and len(settings.weights) != len(settings.functions):
+        raise UserError(
+            f"rewards.weights: there are {len(settings.weights)} for "
+            f"{len(settings.functions)} rewards.functions: give one for each."
+        )
+    if repeated := {name for name in settings.functions if settings.functions.count(name) > 1}:
+        raise UserError(f"rewards.functions: {min(repeated)} is named twice: leave one out.")
+    _check_patterns(settings)
+    if "math" in settings.functions:
+        mend = "pip install 'lacuna-train[math]', or leave it out"
+        with explained("rewards.functions: math needs math-verify", ImportError, mend=mend):
+            import_module("math_verify")
+        # It says at each call that its timeouts are off.
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return {name: _find(name, settings) for name in settings.functions}
+
+
+def _check_patterns(settings: RewardsConfig) -> None:
+    """Raises `UserError` for regular expressions that are missing, vain or none."""
+    needed_by = {"format": "format", "answer_pattern": "exact"}
+    for setting, name in needed_by.items():
+        value = getattr(settings, setting)
+        if value is not None and name not in settings.functions:
+            raise UserError(f"rewards.{setting}: only {name} takes it: name that in functions.")
+        with explained(f"rewards.{setting}: {value!r}", re.error, mend="mend the expression"):
+            re.compile(value or "")
+    if "format" in settings.functions and settings.format is None:
+        raise UserError(
+            "rewards.format: format needs a regular expression that completions should match."
+        )
+
+
+def _find(name: str, settings: RewardsConfig) -> Reward:
+    """The function of this name, which takes completions with their rows."""
+    if name in _OWN:
+        own = _OWN[name]
+        return lambda answers: [own(answer, settings) for answer in answers]
+    if ":" not in name:
+        hint = did_you_mean(name, _OWN) or f"; give {', '.join(_OWN)}, or module:function."
+        raise UserError(f"rewards.functions: there is no {name}{hint}")
+    with explained(f"rewards.functions: {name}", ValueError, mend="give it as module:function"):
+        found = import_attribute(name)
+    if not callable(found):
+        raise UserError(
+            f"rewards.functions: {name} is no function: give one of rows and completions, which "
+            "returns a number for each."
+        )
+    return lambda answers: found(
+        [dict(answer.row) for answer in answers], [answer.text for answer in answers]
+    )

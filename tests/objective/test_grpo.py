@@ -1,0 +1,323 @@
+"""Runs by rewards: alike in every layout, resumed to the bit, refused where impossible."""
+
+import json
+import shlex
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoTokenizer
+
+from lacuna.config import Config
+from lacuna.config.contradictions import contradictions_of
+from lacuna.objective.grpo import reference_kind
+from rewarded import KEYS, completions, flags, write_prompts
+from runs import (
+    curve,
+    ended,
+    lacuna,
+    refused,
+    rows,
+    start,
+    steps,
+    train,
+    wait_until,
+    weights,
+)
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+def test_completions_are_kept_with_what_they_are_worth(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    said = train(world, tmp_path, *flags(prompts, "--training.steps", 3))
+    assert "reward" in said
+    found = completions(tmp_path)
+    assert [row["step"] for row in found] == [1] * 16 + [2] * 16 + [3] * 16
+    assert len({row["prompt"] for row in found}) == 3 * 4, "each prompt is asked once a pass"
+    logged = [row for row in rows(tmp_path) if "loss" in row]
+    for row, of_step in zip(logged, groupby(found, lambda one: one["step"]), strict=True):
+        own = [*of_step[1]]
+        rewards = [one["reward"] for one in own]
+        assert row["reward"] == pytest.approx(sum(rewards) / 16)
+        tokens = [one["tokens"] for one in own]
+        assert row["completion_tokens"] == pytest.approx(sum(tokens) / 16)
+        assert row["tokens"] >= sum(tokens)
+        groups = [rewards[start : start + 4] for start in range(0, 16, 4)]
+        assert row["flat_groups"] == sum(len({*group}) == 1 for group in groups) / 4
+        assert row["mismatch_largest"] < 1e-4 and row["mismatch_share"] == 0
+        assert row["entropy"] > 3 and row["clipped"] == 0
+        for group in groups:
+            advantages = [one["advantage"] for one in own if one["reward"] in group]
+            assert any(advantages) or len({*group}) == 1
+    assert {None} < {one["scores"]["pattern"] for one in found}
+    assert {one["ended"] for one in found if one["tokens"] < 5} <= {True}
+
+
+CASES: dict[str, tuple[object, ...]] = {
+    "dapo": ("--grpo.mask_truncated", "true"),
+    "updates": ("--grpo.updates", 3, "--grpo.importance", "masked"),
+    "gspo, divergence": ("--grpo.loss", "gspo", "--grpo.updates", 2, "--grpo.beta", 0.1),
+    "adapters": ("--grpo.loss", "grpo", "--grpo.beta", 0.1, "--lora.rank", 4),
+    "resampled": ("--grpo.resample", 2, "--grpo.loss", "dr_grpo"),
+    "cispo": ("--grpo.loss", "cispo", "--grpo.updates", 2, "--rollout.temperature", 0.7),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stopped_run_goes_on_to_the_bit(
+    case: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    own = flags(prompts, *CASES[case], "--checkpoint.interval", 2)
+    train(world, straight, *own, "--training.steps", 6)
+    train(world, resumed, *own, "--training.steps", 4)
+    # A run that was killed later had written completions that the run that goes on makes anew.
+    with open(resumed / "completions.jsonl", "a") as file:
+        file.write(json.dumps({"step": 5, "prompt": "lost"}) + '\n{"step": 5, "pro')
+    train(world, resumed, *own, "--training.steps", 6)
+    assert curve(straight, *KEYS) == curve(resumed, *KEYS)
+    assert completions(straight) == completions(resumed)
+    assert weights(straight) == weights(resumed)
+    norms = [norm for _, _, norm, *_ in curve(straight, *KEYS)]
+    assert any(norms)
+
+
+LAYOUTS = {
+    "shards": ("--cpus", 2, "--training.batch_size", 2),
+    "replicas": (
+        *("--cpus", 2, "--training.batch_size", 2),
+        *("--parallelism.data_parallel_replicate_degree", 2),
+        *("--parallelism.data_parallel_shard_degree", 1),
+    ),
+    "zero 1": (
+        *("--cpus", 2, "--training.batch_size", 2, "--parallelism.zero_stage", 1),
+        *("--packing.mode", "none"),
+    ),
+    "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
+    "unpacked": ("--packing.mode", "none"),
+}
+
+
+def test_shards_train_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
+    check_layouts("gspo, divergence", ["shards"], world, prompts, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["gspo, divergence", "adapters", "resampled"])
+def test_every_layout_trains_as_one_process_does(
+    case: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    check_layouts(case, [*LAYOUTS], world, prompts, tmp_path)
+
+
+def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
+    """Runs a case in each layout, and compares what is logged with one process's."""
+    own = flags(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
+    train(world, folder / "alone", *own)
+    wanted = curve(folder / "alone", *KEYS)
+    for name in layouts:
+        train(world, folder / name, *own, *LAYOUTS[name])
+        found = curve(folder / name, *KEYS)
+        for row, other in zip(found, wanted, strict=True):
+            assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
+
+
+def test_groups_that_vary_come_first_where_prompts_are_drawn_again(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    # Few completions of one token are a digit: most groups are flat.
+    rare = ("--rewards.functions", "format", "--rewards.format", "[0-9].*", "--training.steps", 2)
+    own = [*flags(prompts), *rare, "--rewards.length_margin", 32]
+    train(world, tmp_path / "once", *own)
+    train(world, tmp_path / "again", *own, "--grpo.resample", 3)
+    once, again = completions(tmp_path / "once"), completions(tmp_path / "again")
+    assert len(once) == 32 and len(again) > 64
+    assert once[:16] == again[:16]
+    varying = [row["flat_groups"] for row in rows(tmp_path / "again") if "loss" in row]
+    assert max(varying) < 1
+
+
+def test_prompts_are_shown(world: Path, prompts: Path) -> None:
+    said = lacuna("data", world / "run.toml", *flags(prompts))
+    assert "prompt 3: " in said and "ask" in said and "ask 1<end>" not in said
+    assert "4 prompts × 4 completions" in said and "8 an epoch" in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"rollout": {"samples": 1}}, "one completion has no other to be compared with"),
+        ({"rollout": {"max_tokens": 64}}, "must fit into training.seq_len"),
+        ({"parallelism": {"tensor_parallel_degree": 2}}, "every rank generates with a whole model"),
+        ({"parallelism": {"context_parallel_degree": 2}}, "every rank generates with a whole"),
+        ({"parallelism": {"pipeline_parallel_degree": 2}}, "every rank generates with a whole"),
+        ({"training": {"enable_cpu_offload": True}}, "needs the weights on the device"),
+        ({"training": {"context_len": 16}}, "completions are not cut"),
+        ({"optimizer": {"early_step_in_backward": True}}, "how many micro-batches"),
+        ({"float8": {"enable_float8_linear": True}}, "no shape that float8 takes"),
+        ({"lora": {"rank": 2, "dropout": 0.1}}, "would be those of dropout"),
+        ({"validation": {"dataset": "a.jsonl"}}, "held-out prompts"),
+        ({"data": {"streaming": True}}, "read from the cache"),
+        ({"data": {"tokenization": "online"}}, "read from the cache"),
+        ({"data": {"document_mask": False}}, "must not see each other"),
+        ({"data": {"predict_across_documents": True}}, "do not go on in others"),
+        ({"packing": {"mode": "concatenate"}}, "best_fit or none"),
+        ({"packing": {"long_examples": "drop"}}, "too long are refused"),
+        ({"curriculum": {"rank_every": 2}}, "no loss to be ranked by"),
+        ({"curriculum": {"stages": ({"from_step": 2, "seq_len": 32},)}}, "cannot change rollouts"),
+        ({"grpo": {"loss": "cispo", "epsilon": 0.1}}, "cispo clips above alone"),
+        ({"grpo": {"loss": "cispo", "dual_clip": 3.0}}, "cispo clips above alone"),
+        ({"grpo": {"kl": "k2"}}, "grpo.kl, grpo.beta"),
+        ({"grpo": {"reference": "copy"}}, "grpo.reference, grpo.beta"),
+        ({"grpo": {"importance_bound": 3.0}}, "none has no bound"),
+        ({"grpo": {"resample": 1}, "training": {"epochs": 1}}, "no common end"),
+        ({"grpo": {"updates": 2}, "training": {"epochs": 1}}, "one step for each batch"),
+    ],
+)
+def test_settings_that_do_not_go_with_rewards_are_refused(settings: dict, said: str) -> None:
+    def problems(**sections: Any) -> list[str]:
+        training = {"seq_len": 64} | sections.pop("training", {})
+        rollout = {"max_tokens": 16} | sections.pop("rollout", {})
+        rewards = {"functions": ("exact",)}
+        own = {"training": training, "rollout": rollout, "rewards": rewards}
+        config = Config(job={"task": "grpo"}, **own, **sections)
+        return [one for one in contradictions_of(config) if said in one]
+
+    assert not problems()
+    assert len(problems(**settings)) == 1
+
+
+@pytest.mark.parametrize("setting", ["grpo.beta", "rollout.samples", "rewards.timeout_seconds"])
+def test_settings_of_rewards_are_refused_with_another_task(setting: str) -> None:
+    section, name = setting.split(".")
+    config = Config(**{section: {name: 3}})
+    assert any(f"{setting}, job.task" in one for one in contradictions_of(config))
+
+
+def test_the_reference_is_what_training_begins_with(tmp_path: Path) -> None:
+    def kind(beta: float = 0.1, reference: str = "auto", **sections: Any) -> str | None:
+        settings = {"beta": beta, "reference": reference}
+        return reference_kind(Config(grpo=settings, job={"dump_folder": str(tmp_path)}, **sections))
+
+    assert kind() == "copy" and kind(beta=0) is None
+    assert kind(lora={"rank": 2}) == "base" and kind(lora={"rank": 2}, reference="copy") == "copy"
+    assert kind(lora={"rank": 2, "modules": ("norm",)}) == "copy"
+    for message, sections in (
+        ("lora.rank is 0", {"reference": "base"}),
+        ("convert the checkpoint", {"checkpoint": {"initial_load_path": "elsewhere/step-5"}}),
+    ):
+        with pytest.raises(Exception, match=message):
+            kind(**sections)
+
+
+def test_prompts_that_leave_no_room_are_refused(world: Path, prompts: Path) -> None:
+    said = lacuna("data", world / "run.toml", *flags(prompts, "--training.seq_len", 18), status=2)
+    assert "prompts have more than 18 - 5 = 13 tokens, the longest 14: raise" in said
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [({"text": "a"}, "has no question"), ({"prompt": ""}, "prompt is empty")]
+)
+def test_rows_without_a_prompt_are_refused(
+    row: dict[str, str], message: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "bad.jsonl").write_text(json.dumps(row) + "\n")
+    own = flags(prompts, "--data.dataset", tmp_path / "bad.jsonl")
+    assert message in lacuna("data", world / "run.toml", *own, status=2)
+
+
+def test_a_reward_that_cannot_be_had_is_refused(world: Path, prompts: Path, tmp_path: Path) -> None:
+    none = refused("train", world / "run.toml", *flags(prompts, "--rewards.functions", ""))
+    assert "nothing says what completions are worth" in none
+    own = flags(prompts, "--rewards.functions", "no_such_module:score")
+    assert "no_such_module does not import" in train(world, tmp_path, *own, status=2)
+
+
+def test_a_reward_that_fails_stops_the_run_on_all_ranks(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "failing.py").write_text(
+        "def score(rows, completions):\n"
+        "    assert 'ask ask ask 2' not in str(rows), 'unknown'\n"
+        "    return [0.0] * len(rows)\n"
+    )
+    own = flags(prompts, "--rewards.functions", "failing:score", "--training.batch_size", 2)
+    said = train(world, tmp_path / "run", *own, "--cpus", 2, status=2, cwd=tmp_path)
+    assert "failing:score fails on" in said and "row" in said and "unknown" in said
+    train(world, tmp_path / "run", *own, "--rewards.on_error", "skip", cwd=tmp_path)
+    assert {row["reward"] for row in completions(tmp_path / "run")} == {0.0, None}
+
+
+def test_a_tokenizer_without_an_end_is_refused(world: Path, prompts: Path, tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    own = flags(prompts, "--model.tokenizer_path", tmp_path / "tokenizer")
+    said = train(world, tmp_path, *own, "--chat.template", "none", status=2)
+    assert "the tokenizer has no token that ends a text" in said
+
+
+def test_texts_need_no_template_and_conversations_do(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"prompt": "a"}\n{"prompt": "<end>"}\n' * 4)
+    (tmp_path / "talks.jsonl").write_text('{"prompt": [{"role": "user", "content": "a"}]}\n' * 4)
+    own = flags(prompts, "--training.steps", 1, "--chat.template", "none")
+    train(world, tmp_path / "run", *own, "--data.dataset", tmp_path / "texts.jsonl")
+    assert {row["prompt"] for row in completions(tmp_path / "run")} == {"a", "<end>"}
+    talks = ("--data.dataset", tmp_path / "talks.jsonl")
+    said = train(world, tmp_path / "other", *own, *talks, status=2)
+    assert "chat.template" in said
+
+
+def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_path: Path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    more = ("--grpo.updates", 3, "--grpo.beta", 0.1, "--training.steps", 12)
+    own = flags(prompts, *more, "--checkpoint.interval", 2)
+    train(world, straight, *own)
+    with ended(start("train", world / "run.toml", "--job.dump_folder", killed, *own)) as process:
+        wait_until(lambda: bool(steps(killed)), process)
+        process.kill()
+    assert steps(killed)[-1] < 12
+    assert "resum" in train(world, killed, *own)
+    assert curve(straight, *KEYS) == curve(killed, *KEYS)
+    assert completions(straight) == completions(killed)
+    assert weights(straight) == weights(killed)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_completions_on_another_number_of_ranks(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = flags(prompts, *CASES["updates"], "--optimizer.lr", 1e-3)
+    train(world, tmp_path / "straight", *own, "--training.steps", 7)
+    train(world, tmp_path / "moved", *own, "--training.steps", 4)
+    two = ("--cpus", 2, "--training.batch_size", 2)
+    train(world, tmp_path / "moved", *own, *two, "--training.steps", 7)
+    pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
+    for row, other in pairs:
+        assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
+
+
+def test_the_next_command_that_is_printed_works(world: Path, prompts: Path, tmp_path: Path) -> None:
+    own = flags(prompts, "--training.steps", 1, "--grpo.updates", 2)
+    said = train(world, tmp_path / "run", *own)
+    [line] = [line for line in said.splitlines() if "your data" in line]
+    assert line.endswith("(rows with a prompt, or messages)")
+    command = line.partition("lacuna ")[2].partition(" (rows")[0]
+    words = shlex.split(command.replace("my.jsonl", str(prompts / "prompts.jsonl")))
+    assert "pattern,length" in words
+    lacuna(*words, "--chat.template", prompts / "chat.jinja", cwd=tmp_path)
+
+
+@pytest.mark.slow
+def test_the_recipe_learns_in_a_minute(tmp_path: Path) -> None:
+    lacuna("train", "grpo.toml", "--job.dump_folder", tmp_path, "--metrics.log_freq", 1)
+    rewards = [row["reward"] for row in rows(tmp_path)]
+    assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.8

@@ -1,0 +1,38 @@
+"""Runs by rewards: prompts, the flags of a short run, and the completions that it keeps."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+CHAT = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
+KEYS = ("loss", "grad_norm", "reward", "entropy", "clipped", "mismatch_mean", "tokens")
+"""What two runs that are the same have in common in their log."""
+
+
+def write_prompts(folder: Path) -> Path:
+    """Texts and conversations of uneven lengths, and what their answers should have."""
+    lines = []
+    for number in range(30):
+        row: dict[str, Any] = {"prompt": "ask " * (1 + number % 3) + str(number)}
+        if number % 4 == 0:
+            row = {"messages": [{"role": "user", "content": f"say {number}"}]}
+        lines.append(json.dumps(row | {"answer": "[a-zA-Z]" if number % 5 else None}) + "\n")
+    (folder / "prompts.jsonl").write_text("".join(lines))
+    (folder / "chat.jinja").write_text(CHAT)
+    return folder
+
+
+def flags(prompts: Path, *more: object) -> list[object]:
+    """The flags of a run on the prompts in a folder."""
+    return [
+        *("--job.task", "grpo", "--data.dataset", prompts / "prompts.jsonl"),
+        *("--chat.template", prompts / "chat.jinja", "--training.batch_size", 4),
+        *("--rollout.samples", 4, "--rollout.max_tokens", 5, "--rewards.functions"),
+        *("pattern,length", "--rewards.length_margin", 3, "--lr_scheduler.decay_type", "constant"),
+        *more,
+    ]
+
+
+def completions(folder: Path) -> list[dict[str, Any]]:
+    """The rows of completions.jsonl, by bytes: completions may hold other ends of lines."""
+    return [json.loads(line) for line in (folder / "completions.jsonl").read_bytes().splitlines()]

@@ -1,0 +1,170 @@
+"""Rewards are weighted, may not apply, and name the sample that they fail on."""
+
+import math
+import re
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from lacuna.config import UserError
+from lacuna.config.reinforcement import RewardsConfig
+from lacuna.rollout.rewards import score, total
+from lacuna.rollout.verifiers import Answered, Reward, find_rewards
+
+ANSWERS = [
+    Answered({"answer": "4"}, "data, row 1", "so <a>3</a> or <a> 4 </a>", left=40),
+    Answered({"answer": 5}, "data, row 2", "5", left=8),
+    Answered({}, "data, row 3", "<a>6</a>", left=0),
+]
+
+
+def scores(**settings: object) -> dict[str, list[float]]:
+    own = RewardsConfig(**settings)
+    return score(find_rewards(own), ANSWERS, own)
+
+
+def test_exact_compares_the_last_answer_with_that_of_the_row() -> None:
+    assert scores(functions=("exact",))["exact"][:2] == [0, 1]
+    found = scores(functions=("exact",), answer_pattern="<a>(.*?)</a>")["exact"]
+    assert found[:2] == [1, 0] and math.isnan(found[2])
+    assert scores(functions=("exact",), answer_pattern=r"\d")["exact"][:2] == [1, 1]
+
+
+def test_patterns_are_searched_and_formats_fit_as_a_whole() -> None:
+    assert scores(functions=("pattern",))["pattern"][:2] == [1, 1]
+    found = scores(functions=("format",), format=r"<a>\d</a>")
+    assert found["format"] == [0, 0, 1]
+
+
+def test_formulas_are_equal_as_mathematics_has_it() -> None:
+    pytest.importorskip("math_verify")
+    settings = RewardsConfig(functions=("math",))
+    cases = {
+        "1/2": ("so it is $\\frac{2}{4}$", 1),
+        "x+1": ("\\boxed{1+x}", 1),
+        "3": ("there are 4", 0),
+        "7": ("who knows", 0),
+    }
+    answers = [
+        Answered({"answer": wanted}, "data", text, left=1) for wanted, (text, _) in cases.items()
+    ]
+    found = score(find_rewards(settings), answers, settings)
+    assert found["math"] == [value for _, value in cases.values()]
+    unclear = [Answered({"answer": "?!"}, "data, row 9", "4", left=1)]
+    with pytest.raises(UserError, match="row 9 .* is no formula"):
+        score(find_rewards(settings), unclear, settings)
+
+
+def test_formulas_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(UserError, match=r"pip install 'lacuna-train\[math\]'"):
+        find_rewards(RewardsConfig(functions=("math",)))
+
+
+def test_length_falls_over_the_margin() -> None:
+    assert scores(functions=("length",), length_margin=16)["length"] == [0, -0.5, -1]
+
+
+def test_rewards_are_weighted_where_they_apply() -> None:
+    settings = RewardsConfig(functions=("exact", "length"), weights=(2.0, 0.5), length_margin=16)
+    found = total(score(find_rewards(settings), ANSWERS, settings), settings)
+    assert found == [0, 2 - 0.25, -0.5]
+    assert math.isnan(total({"exact": [math.nan]}, RewardsConfig(functions=("exact",)))[0])
+
+
+def raises(rows: list[dict], completions: list[str]) -> list[float]:
+    if any("6" in one for one in completions):
+        raise KeyError("no six")
+    return [1.0] * len(completions)
+
+
+def hangs(rows: list[dict], completions: list[str]) -> list[float]:
+    for one in completions:
+        try:
+            while one == "5":
+                time.sleep(0.01)
+        except Exception:
+            pass
+    return [None] * len(completions)
+
+
+def backtracks(rows: list[dict], completions: list[str]) -> list[float]:
+    return [float(bool(re.fullmatch("(a+)+", "a" * 40 + "b"))) for _ in completions]
+
+
+def miscounts(rows: list[dict], completions: list[str]) -> list[float]:
+    return [1.0] * (len(completions) - 1)
+
+
+def of_words(rows: list[dict], completions: list[str]) -> list[str]:
+    return ["good"] * len(completions)
+
+
+def only_together(rows: list[dict], completions: list[str]) -> list[float]:
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (raises, r"row 3 with the completion '<a>6</a>' \(KeyError: 'no six'\)"),
+        (hangs, r"row 2 with the completion '5' \(it takes longer"),
+        (backtracks, r"row 1 .*it takes longer than rewards.timeout_seconds = 0.2"),
+        (miscounts, r"row 1 .*it returned 0 scores for 1 completions"),
+        (of_words, r"row 1 .*ValueError"),
+        (only_together, r"fails on 3 completions together .* on none of them alone"),
+    ],
+)
+def test_a_failing_function_is_named_with_its_sample(
+    function: Callable[[list[dict], list[str]], list[float]], said: str
+) -> None:
+    name = f"{__name__}:{function.__name__}"
+    settings = RewardsConfig(functions=(name,), timeout_seconds=0.2)
+    with pytest.raises(UserError, match=said) as caught:
+        score(find_rewards(settings), ANSWERS, settings)
+    assert name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("function", "wanted"), [(raises, [1, 1, math.nan]), (hangs, [math.nan] * 3)]
+)
+def test_a_failing_function_is_left_out_of_the_sample_where_that_is_set(
+    function: Callable[[list[dict], list[str]], list[float]], wanted: Sequence[float]
+) -> None:
+    name = f"{__name__}:{function.__name__}"
+    settings = RewardsConfig(functions=(name,), timeout_seconds=0.2, on_error="skip")
+    found = score(find_rewards(settings), ANSWERS, settings)[name]
+    assert found == pytest.approx(wanted, nan_ok=True)
+
+
+number = 3
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"functions": ("exakt",)}, "did you mean exact"),
+        ({"functions": ("no_such_module:score",)}, "no_such_module does not import"),
+        ({"functions": (f"{__name__}:raise",)}, "did you mean raises"),
+        ({"functions": (f"{__name__}:number",)}, "is no function"),
+        ({"functions": ("exact", "exact")}, "named twice"),
+        ({"functions": ("exact",), "weights": (1.0, 2.0)}, "2 for 1"),
+        ({"functions": ("format",)}, "needs a regular expression"),
+        ({"functions": ("exact",), "format": "a"}, "only format takes it"),
+        ({"functions": ("exact",), "answer_pattern": "("}, "answer_pattern"),
+    ],
+)
+def test_rewards_that_cannot_be_had_are_refused(settings: dict, said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        find_rewards(RewardsConfig(**settings))
+
+
+def test_a_function_of_ones_own_is_given_rows_and_completions() -> None:
+    found: dict[str, Reward] = find_rewards(RewardsConfig(functions=(f"{__name__}:same",)))
+    assert found[f"{__name__}:same"](ANSWERS) == [False, True, False]
+
+
+def same(rows: list[dict], completions: list[str]) -> list[bool]:
+    return [str(row.get("answer")) == one for row, one in zip(rows, completions, strict=True)]

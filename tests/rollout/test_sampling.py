@@ -1,0 +1,163 @@
+"""Completions are drawn by the model as it is now, in every layout; training finds the same."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from lacuna.config import Config, UserError
+from lacuna.config.reinforcement import RolloutConfig
+from lacuna.model.build import BuiltModel, build_model
+from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples
+from lacuna.parallel.mesh import Layout
+from lacuna.rollout.groups import Sample
+from lacuna.rollout.sampling import Completion, draw, generate
+from policies import one_rank, policy_of
+from tasks import write_weights
+from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
+
+PROMPTS = [[5, 6, 7], [9], [20, 21, 22, 23, 24, 25, 26, 27], [2, 0, 31, 2]]
+# The last has the padding and the end among its tokens: they are as good as any other.
+KEYS = [11, 12, 13, 14]
+SAMPLING = RolloutConfig(samples=3, temperature=0.8, max_tokens=9, batch_size=5)
+ENDS = [2]
+
+
+def ending_model(architecture: str) -> PreTrainedModel:
+    """One that likes to end."""
+    attention = "eager" if architecture == "gemma2" else "sdpa"
+    model = random_model(tiny_config(architecture), attention, seed=3)
+    with torch.no_grad():
+        model.get_output_embeddings().weight[2] *= 3
+    return model
+
+
+def differences(
+    policy: BuiltModel, said: list[list[Completion]], prompts: list[list[int]]
+) -> float:
+    """The largest difference between log-probabilities of generating and of training."""
+    samples = [
+        Sample(prompt, one.tokens, one.logprobs, one.ended)
+        for prompt, group in zip(prompts, said, strict=True)
+        for one in group
+    ]
+    laid = lay_out(samples, policy.config, padding=0)
+    found = logprobs_of_samples(policy, laid, samples, SAMPLING.temperature)
+    pairs = zip(samples, found, strict=True)
+    return max(
+        abs(one - other)
+        for sample, own in pairs
+        for one, other in zip(sample.sampled, own, strict=True)
+    )
+
+
+def config_of(**sections: object) -> Config:
+    return Config(training={"seq_len": 32, "batch_size": 2}, **sections)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma2", "cohere"])
+def test_training_finds_the_probabilities_that_tokens_were_drawn_with(architecture: str) -> None:
+    with one_rank():
+        policy = policy_of(ending_model(architecture), config_of())
+        said = generate(policy, PROMPTS, KEYS, SAMPLING, ENDS, seed=1)
+        assert [len(group) for group in said] == [3] * 4
+        flat = [one for group in said for one in group]
+        assert False in {one.ended for one in flat}
+        assert architecture == "gpt2" or True in {one.ended for one in flat}
+        for one in flat:
+            assert one.ended == (one.tokens[-1] == 2)
+            assert 2 not in one.tokens[:-1]
+            assert len(one.tokens) == len(one.logprobs) and (one.ended or len(one.tokens) == 9)
+        assert differences(policy, said, PROMPTS) < 1e-4
+
+
+def test_a_completion_does_not_depend_on_what_is_generated_beside_it() -> None:
+    policy = policy_of(ending_model("llama"), config_of())
+    together = generate(policy, PROMPTS, KEYS, SAMPLING, ENDS, seed=1)
+    alone = [
+        generate(policy, [prompt], [key], SAMPLING, ENDS, seed=1)[0]
+        for prompt, key in zip(PROMPTS, KEYS, strict=True)
+    ]
+    assert tokens_of(together) == tokens_of(alone)
+    assert tokens_of(together) != tokens_of(
+        generate(policy, PROMPTS, [key + 1 for key in KEYS], SAMPLING, ENDS, seed=1)
+    )
+    assert tokens_of(together) != tokens_of(generate(policy, PROMPTS, KEYS, SAMPLING, ENDS, seed=2))
+    assert len({tuple(one.tokens) for one in together[2]}) == 3
+
+
+def tokens_of(said: list[list[Completion]]) -> list[list[list[int]]]:
+    return [[one.tokens for one in group] for group in said]
+
+
+def test_tokens_are_drawn_with_their_probabilities() -> None:
+    logits = torch.tensor([[0.0, -torch.inf, 2.0, 1.0]])
+    uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
+    tokens, logprobs = draw(logits.expand(4000, 4), uniform, temperature=2.0)
+    wanted = (logits[0] / 2).softmax(-1)
+    shares = torch.bincount(tokens, minlength=4) / 4000
+    assert torch.allclose(shares, wanted, atol=1e-3) and shares[1] == 0
+    assert torch.allclose(logprobs, wanted.log()[tokens])
+    ends = torch.tensor([0.0, 1.0 - 1e-16], dtype=torch.float64)
+    assert draw(logits.expand(2, 4), ends, 1.0)[0].tolist() == [0, 3]
+
+
+def test_a_model_without_keys_and_values_is_refused() -> None:
+    policy = policy_of(random_model(tiny_config("mamba"), "eager"), config_of())
+    with pytest.raises(UserError, match="keeps no keys and values"):
+        generate(policy, PROMPTS, KEYS, SAMPLING, ENDS, seed=1)
+
+
+SECTIONS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "adapters": {"lora": {"rank": 4}},
+    "nf4": {"lora": {"rank": 4}, "quantization": {"base": "nf4"}},
+}
+LAYOUTS = {
+    "alone": Layout(),
+    "replicas": Layout(dp_replicate=2),
+    "shards": Layout(dp_shard=2),
+}
+
+
+def of_changing_weights(
+    model: Path, layout: Layout, sections: dict[str, object]
+) -> list[tuple[list[list[list[int]]], float]]:
+    """What is said before and after the weights change, and how far training is from it."""
+    parallelism = {
+        "data_parallel_replicate_degree": layout.dp_replicate,
+        "data_parallel_shard_degree": layout.dp_shard,
+    }
+    own = {"compile": {"enable": False}, "parallelism": parallelism}
+    config = config_of(model={"name_or_path": str(model)}, **own, **sections)
+    policy = build_model(config, tokenizer_of_words(), mesh_of(layout), CPU)
+    results = []
+    # Ranks may generate different numbers of completions.
+    prompts = PROMPTS[: 4 - dist.get_rank()]
+    for _ in range(2):
+        said = generate(policy, prompts, KEYS, SAMPLING, ENDS, seed=1)
+        results.append((tokens_of(said), differences(policy, said, prompts)))
+        with torch.no_grad():
+            for number, parameter in enumerate(policy.model.parameters()):
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * (1 + number % 3))
+    return results
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("sections", SECTIONS)
+def test_completions_follow_the_weights(sections: str, ranks: int, tmp_path: Path) -> None:
+    model = write_weights(tmp_path, tiny_config("llama"), seed=1)
+    own = [layout for layout in LAYOUTS.values() if layout.data_parallel == ranks]
+    alone = run_ranks(1, of_changing_weights, model, Layout(), SECTIONS[sections])[0]
+    assert alone[0][0] != alone[1][0], "the weights changed, and so must what is said"
+    assert max(difference for _, difference in alone) < 1e-4
+    for layout in own if ranks > 1 else []:
+        for rank, found in enumerate(
+            run_ranks(2, of_changing_weights, model, layout, SECTIONS[sections])
+        ):
+            assert max(difference for _, difference in found) < 1e-4
+            for (said, _), (wanted, _) in zip(found, alone, strict=True):
+                assert said == wanted[: 4 - rank]
