@@ -10,8 +10,9 @@ import pytest
 from datasets import Features, IterableDataset, Value
 
 from lacuna.config import UserError
+from lacuna.data.document import BEGINNING
 from lacuna.data.sources import Documents
-from lacuna.data.stream import BEGINNING, BLOCK, Snapshot, Stream, number_of_parts
+from lacuna.data.stream import BLOCK, Snapshot, Stream, number_of_parts
 
 FEATURES = Features({"text": Value("string")})
 

@@ -17,12 +17,7 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.document import Span
-from lacuna.data.filling import (
-    fill_rows,
-    packing_mode,
-    refuse_long_pairs,
-    require_whole_pairs,
-)
+from lacuna.data.filling import fill_rows, packing_mode, refuse_long_pairs, require_whole_pairs
 from lacuna.data.mixture import Mixture, Pool, from_low_to_high, random_key
 from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
