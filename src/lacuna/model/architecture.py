@@ -126,6 +126,11 @@ def causal_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
     return cast(type[PreTrainedModel], AutoModelForCausalLM._model_mapping[type(model_config)])
 
 
+def is_from_fla(model_config: PretrainedConfig) -> bool:
+    """Whether a model is one of flash-linear-attention's, for which there is an extension."""
+    return type(model_config).__module__.startswith("fla.")
+
+
 def meta_model(
     model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
 ) -> PreTrainedModel:

@@ -130,8 +130,13 @@ def build_meta_model(
     if device is not None:
         rows = rows_of(config)
         longest = longest_position(config)
-        attention = find_attention(names, model_config, rows, longest, device, dtype)
-        require_shareable(model_config, layout, rows, longest, device)
+        if architecture.is_from_fla(model_config):
+            from lacuna.model.linear_attention import find_bounds  # an extension
+
+            attention = find_bounds(names, model_config, rows, longest, device, dtype, layout)
+        else:
+            attention = find_attention(names, model_config, rows, longest, device, dtype)
+            require_shareable(model_config, layout, rows, longest, device)
     stored = stored_dtype(config.training, config.lora, device_type)
     model = architecture.meta_model(model_config, attention, stored)
     if layout.tp > 1:
@@ -162,7 +167,12 @@ def build_model(
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
     products = architecture.non_embedding_parameters(model)
-    flops = partial(architecture.step_flops, products, architecture.attention_widths(model.config))
+    widths = architecture.attention_widths(model.config)
+    if architecture.is_from_fla(model.config):
+        from lacuna.model.linear_attention import products_and_widths
+
+        products, widths = products_and_widths(model)
+    flops = partial(architecture.step_flops, products, widths)
     trained = trained_names(model)
     if config.quantization.base != "none":
         from lacuna.model.layers.quantized import pack_layers

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lacuna.data import Batch
-from lacuna.model.attention import PACKED
+from lacuna.model.attention import BOUNDS, PACKED
 from lacuna.parallel.context import causal_parts, shard_sequence
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.partial_attention import Part
@@ -75,6 +75,8 @@ def packing_arguments(
         parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
         ring = (bounds, longest) if mesh.layout.ring else None
         return {"parts": parts, "group": mesh.named.get_group("cp"), "ring": ring}
+    if attention == BOUNDS:
+        return {"cu_seqlens": to_device(cu_seqlens, device)}
     if not attention.startswith("flash_attention"):
         return {}  # transformers builds the mask from position ids that start again
     bounds = to_device(cu_seqlens, device)
@@ -135,7 +137,7 @@ def _columns_of_rank(
     columns: dict[str, Tensor], attention: str, mesh: Mesh | None
 ) -> dict[str, Tensor]:
     """A context-parallel rank's share of the columns, in the rows that `attention` wants."""
-    if attention.startswith("flash_attention"):  # transformers' own wants one row
+    if attention.startswith(("flash_attention", BOUNDS)):  # other people's kernels want one row
         columns = {
             name: column.reshape(1, -1, *column.shape[2:]) for name, column in columns.items()
         }

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from lacuna.config import UserError, logger
 from lacuna.data.chat import end_of_turn
 from lacuna.data.template import ask
+from lacuna.model.attention import BOUNDS
 from lacuna.parallel.fsdp import inference
 
 
@@ -57,7 +58,9 @@ def generating(model: PreTrainedModel, device: torch.device, seed: int) -> Itera
     attention = model.config._attn_implementation
     devices = [device] if device.type == "cuda" else []
     try:
-        model.set_attn_implementation(attention if attention in ("eager", "sdpa") else "sdpa")
+        model.set_attn_implementation(
+            attention if attention in ("eager", "sdpa", BOUNDS) else "sdpa"
+        )
         with (
             inference(model),
             torch.random.fork_rng(devices),
