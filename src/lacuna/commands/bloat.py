@@ -44,7 +44,7 @@ EXTENSIONS = {
     "experts": ("model/router.py",),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
-    "fla": ("data/fla_models.py", "model/linear_attention.py"),
+    "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),
     "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
     "optimizers": ("model/parameter_groups.py", "parallel/homes.py", "train/muon.py"),
     "plans": (

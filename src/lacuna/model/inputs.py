@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lacuna.data import Batch
-from lacuna.model.attention import BOUNDS, PACKED
+from lacuna.model.attention import BOUNDS, PACKED, UNTOLD
 from lacuna.parallel.context import causal_parts, shard_sequence
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.partial_attention import Part
@@ -122,6 +122,8 @@ def prepare_inputs(
         attention, batch.cu_seqlens, batch.max_seqlen, batch.shape[1], device, mesh
     )
     arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
+    if attention in (BOUNDS, UNTOLD):
+        del arguments["position_ids"]
     if routed:
         arguments["output_router_logits"] = True
     return Inputs(

@@ -1,7 +1,6 @@
 """Models of flash-linear-attention: documents by their bounds, what is refused, and their FLOPs."""
 
 import os
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
@@ -13,14 +12,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError, logger
 from lacuna.model.architecture import causal_class, decoder_layers, non_embedding_parameters
-from lacuna.model.attention import BOUNDS, packed_attention
+from lacuna.model.attention import BOUNDS, UNTOLD
+from lacuna.model.fla_softmax import use_our_softmax_attention
 from lacuna.model.forward import hidden_states
 from lacuna.model.inputs import prepare_inputs
 from lacuna.model.probe import Result, Rows, Trial, reason_against, result_in_rows, trial_of
 from lacuna.model.specimen import LENGTH, specimen_and_layers
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.partial_attention import Part
 from lacuna.parallel.precision import store_in
 from lacuna.parallel.stages import stage_of
 
@@ -29,9 +28,6 @@ _STAGES = 2
 # How far documents in one row may be from the same documents alone. A document that sees another
 # differs by about 1; in half precision, kernels round differently for rows of other lengths.
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
-
-# fla's modules that compute softmax attention by the package flash-attn.
-_SOFTMAX_MODULES = ("attn", "bitattn", "mla", "moba", "rodimus")
 
 # Products of a head's state [key width, value width] with a token's vectors, by the layer that has
 # the state: one to write to it, one to read it; the delta rule reads once more before it writes.
@@ -62,7 +58,7 @@ def bounds_choices(
 ) -> tuple[str, ...]:
     """The ways to tell a model of fla's of the documents in a row, the best first.
 
-    With `BOUNDS` it is told where they begin; with "eager" nothing is told, which is right where a
+    With `BOUNDS` it is told where they begin; with `UNTOLD` nothing is told, which is right where a
     row is one document. Raises `UserError` for what no model of fla's can have.
     """
     kind = causal_class(model_config).__name__
@@ -84,7 +80,7 @@ def bounds_choices(
                 "parallelism."
             )
     use_our_softmax_attention()
-    return (BOUNDS,) if layout.pp > 1 or asked == "varlen" else (BOUNDS, "eager")
+    return (BOUNDS,) if layout.pp > 1 or asked == "varlen" else (BOUNDS, UNTOLD)
 
 
 def find_bounds(
@@ -103,32 +99,43 @@ def find_bounds(
     of a pipeline.
     """
     kind = causal_class(model_config).__name__
-    trial = trial_of(rows)
     specimens = partial(_specimen, model_config, longest, device, dtype)
-    own = _run_alone(specimens, trial, kind)
-    tolerance = _TOLERANCE[dtype]
-    reasons: dict[str, str] = {}
-    for name in names:
-        reason = reason_against(partial(_in_rows, specimens, name, trial), own, tolerance)
-        if reason is None:
-            break
-        reasons[name] = reason
-    else:
+    tried = partial(_reasons_by_name, names, specimens, kind, _TOLERANCE[dtype])
+    reasons = tried(rows)
+    if None not in reasons.values():
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        mend = 'set packing.mode = "none" to give each document a row of its own'
-        raise UserError(
-            f"data.document_mask: in {rows} rows {kind} does not keep documents apart ({said}): "
-            f"{mend}, or set data.document_mask = false to have the documents of a row see each "
-            "other."
-        )
+        wrong = f"{kind} does not compute in rows what it computes of documents alone ({said})"
+        if rows == "packed" and None in tried("padded").values():
+            raise UserError(
+                f'data.document_mask: in packed rows {wrong}: set packing.mode = "none" to give '
+                "each document a row of its own, or set data.document_mask = false to have the "
+                "documents of a row see each other."
+            )
+        raise UserError(f"model: {wrong}: choose another model.")
     if layout.pp > 1:
-        reason = reason_against(partial(_by_stages, specimens, trial), own, tolerance)
+        trial = trial_of(rows)
+        by_stages = partial(_by_stages, specimens, trial)
+        reason = reason_against(by_stages, _run_alone(specimens, trial, kind), _TOLERANCE[dtype])
         if reason is not None:
             raise UserError(
                 f"parallelism.pipeline_parallel_degree: cut into stages, {kind} would compute "
                 f"something else ({reason}): use data parallelism."
             )
-    return name
+    return list(reasons)[-1]
+
+
+def _reasons_by_name(
+    names: Sequence[str], specimens: Any, kind: str, tolerance: float, rows: Rows
+) -> dict[str, str | None]:
+    """Why each of `names` up to the first exact one is not exact; None for that one."""
+    trial = trial_of(rows)
+    own = _run_alone(specimens, trial, kind)
+    reasons: dict[str, str | None] = {}
+    for name in names:
+        reasons[name] = reason_against(partial(_in_rows, specimens, name, trial), own, tolerance)
+        if reasons[name] is None:
+            break
+    return reasons
 
 
 def _specimen(
@@ -146,7 +153,7 @@ def _specimen(
 
 def _run_alone(specimens: Any, trial: Trial, kind: str) -> Result:
     """The result of every document alone, by fla's own code."""
-    model, _ = specimens("eager")
+    model, _ = specimens(UNTOLD)
     rows = trial.batch.columns["input_ids"].to(model.device)
     try:
         states = [
@@ -189,69 +196,6 @@ def _by_stages(specimens: Any, trial: Trial) -> Result:
     inputs = prepare_inputs(trial.batch, BOUNDS, model.device)
     last.entrance.received = hidden_states(first.module, inputs)
     return result_in_rows(model, hidden_states(last.module, inputs), trial)
-
-
-def use_our_softmax_attention() -> None:
-    """Has fla's layers of softmax attention use ours where the package flash-attn is missing."""
-    for name in _SOFTMAX_MODULES:
-        module: Any = sys.modules.get(f"fla.layers.{name}")
-        if module is not None and getattr(module, "flash_attn_func", None) is None:
-            module.flash_attn_func = _attention_of_rows
-            module.flash_attn_varlen_func = _attention_of_documents
-
-
-def _attention_of_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """Softmax attention of whole rows [B, T, heads, D], as flash-attn's function of that name.
-
-    There may be more keys than queries: the last query sees all keys.
-    """
-    rows, queries = query.shape[:2]
-    keys = key.shape[1]
-    starts = torch.arange(rows + 1, dtype=torch.int32, device=query.device)
-    part = Part(starts * queries, starts * keys, max(queries, keys), keys, whole=queries == keys)
-    return _attend(query, key, value, part, causal, window_size)
-
-
-def _attention_of_documents(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    causal: bool = True,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
-    """Softmax attention of documents [tokens, heads, D] one behind the other, as flash-attn's."""
-    longest = min(max(max_seqlen_q, max_seqlen_k), key.shape[0])
-    part = Part(cu_seqlens_q.int(), cu_seqlens_k.int(), longest, key.shape[0])
-    return _attend(query[None], key[None], value[None], part, causal, window_size)[0]
-
-
-def _attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    part: Part,
-    causal: bool,
-    window_size: tuple[int, int],
-) -> Tensor:
-    if not causal:
-        raise NotImplementedError("attention to later tokens needs the package flash-attn")
-    window = None if window_size[0] < 0 else window_size[0] + 1
-    query, key, value = (each.transpose(1, 2) for each in (query, key, value))
-    owner = nn.Identity()  # asked for nothing but its name
-    output, _ = packed_attention(
-        owner, query, key, value, None, sliding_window=window, parts=(part,)
-    )
-    return output
 
 
 def products_and_widths(model: PreTrainedModel) -> tuple[int, dict[int | None, int]]:

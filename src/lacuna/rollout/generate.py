@@ -13,7 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from lacuna.config import UserError, logger
 from lacuna.data.chat import end_of_turn
 from lacuna.data.template import ask
-from lacuna.model.attention import BOUNDS
+from lacuna.model.attention import BOUNDS, UNTOLD
 from lacuna.parallel.fsdp import inference
 
 
@@ -59,7 +59,7 @@ def generating(model: PreTrainedModel, device: torch.device, seed: int) -> Itera
     devices = [device] if device.type == "cuda" else []
     try:
         model.set_attn_implementation(
-            attention if attention in ("eager", "sdpa", BOUNDS) else "sdpa"
+            attention if attention in ("eager", "sdpa", BOUNDS, UNTOLD) else "sdpa"
         )
         with (
             inference(model),
