@@ -1,15 +1,12 @@
-"""Has Triton's kernels run on CPU tensors, by Triton's interpreter, mended where it fails here."""
+"""Mends Triton's interpreter, which TRITON_INTERPRET=1 asks for, where it fails on a CPU alone."""
 
 import builtins
-import os
 from collections.abc import Iterable
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "1"
-
-import triton.language as tl  # noqa: E402
-import triton.runtime.autotuner as autotuner  # noqa: E402
-import triton.runtime.interpreter as interpreter  # noqa: E402
+import triton.language as tl
+import triton.runtime.autotuner as autotuner
+import triton.runtime.interpreter as interpreter
 
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_language = interpreter._patch_lang
