@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.distributed import HashStore
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -25,7 +26,7 @@ from lacuna.data import Batch
 from lacuna.data.fla_models import register_models
 from lacuna.model.build import build_model
 from lacuna.model.linear_attention import use_our_softmax_attention
-from lacuna.objective.language_modelling import LOSS
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import build_optimizer, update
 from lacuna.train.step import accumulate_gradients
@@ -61,16 +62,14 @@ def by_lacuna(model: str) -> Callable[[Batch], Tensor]:
         model=ModelConfig(config=model),
         training=TrainingConfig(seq_len=DOCUMENT, mixed_precision_param="bfloat16"),
     )
-    torch.distributed.init_process_group(
-        "nccl", init_method="tcp://127.0.0.1:29511", rank=0, world_size=1
-    )
+    torch.distributed.init_process_group("nccl", store=HashStore(), rank=0, world_size=1)
     built = build_model(config, tokenizer_of(model), build_mesh(Layout(), "cuda"), DEVICE)
     optimizer = build_optimizer(built.model, config.optimizer)
 
     def step(batch: Batch) -> Tensor:
-        trained = torch.tensor(float(batch.counts["trained_tokens"]), device=DEVICE)
-        loss, *_ = accumulate_gradients(built, [batch], LOSS, trained)
-        update(built, optimizer, trained.double())
+        trained = torch.tensor(batch.counts["trained_tokens"], dtype=torch.float64, device=DEVICE)
+        loss, *_ = accumulate_gradients(built, [batch], LanguageModelling.loss, trained)
+        update(built, optimizer, trained)
         return loss / trained
 
     return step
@@ -98,9 +97,8 @@ def plainly(model: str) -> Callable[[Batch], Tensor]:
         # fla's own loss shifts labels by itself.
         shifted = F.pad(labels, (1, 0), value=-100)[:, :-1]
         with torch.autocast("cuda", torch.bfloat16):
-            output = whole(
-                ids, labels=shifted, cu_seqlens=batch.cu_seqlens.to(DEVICE), use_cache=False
-            )
+            bounds = batch.cu_seqlens.to(DEVICE)
+            output = whole(ids, labels=shifted, cu_seqlens=bounds, use_cache=False)
         output.loss.backward()
         torch.nn.utils.clip_grad_norm_(whole.parameters(), 1.0)
         optimizer.step()
