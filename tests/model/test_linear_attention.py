@@ -139,6 +139,9 @@ def test_what_these_models_cannot_have_is_refused(
             bounds_choices("auto", model_config, "cpu", layout)
     with pytest.raises(UserError, match='model.attention: "sdpa"'):
         bounds_choices("sdpa", model_config, "cpu", Layout())
+    with pytest.raises(UserError, match="RWKV7ForCausalLM writes its first weights"):
+        own = config_of(tmp_path, "rwkv7", head_dim=16)
+        bounds_choices("auto", own, "cpu", Layout())
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="need a GPU, and this run is on the CPU"):
         bounds_choices("auto", model_config, "cpu", Layout())

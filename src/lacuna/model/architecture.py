@@ -3,7 +3,7 @@
 import os
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from textwrap import shorten
 from typing import cast
 
@@ -143,9 +143,7 @@ def meta_model(
         "model: transformers makes none of this configuration of a "
         f"{model_config.model_type!r} model"
     )
-    # RWKV7 draws while it is made, and needs what the functions return that transformers silences.
-    silenced = nullcontext() if is_from_fla(model_config) else no_init_weights()
-    with torch.device("meta"), silenced, _refusals_explained(rejected):
+    with torch.device("meta"), no_init_weights(), _refusals_explained(rejected):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             model_config, dtype=dtype, attn_implementation=attention
         )

@@ -44,7 +44,6 @@ STATE_PRODUCTS = {
     "DeltaNet": 3,
     "GatedDeltaNet": 3,
     "KimiDeltaAttention": 3,
-    "RWKV7Attention": 4,  # it writes both the correction and the value
 }
 # Layers without products beside those of their weights.
 _ELEMENTWISE = ("HGRNAttention",)
@@ -66,6 +65,11 @@ def bounds_choices(
         raise UserError(
             f"model: the kernels of {kind} need a GPU, and this run is on the CPU: run it on a GPU "
             "(or set TRITON_INTERPRET=1 in the environment to try it, very slowly)."
+        )
+    if model_config.model_type == "rwkv7":
+        raise UserError(
+            f"model: {kind} writes its first weights while it is made, so that it cannot be made "
+            "without memory and sharded: choose another model."
         )
     if asked not in ("auto", "varlen"):
         raise UserError(
