@@ -166,13 +166,7 @@ def build_model(
     compiled = compile_enabled(config.compile, config.parallelism, device.type)
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
-    products = architecture.non_embedding_parameters(model)
-    widths = architecture.attention_widths(model.config)
-    if architecture.is_from_fla(model.config):
-        from lacuna.model.linear_attention import products_and_widths
-
-        products, widths = products_and_widths(model)
-    flops = partial(architecture.step_flops, products, widths)
+    flops = _flops_of(model)
     trained = trained_names(model)
     if config.quantization.base != "none":
         from lacuna.model.layers.quantized import pack_layers
@@ -200,6 +194,16 @@ def build_model(
         pipeline = Pipeline(config.parallelism, mesh, device, dtype, stages, run)
     after = _after_update(model, config, mesh)
     return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, flops, after)
+
+
+def _flops_of(model: PreTrainedModel) -> Callable[[int, Tensor], float]:
+    """Gives a whole model's FLOPs of a number of tokens in documents of these lengths."""
+    if architecture.is_from_fla(model.config):
+        from lacuna.model.linear_attention import products_and_widths  # an extension
+
+        return partial(architecture.step_flops, *products_and_widths(model))
+    products = architecture.non_embedding_parameters(model)
+    return partial(architecture.step_flops, products, architecture.attention_widths(model.config))
 
 
 def install_fastest_kernels(
