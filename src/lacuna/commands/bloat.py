@@ -18,7 +18,12 @@ EXTENSIONS = {
         "model/layers/quantized.py",
         "model/layers/quantized_files.py",
     ),
-    "adapters": ("model/layers/dora.py", "model/layers/stacks.py", "model/layers/loftq.py"),
+    "adapters": (
+        "formats/adapter.py",
+        "model/layers/dora.py",
+        "model/layers/stacks.py",
+        "model/layers/loftq.py",
+    ),
     "GGUF-read": ("data/gguf.py", "data/gguf_tokenizer.py"),
     "GGUF-written": ("formats/gguf.py", "formats/gguf_fields.py"),
     "conversion": ("commands/convert.py", "formats/opening.py", "formats/convert.py"),
@@ -54,6 +59,7 @@ EXTENSIONS = {
     "rewards": ("rollout/rewards.py", "rollout/verifiers.py"),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
+    "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),
     "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
     "optimizers": (
         "model/parameter_groups.py",

@@ -19,6 +19,10 @@ def open_with(kind: Any, source: str, trust_remote_code: bool, **settings: Any) 
     model like any other. Raises `UserError` where there is such code and it is not trusted;
     transformers would ask on the terminal.
     """
+    if kind in (AutoConfig, AutoModelForCausalLM):
+        from lacuna.data.fla_models import register_models  # an extension
+
+        register_models(source)
     try:
         found = kind.from_pretrained(source, trust_remote_code=trust_remote_code, **settings)
     except ValueError as error:

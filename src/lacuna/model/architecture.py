@@ -2,14 +2,15 @@
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from textwrap import shorten
 from typing import cast
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from torch import nn
+from torch import Tensor, nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -126,6 +127,11 @@ def causal_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
     return cast(type[PreTrainedModel], AutoModelForCausalLM._model_mapping[type(model_config)])
 
 
+def is_from_fla(model_config: PretrainedConfig) -> bool:
+    """Whether a model is one of flash-linear-attention's, for which there is an extension."""
+    return type(model_config).__module__.startswith("fla.")
+
+
 def meta_model(
     model_config: PretrainedConfig, attention: str | None, dtype: torch.dtype
 ) -> PreTrainedModel:
@@ -164,7 +170,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def stored_tensors(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+def stored_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     """The parameters and persistent buffers of a model by name, not copied, and tied ones once."""
     tied = model.all_tied_weights_keys
     return {
@@ -250,7 +256,7 @@ def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
 
 
 def step_flops(
-    parameters: int, widths: dict[int | None, int], tokens: int, lengths: torch.Tensor
+    parameters: int, widths: dict[int | None, int], tokens: int, lengths: Tensor
 ) -> float:
     """The model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths`.
 
@@ -277,3 +283,13 @@ def asks_for_router_loss(model_config: PretrainedConfig) -> bool:
     text_config = model_config.get_text_config()
     asked = getattr(text_config, "output_router_logits", False)
     return asked and any(getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS)
+
+
+def flops_of(model: PreTrainedModel) -> Callable[[int, Tensor], float]:
+    """Gives a whole model's FLOPs of a number of tokens in documents of these lengths."""
+    if is_from_fla(model.config):
+        from lacuna.model.linear_attention import products_and_widths  # an extension
+
+        return partial(step_flops, *products_and_widths(model))
+    widths = attention_widths(model.config)
+    return partial(step_flops, non_embedding_parameters(model), widths)

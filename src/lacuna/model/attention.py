@@ -18,6 +18,9 @@ from lacuna.parallel.context import gather_sequence, ring_attention
 from lacuna.parallel.partial_attention import Part, flash_bounds, visible
 
 PACKED = "lacuna_packed"
+# Of models with kernels of their own, which are told where documents begin, or nothing.
+BOUNDS = "lacuna_bounds"
+UNTOLD = "lacuna_untold"
 HALF = (torch.bfloat16, torch.float16)
 # torch 2.11 takes grouped heads without being told; later versions want the argument.
 _TAKES_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -74,6 +77,8 @@ def packed_attention(
 
 
 AttentionInterface.register(PACKED, packed_attention)
+for name in (BOUNDS, UNTOLD):  # by name only: such models never call it
+    AttentionInterface.register(name, packed_attention)
 
 
 def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

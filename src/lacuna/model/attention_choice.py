@@ -4,7 +4,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lacuna.config import UserError
-from lacuna.model.architecture import causal_class, is_soft_capped
+from lacuna.model.architecture import causal_class, is_from_fla, is_soft_capped
 from lacuna.model.attention import HALF, PACKED
 from lacuna.parallel.mesh import Layout
 
@@ -24,6 +24,10 @@ def attention_choices(
     does remains to be tried. Raises `UserError` for an attention that the layout, the device, the
     dtype or the model cannot have.
     """
+    if is_from_fla(model_config):
+        from lacuna.model.linear_attention import bounds_choices
+
+        return bounds_choices(asked, model_config, device_type, layout)
     shared = layout.sharing > 1
     model_class = causal_class(model_config)
     exchangeable = bool(model_class._supports_attention_backend)

@@ -128,10 +128,7 @@ def build_meta_model(
     )
     attention = names[0]
     if device is not None:
-        rows = rows_of(config)
-        longest = longest_position(config)
-        attention = find_attention(names, model_config, rows, longest, device, dtype)
-        require_shareable(model_config, layout, rows, longest, device)
+        attention = _tried_attention(names, config, model_config, layout, device)
     stored = stored_dtype(config.training, config.lora, device_type)
     model = architecture.meta_model(model_config, attention, stored)
     if layout.tp > 1:
@@ -146,6 +143,26 @@ def build_meta_model(
         check_dtypes(model, config.training)
         check_ties(model)
     return model
+
+
+def _tried_attention(
+    names: Sequence[str],
+    config: Config,
+    model_config: PretrainedConfig,
+    layout: Layout,
+    device: torch.device,
+) -> str:
+    """The first of these attentions with which a small model, also in shares, is exact."""
+    rows = rows_of(config)
+    longest = longest_position(config)
+    dtype = compute_dtype(config.training, device.type)
+    if architecture.is_from_fla(model_config):
+        from lacuna.model.linear_attention import find_bounds  # an extension
+
+        return find_bounds(names, model_config, rows, longest, device, dtype, layout)
+    attention = find_attention(names, model_config, rows, longest, device, dtype)
+    require_shareable(model_config, layout, rows, longest, device)
+    return attention
 
 
 def build_model(
@@ -166,8 +183,7 @@ def build_model(
     compiled = compile_enabled(config.compile, config.parallelism, device.type)
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
-    products = architecture.non_embedding_parameters(model)
-    flops = partial(architecture.step_flops, products, architecture.attention_widths(model.config))
+    flops = architecture.flops_of(model)
     trained = trained_names(model)
     if config.quantization.base != "none":
         from lacuna.model.layers.quantized import pack_layers

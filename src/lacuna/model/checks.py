@@ -7,7 +7,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config, UserError, logger
 from lacuna.config.sections import TrainingConfig
-from lacuna.model.architecture import asks_for_router_loss, decoder_layers
+from lacuna.model.architecture import asks_for_router_loss, decoder_layers, is_from_fla
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.probe import runs_by_itself
 from lacuna.model.specimen import specimen
@@ -85,6 +85,8 @@ def reason_not_to_compile(
     model_config: PretrainedConfig, router: "Router | None", dtype: torch.dtype, device_type: str
 ) -> str | None:
     """Why layers that compute in `dtype` cannot be compiled, or None where they can."""
+    if is_from_fla(model_config):
+        return "fla's kernels are compiled already, and break the graph of a layer"
     if router is not None:
         return "their load-balancing loss is computed from what routers found"
     experts = getattr(model_config.get_text_config(), "_experts_implementation", None)

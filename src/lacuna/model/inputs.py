@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lacuna.data import Batch
-from lacuna.model.attention import PACKED
+from lacuna.model.attention import BOUNDS, PACKED, UNTOLD
 from lacuna.parallel.context import causal_parts, shard_sequence
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.partial_attention import Part
@@ -75,6 +75,8 @@ def packing_arguments(
         parts = tuple(causal_parts(bounds, length, mesh.layout.cp, mesh.rank("cp"), longest))
         ring = (bounds, longest) if mesh.layout.ring else None
         return {"parts": parts, "group": mesh.named.get_group("cp"), "ring": ring}
+    if attention == BOUNDS:
+        return {"cu_seqlens": to_device(cu_seqlens, device)}
     if not attention.startswith("flash_attention"):
         return {}  # transformers builds the mask from position ids that start again
     bounds = to_device(cu_seqlens, device)
@@ -120,6 +122,8 @@ def prepare_inputs(
         attention, batch.cu_seqlens, batch.max_seqlen, batch.shape[1], device, mesh
     )
     arguments = {"input_ids": input_ids, "position_ids": position_ids, "use_cache": False, **told}
+    if attention in (BOUNDS, UNTOLD):
+        del arguments["position_ids"]
     if routed:
         arguments["output_router_logits"] = True
     return Inputs(
@@ -135,7 +139,7 @@ def _columns_of_rank(
     columns: dict[str, Tensor], attention: str, mesh: Mesh | None
 ) -> dict[str, Tensor]:
     """A context-parallel rank's share of the columns, in the rows that `attention` wants."""
-    if attention.startswith("flash_attention"):  # transformers' own wants one row
+    if attention.startswith(("flash_attention", BOUNDS)):  # other people's kernels want one row
         columns = {
             name: column.reshape(1, -1, *column.shape[2:]) for name, column in columns.items()
         }

@@ -261,7 +261,9 @@ def _states_and_gradients(model: PreTrainedModel, states: Tensor) -> Result:
     return Result(states.detach(), list(gradients))
 
 
-def reason_against(compute: Callable[[], Result], own: Result) -> str | None:
+def reason_against(
+    compute: Callable[[], Result], own: Result, tolerance: float = _EXACT
+) -> str | None:
     """How the result of `compute` differs from a model's `own`, or how it fails; None if exact."""
     try:
         ours = compute()
@@ -270,7 +272,7 @@ def reason_against(compute: Callable[[], Result], own: Result) -> str | None:
     except _FAULTS as fault:
         return _in_one_line(fault)
     values = relative_difference(ours.states, own.states)
-    if not values < _EXACT:
+    if not values < tolerance:
         return f"values differ by {values:.1g}"
     pairs = zip(ours.gradients, own.gradients, strict=True)
     known = [pair for pair in pairs if any(one is not None for one in pair)]
@@ -278,7 +280,7 @@ def reason_against(compute: Callable[[], Result], own: Result) -> str | None:
         return "other weights have gradients"
     flat = (torch.cat([each.flatten() for each in side]) for side in zip(*known, strict=True))
     gradients = relative_difference(*flat)
-    return None if gradients < 10 * _EXACT else f"gradients differ by {gradients:.1g}"
+    return None if gradients < 10 * tolerance else f"gradients differ by {gradients:.1g}"
 
 
 def _in_one_line(fault: Exception) -> str:

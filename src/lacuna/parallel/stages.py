@@ -94,6 +94,8 @@ def stage_of(
 ) -> Stage:
     """A stage of a whole model: a shallow copy with stand-ins for what other stages have."""
     entrance = PassThrough()
+    # fla's layers return more than their hidden states, and are run whatever their number.
+    omits = type(model.config).__module__.startswith("fla.")
     stand_ins: dict[nn.Module, nn.Module] = {}
     for module, home in stages_by_module(model, layers, ranges).items():
         if index not in home:
@@ -105,6 +107,7 @@ def stage_of(
         copied._modules = {
             name: None if child is None else stand_ins.get(child, child)
             for name, child in module._modules.items()
+            if not (module is layers and omits and child in stand_ins)
         }
         stand_ins[module] = copied
     own_layers = [layers[place] for place in ranges[index]]

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 from lacuna.config import UserError, logger
 from lacuna.data.chat import end_of_turn
 from lacuna.data.template import ask
+from lacuna.model.attention import BOUNDS, UNTOLD
 from lacuna.parallel.fsdp import inference
 
 
@@ -58,7 +59,8 @@ def generating(model: PreTrainedModel, device: torch.device, seed: int) -> Itera
     devices = [device] if device.type == "cuda" else []
     try:
         plain = "sdpa" if model._supports_sdpa else "eager"
-        model.set_attn_implementation(attention if attention in ("eager", "sdpa") else plain)
+        known = ("eager", "sdpa", BOUNDS, UNTOLD)
+        model.set_attn_implementation(attention if attention in known else plain)
         with (
             inference(model),
             torch.random.fork_rng(devices),

@@ -14,7 +14,6 @@ from lacuna.config.learning_rate import learning_rate
 from lacuna.data import Batch, build_loader, build_validation, merge_states, run_tokenizer
 from lacuna.data.disk import replace_text
 from lacuna.data.sources import Documents
-from lacuna.formats.adapter import export_adapter
 from lacuna.formats.checkpoint import RUN, model_tensors, prepare_folder
 from lacuna.formats.huggingface import export_model, save_model_description
 from lacuna.formats.reader import read_tensors
@@ -228,6 +227,8 @@ class Run:
         dtype = getattr(torch, self.config.checkpoint.export_dtype)
         writers: list[Callable[[], None]] = [partial(export_model, *parts, folder, dtype, name)]
         if lora.rank:
+            from lacuna.formats.adapter import export_adapter  # an extension
+
             inside = os.path.join(folder, "adapter")
             writers.append(partial(export_adapter, *parts, lora, name, inside))
         return writers

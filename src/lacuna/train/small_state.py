@@ -220,8 +220,8 @@ def advance(
     gradient = gradient.float()
     mean = _advance_mean(state, codes, "exp_avg", gradient, betas[0], skip, bits)
     square = _advance_mean(state, codes, "exp_avg_sq", gradient**2, betas[1], skip, bits >> 16)
-    mean = mean / (1 - betas[0] ** step)
-    deviation = (square / (1 - betas[1] ** step)).sqrt() + eps
+    mean = mean / _correction(betas[0], step)
+    deviation = (square / _correction(betas[1], step)).sqrt() + eps
     value = parameter.float()
     value = value - rate * (decay * value + mean / deviation)
     if parameter.dtype == torch.bfloat16:
@@ -231,6 +231,11 @@ def advance(
 
 
 _compiled_advance = torch.compile(advance, fullgraph=True, dynamic=False)
+
+
+def _correction(beta: float, step: Tensor) -> Tensor:
+    """1 - beta^step, all of whose digits count where that is small."""
+    return -torch.expm1(step * math.log(beta)) if beta else torch.ones_like(step)
 
 
 def _advance_mean(

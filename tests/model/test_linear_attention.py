@@ -1,0 +1,184 @@
+"""fla's models train as they do by fla's own code on documents alone, in every layout they have."""
+
+# ruff: noqa: E402
+
+import importlib.util
+import json
+import math
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# The variable must be there before anything imports Triton.
+if importlib.util.find_spec("fla") is None or os.environ.get("TRITON_INTERPRET") != "1":
+    pytest.skip("needs flash-linear-attention and TRITON_INTERPRET=1", allow_module_level=True)
+
+import fla_on_cpu
+
+fla_on_cpu.interpret()
+
+from lacuna.cli import main
+from lacuna.config import UserError
+from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.data.fla_models import register_models
+from lacuna.model.architecture import meta_model, step_flops
+from lacuna.model.linear_attention import bounds_choices, find_bounds, products_and_widths
+from lacuna.parallel.mesh import Layout
+from layouts import Case, Outcome, check_same, merge, pipelined, sequences, steps
+from runs import make_world, rows
+from tiny import CPU, VOCABULARY, own_loss, random_model, relative_error, run_ranks
+
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_heads": 2,
+    "intermediate_size": 64,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+HYBRID = {"attn": {"layers": [1], "num_heads": 2, "window_size": 8}}
+ALONE = Case(Layout())
+TWO_RANKS = {
+    "dp_shard 2": Case(Layout(dp_shard=2)),
+    "dp_replicate 2": Case(Layout(dp_replicate=2)),
+    "pp 2": pipelined(Layout(pp=2), 4),
+}
+
+
+def folder_of(folder: Path, kind: str, **settings: Any) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **settings}))
+    return folder
+
+
+def config_of(folder: Path, kind: str, **settings: Any) -> Any:
+    register_models(str(folder_of(folder, kind, **settings)))
+    return AutoConfig.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a GLA with a layer of softmax attention in a window, and random weights."""
+    folder = tmp_path_factory.mktemp("hybrid")
+    model_config = config_of(folder, "gla", **HYBRID)
+    bounds_choices("auto", model_config, "cpu", Layout())
+    random_model(model_config, "eager").save_pretrained(folder)
+    return folder
+
+
+def interpreted_steps(model: Path, cases: list[Case]) -> list[Outcome]:
+    fla_on_cpu.interpret()
+    return steps(model, cases)
+
+
+@pytest.fixture(scope="module")
+def alone(hybrid: Path) -> Outcome:
+    [[outcome]] = run_ranks(1, interpreted_steps, hybrid, [ALONE])
+    return outcome
+
+
+def test_packed_documents_train_as_by_flas_own_code_alone(hybrid: Path, alone: Outcome) -> None:
+    model = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32)
+    ids, positions, labels = sequences()
+    total = 0.0
+    for row in range(len(ids)):
+        first = int((positions[row, 1:] == 0).nonzero()[0]) + 1
+        for piece in (slice(0, first), slice(first, None)):
+            if (labels[row, piece] != -100).any():
+                own = (each[row : row + 1, piece] for each in (ids, positions, labels))
+                loss = own_loss(model, *own) / alone.tokens
+                loss.backward()
+                total += loss.item()
+    assert alone.loss == pytest.approx(total, rel=1e-5)
+    theirs = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+    assert relative_error(alone.gradients, theirs) < 1e-5
+
+
+def test_two_ranks_train_as_one(hybrid: Path, alone: Outcome) -> None:
+    results = run_ranks(2, interpreted_steps, hybrid, [*TWO_RANKS.values()])
+    for of_ranks in zip(*results, strict=True):
+        check_same(merge(of_ranks), alone)
+
+
+@pytest.mark.slow
+def test_four_ranks_and_recomputation_train_as_one(hybrid: Path, alone: Outcome) -> None:
+    recompute = ActivationCheckpointConfig(mode="full")
+    cases = [Case(Layout(2, 2), recompute=recompute), pipelined(Layout(dp_shard=2, pp=2), 4)]
+    results = run_ranks(4, interpreted_steps, hybrid, cases)
+    for of_ranks in zip(*results, strict=True):
+        check_same(merge(of_ranks), alone)
+
+
+@pytest.mark.parametrize("kind", ["transformer", "gla", "retnet", "delta_net"])
+def test_documents_in_a_row_are_as_they_are_alone(tmp_path: Path, kind: str) -> None:
+    model_config = config_of(tmp_path, kind)
+    names = bounds_choices("auto", model_config, "cpu", Layout())
+    found = find_bounds(names, model_config, "packed", 64, CPU, torch.float32, Layout())
+    assert found == "lacuna_bounds"
+
+
+def test_a_leak_between_documents_is_found(tmp_path: Path) -> None:
+    model_config = config_of(tmp_path, "gla")
+    with pytest.raises(UserError, match=r"data.document_mask: .*packing.mode = \"none\""):
+        find_bounds(("lacuna_untold",), model_config, "packed", 64, CPU, torch.float32, Layout())
+
+
+def test_what_these_models_cannot_have_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_config = config_of(tmp_path, "gla")
+    for layout, setting in ((Layout(tp=2), "tensor"), (Layout(cp=2), "context")):
+        with pytest.raises(UserError, match=f"parallelism.{setting}_parallel_degree"):
+            bounds_choices("auto", model_config, "cpu", layout)
+    with pytest.raises(UserError, match='model.attention: "sdpa"'):
+        bounds_choices("sdpa", model_config, "cpu", Layout())
+    with pytest.raises(UserError, match="RWKV7ForCausalLM writes its first weights"):
+        own = config_of(tmp_path, "rwkv7", head_dim=16)
+        bounds_choices("auto", own, "cpu", Layout())
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(UserError, match="need a GPU, and this run is on the CPU"):
+        bounds_choices("auto", model_config, "cpu", Layout())
+
+
+def test_flops_count_the_states_and_the_windows(tmp_path: Path) -> None:
+    """GLA reads and writes a state of 8 × 16 in each of two heads; softmax has its window."""
+    model_config = config_of(tmp_path, "gla", **HYBRID)
+    bounds_choices("auto", model_config, "cpu", Layout())
+    model = meta_model(model_config, "eager", torch.float32)
+    products, widths = products_and_widths(model)
+    weights = sum(weight.numel() for weight in model.parameters()) - VOCABULARY * 32
+    assert products == weights + 2 * 2 * 8 * 16
+    assert widths == {8: 32}
+    lengths = torch.tensor([100])
+    assert step_flops(products, widths, 100, lengths) == 600 * products + 12 * 32 * (800 - 32)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[Path]:
+    folder = make_world(tmp_path / "world")
+    folder_of(folder / "model", "delta_net", vocab_size=257, bos_token_id=None, eos_token_id=256)
+    yield folder
+
+
+@pytest.mark.slow
+def test_a_run_exports_a_model_that_generates_and_trains_on(
+    world: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--training.steps", "2", "--training.batch_size", "1", "--checkpoint.interval", "2"]
+    first, second = tmp_path / "first", tmp_path / "second"
+    assert main(["train", f"{world}/run.toml", *flags, "--job.dump_folder", str(first)]) == 0
+    assert math.isfinite(rows(first)[-1]["loss"])
+    capsys.readouterr()
+    assert main(["generate", str(first), "--prompt", "the cat", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out
+    loads = ["--model.name_or_path", f"{first}/hf", "--job.dump_folder", str(second)]
+    plain = ["train", "--data.dataset", f"{world}/train.jsonl", "--training.seq_len", "32"]
+    assert main([*plain, *flags, *loads]) == 0
+    assert rows(second)[0]["loss"] < rows(first)[0]["loss"]
