@@ -63,8 +63,7 @@ def bounds_choices(
     kind = causal_class(model_config).__name__
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
-            f"model: the kernels of {kind} need a GPU, and this run is on the CPU: run it on a GPU "
-            "(or set TRITON_INTERPRET=1 in the environment to try it, very slowly)."
+            f"model: the kernels of {kind} need a GPU, and this run is on the CPU: run it on a GPU."
         )
     if model_config.model_type == "rwkv7":
         raise UserError(
