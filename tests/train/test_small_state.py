@@ -272,6 +272,28 @@ def test_a_run_is_resumed_to_the_bit_and_goes_on_in_another_layout(
         assert ours == pytest.approx(theirs, rel=2e-3)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.slow
+def test_early_and_offloaded_steps_are_the_same(kind: str, world: Path, tmp_path: Path) -> None:
+    plain = ("--optimizer.state_dtype", kind, "--training.max_norm", 0, "--training.steps", 4)
+    ways = {
+        "plain": (),
+        "early": ("--optimizer.early_step_in_backward",),
+        "offloaded": ("--training.enable_cpu_offload",),
+    }
+    together(
+        *(
+            lambda name=name: train(world, tmp_path / name, *plain, *ways[name])  # type: ignore[misc]
+            for name in ways
+        )
+    )
+    assert weights(tmp_path / "early") == weights(tmp_path / "plain")
+    for (_, ours), (_, theirs) in zip(
+        curve(tmp_path / "offloaded", "loss"), curve(tmp_path / "plain", "loss"), strict=True
+    ):
+        assert ours == pytest.approx(theirs, rel=1e-5)
+
+
 REFUSED = {
     "Muon": (("--optimizer.name", "Muon"), "it is AdamW's"),
     "an implementation": (("--optimizer.implementation", "foreach"), "of its own"),
