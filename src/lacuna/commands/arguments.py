@@ -77,7 +77,8 @@ def _print_help(command: str, doc: str, words: list[str]) -> None:
         print(help_text(sections=[section]).strip(), flush=True)
         return
     recipes = sorted(file.name for file in RECIPES.glob("*.toml"))
-    print(doc.partition("\n\n")[2], f"Recipes: {', '.join(recipes)}", sep="\n")
+    named = textwrap.fill(f"Recipes: {', '.join(recipes)}", 100)
+    print(doc.partition("\n\n")[2], named, sep="\n")
     print(
         "Settings: lacuna train --help tells all; --help SECTION, as in --help lora, those of one.",
         flush=True,
