@@ -19,6 +19,7 @@ import torchtitan_device  # noqa: F401  (before torchtitan's own parts)
 from steps import Task, make_model
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.quantization.float8 import AUTO_FILTER_SMALL_KN_FLAG
 from torchtitan.config import JobConfig
@@ -93,6 +94,10 @@ class StepsTrainer(Trainer):
             type(module).__name__ == "Float8Linear" for module in self.model_parts[0].modules()
         )
         self.precision = self._precision()
+        for module in self.model_parts[0].modules():
+            # gloo, which tests reduce with, cannot scale as it sums; NCCL can.
+            if isinstance(module, FSDPModule) and not task.is_on_gpu:
+                module.set_force_sum_reduction_for_comms(True)
         self._load_weights()
 
     def _precision(self) -> str:
@@ -212,11 +217,10 @@ def job_config(task: Task) -> JobConfig:
     training.dtype = settings["dtype"]
     training.mixed_precision_param = settings["compute"]
     training.gc_freq = settings["gc_freq"]
-    parallelism = settings["parallelism"]
     for axis in ("dp_replicate", "dp_shard", "cp"):
         setattr(config.parallelism, AXES[axis], settings["layout"][axis])
-    for name in ("fsdp_reshard_after_forward", "context_parallel_rotate_method"):
-        setattr(config.parallelism, name, parallelism[name])
+    reshard = settings["parallelism"]["fsdp_reshard_after_forward"]
+    config.parallelism.fsdp_reshard_after_forward = reshard
     for name in ("mode", "selective_ac_option"):
         setattr(config.activation_checkpoint, name, settings["activation_checkpoint"][name])
     if settings["float8"]["enable_float8_linear"]:
