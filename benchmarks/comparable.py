@@ -4,6 +4,7 @@
 """
 
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from typing import Any
 
 from lacuna.config import Config, UserError
@@ -60,9 +61,15 @@ SHARED_WITH = {
     ),
 }
 
+# What a peer imports, and what pip knows it as. torch brings triton along, but for CPUs.
+PACKAGES = {
+    "transformers": {"accelerate": "accelerate"},
+    "torchtitan": {"torchtitan": "torchtitan==0.2.2", "triton": "triton"},
+}
+
 
 def require_comparable(config: Config, peer: str, processes: int, device: str) -> None:
-    """Raises `UserError` for a run that the peer could not make as it is."""
+    """Raises `UserError` for a run that the peer could not make as it is, or a peer not there."""
     default = Config()
     changed = [
         f"{section}.{name}={value}"
@@ -79,6 +86,12 @@ def require_comparable(config: Config, peer: str, processes: int, device: str) -
         raise UserError(f"bench: --against {peer} opens no GGUF file as model.name_or_path.")
     require = {"transformers": _require_of_transformers, "torchtitan": _require_of_torchtitan}
     require[peer](config, processes, device)
+    missing = [package for package in PACKAGES[peer] if not find_spec(package)]
+    if missing:
+        raise UserError(
+            f"bench: --against {peer} needs {' and '.join(missing)}, not installed here: "
+            f"pip install {' '.join(PACKAGES[peer].values())}"
+        )
 
 
 def _require_of_transformers(config: Config, processes: int, device: str) -> None:

@@ -31,6 +31,7 @@ from torchtitan.train import Trainer
 from transformers import AutoConfig, PretrainedConfig
 
 from lacuna.parallel.mesh import AXES
+from lacuna.parallel.processes import stop_process
 
 NAME = "lacuna_bench"
 NEVER = 10**9
@@ -47,8 +48,6 @@ def main() -> None:
     trainer = StepsTrainer(task)
     trainer.train()
     losses = trainer.mean_losses()
-    trainer.close()
-    dist.destroy_process_group()
     task.write(
         losses[0],
         losses=losses,
@@ -56,6 +55,8 @@ def main() -> None:
         float8_layers=trainer.float8_layers,
         arguments=trainer.job_config.to_dict(),
     )
+    trainer.close()
+    stop_process()
 
 
 class Rows(BaseDataLoader):
