@@ -214,7 +214,7 @@ def job_config(task: Task) -> JobConfig:
     training.global_batch_size = settings["sequences"]
     training.seq_len = settings["seq_len"]
     training.steps = settings["steps"]
-    training.max_norm = settings["max_norm"] or float("inf")
+    training.max_norm = settings["max_norm"] or NEVER
     training.dtype = settings["dtype"]
     training.mixed_precision_param = settings["compute"]
     training.gc_freq = settings["gc_freq"]
