@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lacuna.config.orphans import end_with_parent
 from lacuna.train.bench import spread
@@ -67,3 +68,23 @@ class Task:
             **more,
         }
         Path(self.folder, "measured.json").write_text(json.dumps(measured))
+
+
+def make_model(task: Task) -> PreTrainedModel:
+    """The model of the task, from its files or drawn as lacuna draws it."""
+    settings = task.settings
+    dtype = getattr(torch, settings["dtype"])
+    trust = settings["trust_remote_code"]
+    options = {"dtype": dtype, "attn_implementation": settings["attention"]}
+    if settings["weights"]:
+        return AutoModelForCausalLM.from_pretrained(
+            settings["weights"], trust_remote_code=trust, **options
+        )
+    config = AutoConfig.from_pretrained(task.folder, trust_remote_code=trust)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **options)
+    model.to_empty(device=settings["device"])
+    torch.manual_seed(settings["seed"])
+    model.initialize_weights()
+    model.tie_weights()
+    return model

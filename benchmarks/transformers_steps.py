@@ -7,17 +7,9 @@ python benchmarks/transformers_steps.py FOLDER
 import sys
 from typing import Any
 
-import torch
-from steps import Task
+from steps import Task, make_model
 from torch.utils.data import DataLoader
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedModel,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 
 def main() -> None:
@@ -55,34 +47,15 @@ class Clock(TrainerCallback):
         self.task.after_step(state.global_step)
 
 
-def make_model(task: Task) -> PreTrainedModel:
-    """The model of the task, from its files or drawn as lacuna draws it."""
-    settings = task.settings
-    dtype = getattr(torch, settings["dtype"])
-    trust = settings["trust_remote_code"]
-    options = {"dtype": dtype, "attn_implementation": settings["attention"]}
-    if settings["weights"]:
-        return AutoModelForCausalLM.from_pretrained(
-            settings["weights"], trust_remote_code=trust, **options
-        )
-    config = AutoConfig.from_pretrained(task.folder, trust_remote_code=trust)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **options)
-    model.to_empty(device=settings["device"])
-    torch.manual_seed(settings["seed"])
-    model.initialize_weights()
-    model.tie_weights()
-    return model
-
-
 def arguments(task: Task) -> TrainingArguments:
     settings = task.settings
     optimizer = settings["optimizer"]
-    is_sharded = settings["processes"] > 1 and settings["sharded"]
+    is_sharded = settings["processes"] > 1 and settings["layout"]["dp_shard"] > 1
+    recompute_all = settings["activation_checkpoint"]["mode"] == "full"
     recompute: dict[str, Any] = {}
-    if settings["recompute"] and is_sharded:
+    if recompute_all and is_sharded:
         recompute = {"fsdp_config": {"activation_checkpointing": True}}
-    elif settings["recompute"]:
+    elif recompute_all:
         recompute = {"gradient_checkpointing": True}
     return TrainingArguments(
         output_dir=task.folder,

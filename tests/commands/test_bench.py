@@ -10,7 +10,7 @@ import pytest
 
 from lacuna.commands import bench
 from lacuna.train.kernels import CLASSES, IDLE
-from runs import lacuna, refused
+from runs import environment, lacuna, refused
 
 WINDOW = 2
 
@@ -120,3 +120,25 @@ def test_a_driver_that_is_not_there_is_named_with_the_way_to_it(
     monkeypatch.setattr(bench, "DRIVERS", tmp_path)
     words = ("bench", world / "run.toml", "--output", tmp_path, "--against", "transformers")
     assert "pip install -e . -c constraints.txt" in refused(*words)
+
+
+@pytest.mark.slow
+def test_a_row_that_two_ranks_share_counts_once_for_the_peer(
+    world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drivers = tmp_path / "drivers"
+    drivers.mkdir()
+    (drivers / "comparable.py").write_text("def require_comparable(*_): ...")
+    side = {"tokens_per_second": {"median": 1, "spread": 0}, "first_loss": 0}
+    side |= {"memory_gib": {"reserved": 1, "allocated": None}}
+    writing = f"open(sys.argv[1] + '/measured.json', 'w').write({json.dumps(side)!r})"
+    (drivers / "transformers_steps.py").write_text(f"import sys; {writing}")
+    monkeypatch.setattr(bench, "DRIVERS", drivers)
+    for name, value in environment().items():
+        monkeypatch.setenv(name, value)
+    words = ("bench", world / "run.toml", "--output", tmp_path, "--against", "transformers")
+    words += ("--job.name", "tiny", "--cpus", 2, "--parallelism.context_parallel_degree", 2)
+    words += ("--data.document_mask", "false", "--steps", WINDOW)
+    assert bench.run([*map(str, words[1:])]) == 0
+    record = json.loads((tmp_path / "tiny.json").read_text())
+    assert record["transformers"]["task"]["tokens_of_steps"] == [4 * 32] * 10

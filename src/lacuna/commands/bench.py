@@ -1,7 +1,7 @@
 """`lacuna bench RUN.toml [--against PEER]`: measures a few steps of a run on this machine.
 
 usage: lacuna bench [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--steps N]
-                    [--windows N] [--output FOLDER] [--against transformers]
+                    [--windows N] [--output FOLDER] [--against PEER]
 
 Trains the run of RUN.toml for a few steps in a folder of its own, which is removed again: nothing
 is read from or written to job.dump_folder, and nothing is saved, validated, exported or uploaded.
@@ -13,9 +13,9 @@ The learning rate is constant, and the data are those before any stage of a curr
   --steps N         steps in a window (default: 5)
   --windows N       windows, at least 3 (default: 3); median and spread are over these
   --output FOLDER   where NAME.json and NAME.svg go (default: bench)
-  --against PEER    transformers: then the same model makes the same steps in transformers.Trainer,
-                    in processes of its own, and the ratio is printed (from a clone of the
-                    repository, whose folder benchmarks has the peers' drivers)
+  --against PEER    transformers or torchtitan: then the same model makes the same steps in the
+                    trainer of that, in processes of its own, and the ratio is printed (from a
+                    clone of the repository, whose folder benchmarks has the peers' drivers)
   --gpus N          processes, one per GPU (default: all GPUs, or $NGPU)
   --cpus N          processes on the CPU instead (default without a GPU: 1)
 """
@@ -34,7 +34,7 @@ from lacuna.config import LAUNCHED, Config, RunError, UserError
 from lacuna.config.errors import require_writable
 from lacuna.launch import launch, processes_to_start
 
-PEERS = ("transformers",)
+PEERS = ("transformers", "torchtitan")
 DRIVERS = Path(__file__).parents[3] / "benchmarks"
 LEAST_WINDOWS = 3
 
@@ -85,10 +85,12 @@ def _check_peer(peer: str, config: Config, processes: int) -> None:
             "benchmarks/ of lacuna's repository: run pip install -e . -c constraints.txt in a "
             "clone of that."
         )
-    from lacuna.parallel.processes import device_type
-    from lacuna.train.peers import require_comparable
+    import runpy
 
-    require_comparable(config, peer, processes, device_type())
+    from lacuna.parallel.processes import device_type
+
+    rules = runpy.run_path(str(DRIVERS / "comparable.py"))
+    rules["require_comparable"](config, peer, processes, device_type())
 
 
 def _measure_here(given: Namespace, config: Config) -> None:

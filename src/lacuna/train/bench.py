@@ -142,7 +142,7 @@ def _speed(rows: Sequence[dict[str, Any]], window: int) -> dict[str, Any]:
     """What the rows say of the measured windows, each of which ends in a row."""
     first = warm_up_steps(window)
     measured = [row for row in rows if row["step"] > first]
-    kept = ("step", "tokens_per_second", "mfu", "data_wait_fraction")
+    kept = ("step", "loss", "tokens_per_second", "mfu", "data_wait_fraction")
     return {
         "first_loss": rows[0]["loss"] if rows else None,
         "windows": [{name: row[name] for name in kept} for row in measured],

@@ -1,0 +1,140 @@
+"""The table of benchmarks: its rows are runs, their peers can make them, and a call makes it."""
+
+import importlib
+import json
+import subprocess
+import sys
+import time
+import tomllib
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lacuna.commands import bench
+from lacuna.config.parse import load_config
+from runs import environment
+
+sys.path.insert(0, str(bench.DRIVERS))
+comparable = importlib.import_module("comparable")
+rows = importlib.import_module("rows")
+table = importlib.import_module("table")
+
+PEER = {"torchtitan": find_spec("torchtitan") and find_spec("triton"), "transformers": True}
+
+
+@pytest.mark.parametrize("name", rows.ROWS)
+def test_a_row_is_a_run_that_its_peer_can_make(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparable, "find_spec", lambda name: True)
+    row = rows.ROWS[name]
+    row.write_model(tmp_path)
+    if row.conversations:
+        rows.write_conversations(tmp_path, 2)
+    file = tmp_path / "row.toml"
+    file.write_text(rows.toml(row, str(tmp_path)))
+    config = load_config(str(file), [])
+    assert config.training.seq_len == row.size[1]
+    if row.against:
+        comparable.require_comparable(config, row.against, row.processes, "cuda")
+
+
+def test_conversations_have_about_a_thousand_tokens(tmp_path: Path) -> None:
+    rows.write_conversations(tmp_path, 50)
+    tokenizer = rows.corpus.stdlib_tokenizer()
+    lines = (tmp_path / "conversations.jsonl").read_text().splitlines()
+    lengths = [
+        sum(len(tokenizer.encode(one["content"])) for one in json.loads(line)["messages"])
+        for line in lines
+    ]
+    assert len(lengths) == 50
+    assert 800 < sum(lengths) / len(lengths) < 1200
+
+
+def record(speed: float, peer: float) -> dict[str, Any]:
+    def side(value: float, gib: float) -> dict[str, Any]:
+        speeds = {"median": value, "spread": 0.1}
+        return {"tokens_per_second": speeds, "memory_gib": {"reserved": gib}, "mfu": None}
+
+    return {
+        "device": {"processes": 2, "name": "GPU"},
+        "lacuna": side(speed, 4.0) | {"mfu": {"median": 0.5}},
+        "torchtitan": side(peer, 5.0),
+        "ratio": {"tokens_per_second": speed / peer, "memory": 0.8},
+    }
+
+
+def test_a_row_is_told_with_its_ratio_over_the_repeats() -> None:
+    records = [record(1100, 1000), record(1250, 1000), record(1200, 1000)]
+    told = table.told(table.summary("half-8b", rows.ROWS["half-8b"], records))
+    assert told == (
+        "| half-8b | 1,200 | torchtitan | 1,000 | 1.200 × (1.100 to 1.250) | 4.00 | 5.00 | 0.800 × "
+        "| 50.0% | 3 |"
+    )
+    alone = table.told(table.summary("lora-8b", rows.ROWS["lora-8b"], records[:1]))
+    assert alone == "| lora-8b | 1,100 | – | – | – | 4.00 | – | – | 50.0% | 1 |"
+    assert told.count("|") == alone.count("|") == len(table.COLUMNS) + 1
+
+
+def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
+    began = time.monotonic()
+    words = [sys.executable, "-c", "import time; time.sleep(60)"]
+    assert table.run_until(words, began + 0.5, tmp_path / "log") is None
+    assert time.monotonic() - began < 20
+    assert table.run_until([sys.executable, "-c", "exit(3)"], began + 60, tmp_path / "log") == 3
+
+
+def make(folder: Path, *words: object) -> tuple[int, str]:
+    """Runs the command of the table on small rows; its exit status and output."""
+    command = [sys.executable, bench.DRIVERS / "table.py", "--tiny", "--output", folder, *words]
+    path = ":".join(filter(None, [str(bench.DRIVERS.parent / "src"), *sys.path]))
+    ended = subprocess.run(
+        [*map(str, command)],
+        env=environment(PYTHONPATH=path, TORCHAO_FORCE_SKIP_LOADING_SO_FILES="1"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return ended.returncode, ended.stdout
+
+
+@pytest.mark.slow
+def test_every_row_is_made_small(tmp_path: Path) -> None:
+    names = [
+        name
+        for name, row in rows.ROWS.items()
+        if PEER.get(row.shrunk().against, True) and ("float8" not in name or find_spec("torchao"))
+    ]
+    status, output = make(tmp_path, "--repeats", 1, *names)
+    assert status == 0, output
+    made = json.loads((tmp_path / "table.json").read_text())
+    assert list(made) == names
+    lines = (tmp_path / "table.md").read_text().splitlines()
+    assert len(lines) == 2 + len(names)
+    for line in lines:
+        assert line in output
+    for name, row in made.items():
+        against = rows.ROWS[name].shrunk().against
+        assert row["peer"] == against
+        assert row["tokens_per_second"]["median"] > 0
+        assert not against or row["runs"][0][against]["first_loss"] == pytest.approx(
+            row["runs"][0]["lacuna"]["first_loss"], abs=2e-2
+        )
+
+
+@pytest.mark.slow
+def test_a_row_in_turn_with_its_peer_and_one_that_is_stopped(tmp_path: Path) -> None:
+    status, output = make(tmp_path, "--repeats", 2, "qwen3-sft-trainer")
+    assert status == 0, output
+    assert len(json.loads((tmp_path / "table.json").read_text())["qwen3-sft-trainer"]["runs"]) == 2
+    status, output = make(tmp_path, "--limit-seconds", 1, "qwen3-sft")
+    assert status == 1
+    assert "qwen3-sft: stopped after 1 s, in repeat 1" in output
+    assert list(json.loads((tmp_path / "table.json").read_text())) == ["qwen3-sft-trainer"]
+
+
+def test_a_listed_row_is_a_toml() -> None:
+    text = rows.toml(rows.ROWS["half-8b-float8"], "folder")
+    assert tomllib.loads(text)["float8"]["enable_fsdp_float8_all_gather"] is True
