@@ -101,6 +101,7 @@ def make(folder: Path, *words: object) -> tuple[int, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not PEER["torchtitan"], reason="torchtitan or triton is not installed")
 def test_every_row_is_made_small(tmp_path: Path) -> None:
     names = [
         name
