@@ -126,6 +126,7 @@ def test_every_row_is_made_small(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # several whole benchmarks
 def test_a_row_in_turn_with_its_peer_and_one_that_is_stopped(tmp_path: Path) -> None:
     status, output = make(tmp_path, "--repeats", 2, "qwen3-sft-trainer")
     assert status == 0, output
