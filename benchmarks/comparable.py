@@ -106,10 +106,11 @@ def _require_of_transformers(config: Config, processes: int, device: str) -> Non
 def _require_of_torchtitan(config: Config, processes: int, device: str) -> None:
     from lacuna.data.tokenizer import load_tokenizer, tokenizer_source
     from lacuna.model.architecture import load_model_config
+    from lacuna.parallel.parallelize import compile_enabled
 
     layout = resolve_layout(config.parallelism, processes)
     float8 = config.float8
-    compiled = config.compile.enable is not False and device == "cuda" or config.compile.enable
+    compiled = compile_enabled(config.compile, config.parallelism, device)
     wrong = {
         "its attention sees whole rows: set data.document_mask = false, with the same for lacuna": (
             config.data.document_mask
@@ -117,10 +118,6 @@ def _require_of_torchtitan(config: Config, processes: int, device: str) -> None:
         "its rows have one length: leave out training.varlen": config.training.varlen,
         "its context parallelism needs GPUs: leave out parallelism.context_parallel_degree": (
             layout.cp > 1 and device == "cpu"
-        ),
-        "it copies a model to several ranks only without context parallelism or sharding: leave "
-        "out parallelism.data_parallel_replicate_degree": (
-            layout.dp_replicate > 1 and layout.cp > 1 and layout.dp_shard == 1
         ),
         "it emulates float8 only without compile.enable: leave out float8.emulate": (
             float8.emulate and compiled
