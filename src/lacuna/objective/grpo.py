@@ -21,6 +21,7 @@ from lacuna.model.loss import Loss, TokenLoss
 from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples, with_log_ratios
 from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
+from lacuna.objective.reference import begins_as_base
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, statistics
 from lacuna.rollout.verifiers import Reward, find_rewards
 
@@ -37,7 +38,7 @@ def reference_kind(config: Config) -> str | None:
     asked = config.grpo.reference
     if not config.grpo.beta:
         return None
-    is_base = lora.rank > 0 and not (lora.modules or lora.adapter or lora.init != "zero")
+    is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
         raise UserError(
             "grpo.reference = base: without its adapters the model is not what training begins "

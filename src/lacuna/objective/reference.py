@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.data import Batch
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
@@ -18,6 +19,11 @@ from lacuna.model.forward import sequence_logprobs
 from lacuna.model.layers.lora import without_adapters
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.fsdp import inference
+
+
+def begins_as_base(lora: LoraConfig) -> bool:
+    """Whether a model without its adapters is what training begins with."""
+    return lora.rank > 0 and not (lora.modules or lora.adapter or lora.init != "zero")
 
 
 def reference_kind(config: Config) -> str | None:
@@ -29,7 +35,7 @@ def reference_kind(config: Config) -> str | None:
     asked = config.preference.reference
     if not config.preference.needs_reference:
         return None
-    is_base = lora.rank > 0 and not (lora.modules or lora.adapter or lora.init != "zero")
+    is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
         raise UserError(
             "preference.reference = base: without its adapters the model is not what training "
