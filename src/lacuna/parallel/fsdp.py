@@ -5,9 +5,11 @@ Its mesh has two dimensions, replicas and shards.
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -15,6 +17,7 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultReduceScatter
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
@@ -53,11 +56,10 @@ def shard_model(
     training: TrainingConfig,
     quantization: QuantizationConfig,
 ) -> None:
-    """Shards `model` in place: its units are each layer, a head that is not tied, and the rest.
+    """Shards `model` in place, unit by unit (`_units`).
 
-    Experts that are spread over ranks are units too. A tied head is part of the rest, since only
-    one unit may see a weight. Gradients come out summed over ranks (the caller divides the loss by
-    the tokens of the whole step) and are accumulated in float32.
+    Gradients come out summed over ranks (the caller divides the loss by the tokens of the whole
+    step) and are accumulated in float32.
     """
     kind = mesh.named.device_type
     own = None
@@ -67,19 +69,7 @@ def shard_model(
     offload = CPUOffloadPolicy(kind == "cuda") if training.enable_cpu_offload else OffloadPolicy()
     reshard = reshard_after_forward(parallelism, training, mesh.layout)
     always = reshard and parallelism.fsdp_reshard_after_forward == "always"
-    units = [(layer, mesh.layers, reshard) for layer in layers]
-    if mesh.experts is not None:
-        from lacuna.parallel.experts import stacks_of  # an extension
-
-        apart = mesh.experts["dp_replicate", "fsdp"]
-        units = [(experts, apart, reshard) for experts in stacks_of(layers)] + units
-    head = model.get_output_embeddings()
-    output = getattr(head, "weight", None)
-    embedding = getattr(model.get_input_embeddings(), "weight", None)
-    if output is not None and output is not embedding:
-        units.append((head, mesh.root, False))  # its backward pass comes at once
-    units.append((model, mesh.root, always))
-    for unit, over, again in units:
+    for unit, over, again in _units(model, layers, mesh, reshard, always):
         sharded = fully_shard(
             unit,
             mesh=over,
@@ -89,7 +79,53 @@ def shard_model(
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other
+        if isinstance(unit, nn.Embedding):
+            sharded.set_unshard_in_backward(False)  # which needs the tokens alone
+        if kind == "cuda":
+            sharded.set_custom_reduce_scatter(_ReduceScatterIntoMainPool())
         sharded.frees_after_forward = again  # type: ignore[attr-defined]
+
+
+def _units(
+    model: PreTrainedModel, layers: Sequence[nn.Module], mesh: Mesh, reshard: bool, always: bool
+) -> list[tuple[nn.Module, DeviceMesh, bool]]:
+    """What is gathered at once, the inner before the outer: modules, meshes, and when it is freed.
+
+    These are experts that are spread over ranks, each layer, a head and an embedding that are not
+    tied, and the rest, which has what is tied, since only one unit may see a weight. The embedding
+    is apart only where it is then freed after the forward pass. Units whose flag is set are:
+    layers with `reshard`, the rest with `always`.
+    """
+    units = [(layer, mesh.layers, reshard) for layer in layers]
+    if mesh.experts is not None:
+        from lacuna.parallel.experts import stacks_of  # an extension
+
+        apart = mesh.experts["dp_replicate", "fsdp"]
+        units = [(experts, apart, reshard) for experts in stacks_of(layers)] + units
+    head = model.get_output_embeddings()
+    embedding = model.get_input_embeddings()
+    output = getattr(head, "weight", None)
+    if output is not None and output is not getattr(embedding, "weight", None):
+        units.append((head, mesh.root, False))  # its backward pass comes at once
+        if reshard and type(embedding) is nn.Embedding:
+            units.append((embedding, mesh.root, True))
+    return [*units, (model, mesh.root, always)]
+
+
+class _ReduceScatterIntoMainPool(DefaultReduceScatter):
+    """Sums gradients over ranks into memory of the stream that computes.
+
+    CUDA's allocator keeps memory apart by the stream that it was asked for. FSDP's own gradients
+    come from the stream that sums them, so that what they leave at the end of a step stays reserved
+    and empty while the next step's activations, which come from the stream that computes, are most.
+    """
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An empty tensor for the current stream, which must have waited for the default one."""
+        with torch.cuda.stream(torch.cuda.default_stream(device)):
+            tensor = torch.empty(*size, dtype=dtype, device=device)
+        tensor.record_stream(torch.cuda.current_stream(device))  # not given away while it is used
+        return tensor
 
 
 def own_part(whole: Tensor, parameter: Tensor, source: int | None = None) -> Tensor:
