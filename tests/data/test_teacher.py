@@ -9,7 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig
+from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.config.objectives import DistillationConfig
 from lacuna.config.sections import JobConfig, TrainingConfig
 from lacuna.data.plan import RowPlan, make_row_plan
@@ -106,8 +106,8 @@ def test_it_lies_beside_the_labels_however_documents_are_packed_and_cut(
     said = say(plan_of(tmp_path, rows, tokenizer), tmp_path / "said")
     rows = rows[::-1][:15]  # fewer, in another order
     plan = plan_of(tmp_path, rows, tokenizer, said)
-    changed = plan.config.packing.model_copy(update={"mode": mode, "long_examples": "split"})
-    plan = replace(plan, config=plan.config.model_copy(update={"packing": changed}))
+    packing = PackingConfig.model_validate({"mode": mode, "long_examples": "split"})
+    plan = replace(plan, form=replace(plan.form, packing=packing))
     row = open_rows(plan, {0: None}, [])
     batch = plan.batch([row(number) for number in range(8)])
     labels = batch.columns["labels"]

@@ -4,8 +4,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lacuna.config import Config, UserError
-from lacuna.config.documents import PackingConfig
+from lacuna.config import UserError
+from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.data.document import Document, Span
 
 
@@ -70,18 +70,18 @@ def _cut_to_pieces(
     return np.concatenate(pieces)
 
 
-def require_whole_pairs(config: Config) -> None:
+def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
     """Raises UserError for settings that would keep two answers from being compared."""
     from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
 
-    require_whole_pairs(config.data, config.packing, config.preference.loss)
+    require_whole_pairs(data, packing, loss)
 
 
-def refuse_long_pairs(lengths: np.ndarray, stages: Sequence[Config]) -> None:
-    """Raises UserError for pairs of these lengths that are too long for one of the stages."""
+def refuse_long_pairs(lengths: np.ndarray, spaces: Sequence[int], long_examples: str) -> None:
+    """Raises UserError for pairs too long for rows of `spaces` tokens, in stages of the run."""
     from lacuna.data.pairs import refuse_long_pairs  # an extension, which few runs need
 
-    refuse_long_pairs(lengths, stages)
+    refuse_long_pairs(lengths, spaces, long_examples)
 
 
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:

@@ -85,7 +85,7 @@ class Loader:
             raise batch
         self._source.lanes |= moved
         self._source.done += 1
-        add_broken(self._broken, broken, self.plan.config.data.max_broken_records)
+        add_broken(self._broken, broken, self.plan.data.max_broken_records)
         return batch
 
     def next_step(self, whole: bool = False) -> list[Batch]:
@@ -104,7 +104,7 @@ class Loader:
             # sources that are mixed by weight have no pass in common, but as one they have
             everything = Pool(len(plan.table.lengths), None)
             plan = replace(plan, mixture=Mixture(plan.mixture.seed, (everything,), (1.0,), lanes=1))
-        elif not plan.config.data.streaming:
+        elif not plan.data.streaming:
             raise UserError(
                 "data.tokenization: before training comes a pass over all data, which needs the "
                 "cache; set it to cache."
@@ -115,7 +115,7 @@ class Loader:
         """Starts to make batches where the source stands, in as many processes as are set."""
         # Before the fork, or tokenizers complains.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        prefetch = self.plan.config.data.prefetch_factor if self._workers else None
+        prefetch = self.plan.data.prefetch_factor if self._workers else None
         loader = DataLoader(
             self._source,
             batch_size=None,

@@ -18,7 +18,7 @@ from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.layers.lora import without_adapters
 from lacuna.model.loss import Loss, TokenLoss
-from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples, with_log_ratios
+from lacuna.objective.grpo_batches import LaidOut, lay_out, logprobs_of_samples, with_log_ratios
 from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
@@ -128,7 +128,20 @@ class Grpo(LanguageModelling):
         own = [sample for group in self.own for sample in group]
         if is_new:
             self._note_logprobs(policy, own)
-        return lay_out(own, self.config, self.tokenizer.eos_token_id or 0).batches
+        return self._lay_out(own).batches
+
+    def _lay_out(self, own: list[Sample]) -> LaidOut:
+        """Samples in micro-batches like those of the settings."""
+        config = self.config
+        return lay_out(
+            own,
+            config.training,
+            config.row_form,
+            config.data,
+            config.grpo,
+            config.rollout,
+            padding=self.tokenizer.eos_token_id or 0,
+        )
 
     def _roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New groups of all ranks, on every rank: one for each prompt of a step.
@@ -139,7 +152,15 @@ class Grpo(LanguageModelling):
         drawn: list[Group] = []
         wanted = 0
         for _ in range(1 + settings.resample):
-            drawn += draw_groups(policy, source, self.functions, self.ends)
+            drawn += draw_groups(
+                policy,
+                source,
+                self.functions,
+                self.ends,
+                self.config.rollout,
+                self.config.rewards,
+                self.config.training.seed,
+            )
             wanted = wanted or len(drawn)
             if sum(group.varies for group in drawn) >= wanted:
                 break
@@ -157,7 +178,7 @@ class Grpo(LanguageModelling):
     def _note_logprobs(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""
         temperature = self.config.rollout.temperature
-        laid = lay_out(own, self.config, self.tokenizer.eos_token_id or 0)
+        laid = self._lay_out(own)
         found = logprobs_of_samples(policy, laid, own, temperature)
         for sample, old in zip(own, found, strict=True):
             sample.old = old

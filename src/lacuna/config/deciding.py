@@ -1,0 +1,29 @@
+"""Which settings decide the samples of a step, so that a resumed run must keep them."""
+
+from typing import Any
+
+from lacuna.config.sections import Config
+
+# train_new_tokens_only is one because AdamW goes on moving what it has moved.
+_DECIDING: dict[str, Any] = {
+    "job": {"task"},
+    "model": {"new_tokens", "train_new_tokens_only"},
+    "data": True,
+    "chat": True,
+    "packing": True,
+    "training": {"seq_len", "context_len", "varlen", "seed"},
+    "curriculum": {"difficulty_column", "rank_every"},
+}
+_NOT_DECIDING: dict[str, Any] = {
+    "data": {"num_workers", "prefetch_factor", "max_broken_records", "retries"}
+}
+
+
+def deciding_settings(config: Config) -> dict[str, str]:
+    """The settings that decide which samples a step trains on, as Python shows them, by name."""
+    tables = config.model_dump(include=_DECIDING, exclude=_NOT_DECIDING)
+    return {
+        f"{section}.{name}": repr(value)
+        for section, table in tables.items()
+        for name, value in table.items()
+    }
