@@ -218,18 +218,9 @@ def make_row_plan(
     if table is not None and endless:
         folder = config.distillation.teacher_logprobs
         table, kinds = _annotated(table, sources, tokenizer, form, folder, config.rollout)
+    decided = deciding_settings(config)
     return RowPlan(
-        form,
-        data,
-        tokenizer,
-        mixture,
-        sources,
-        table,
-        endless,
-        order,
-        kinds,
-        by_epochs,
-        deciding_settings(config),
+        form, data, tokenizer, mixture, sources, table, endless, order, kinds, by_epochs, decided
     )
 
 
