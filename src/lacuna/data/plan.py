@@ -11,11 +11,10 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, logger
 from lacuna.config.conversations import ChatConfig
-from lacuna.config.deciding import deciding_settings
-from lacuna.config.documents import CurriculumConfig, DataConfig, PackingConfig, Source
-from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.config.row_form import RowForm
+from lacuna.config.samples import deciding_settings, needs_all_documents
 from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
@@ -177,7 +176,6 @@ def make_row_plan(
     """
     data = config.data
     judged = config.judged_answers
-    curriculum = config.curriculum
     chat = config.conversations
     asks = config.trains_on == "prompts"
     if asks:
@@ -189,35 +187,32 @@ def make_row_plan(
         require_whole_pairs(data, form.packing, judged.loss)
     if not data.streaming:
         require_writable_cache()
-    difficulty = curriculum.difficulty_column if endless else None
+    difficulty = config.curriculum.difficulty_column if endless else None
     numbers = (difficulty,) if difficulty else ()
     sources = tuple(open_source(one, data, chat, judged, numbers, asks) for one in settings)
     if difficulty:
         order = from_low_to_high([source.dataset[difficulty] for source in sources], difficulty)
-    sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
     is_shuffled = data.shuffle and endless and order is None
-    pools = _make_pools(sizes, config.training.seed if is_shuffled else None)
     table = None
-    by_epochs = config.training.epochs is not None
-    needs_cache = _needs_cache(form.trains_on, curriculum, config.distillation, judged)
-    if _is_cached(data, sources, needs_cache or by_epochs or not endless):
+    if _is_cached(data, sources, not endless or needs_all_documents(config)):
         lanes = 1
         table = token_table(sources, tokenizer, data.max_broken_records)
         if judged is not None:
             stages = config.curriculum_stages() if endless else [config]
             spaces = [stage.training.seq_len for stage in stages]
             refuse_long_pairs(table.lengths, spaces, form.packing.long_examples)
-    if (difficulty or curriculum.rank_every) and endless and len(pools) > 1:
+    seed = config.training.seed
+    mixture = _mix(sources, settings, data.streaming, lanes, seed, is_shuffled)
+    if (difficulty or config.curriculum.rank_every) and endless and len(mixture.pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the "
             "order"
         )
-    shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
-    mixture = Mixture(config.training.seed, pools, shares, lanes)
     kinds: Mapping[str, np.ndarray] = {}
     if table is not None and endless:
         folder = config.distillation.teacher_logprobs
         table, kinds = _annotated(table, sources, tokenizer, form, folder, config.rollout)
+    by_epochs = config.training.epochs is not None
     decided = deciding_settings(config)
     return RowPlan(
         form, data, tokenizer, mixture, sources, table, endless, order, kinds, by_epochs, decided
@@ -247,6 +242,21 @@ def _annotated(
     return table, {}
 
 
+def _mix(
+    sources: Sequence[Documents],
+    settings: Sequence[Source],
+    streaming: bool,
+    lanes: int,
+    seed: int,
+    is_shuffled: bool,
+) -> Mixture:
+    """The order in which documents of all sources come."""
+    sizes = _pool_sizes(sources, streaming, lanes, is_one=settings[0].weight is None)
+    pools = _make_pools(sizes, seed if is_shuffled else None)
+    shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
+    return Mixture(seed, pools, shares, lanes)
+
+
 def _pool_sizes(
     sources: Sequence[Documents], streaming: bool, lanes: int, is_one: bool
 ) -> list[int]:
@@ -268,27 +278,10 @@ def _make_pools(sizes: Sequence[int], seed: int | None) -> tuple[Pool, ...]:
     )
 
 
-def _needs_cache(
-    trains_on: str,
-    curriculum: CurriculumConfig,
-    distillation: DistillationConfig,
-    judged: PreferenceConfig | None,
-) -> bool:
-    """Whether a run must know all documents, or what comes next, as only the cache does."""
-    reasons = (
-        curriculum.difficulty_column,
-        curriculum.rank_every,
-        distillation.teacher_logprobs,
-        trains_on == "prompts",
-        judged is not None and (judged.loss == "kto" or judged.reference == "cached"),
-    )
-    return any(reasons)
-
-
 def _is_cached(data: DataConfig, sources: Sequence[Documents], needs_cache: bool) -> bool:
     """Whether to tokenise before training, by the settings and the data alone.
 
-    The cache is also needed to know how long an epoch or the validation data is.
+    Only the cache knows how long an epoch or the validation data is, and what all documents are.
     """
     wanted = data.tokenization
     if data.streaming:
