@@ -6,6 +6,7 @@ import numpy as np
 
 from lacuna.config import UserError
 from lacuna.config.documents import DataConfig, PackingConfig
+from lacuna.config.row_form import RowForm
 from lacuna.data.document import Document, Span
 
 
@@ -77,11 +78,11 @@ def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> 
     require_whole_pairs(data, packing, loss)
 
 
-def refuse_long_pairs(lengths: np.ndarray, spaces: Sequence[int], long_examples: str) -> None:
-    """Raises UserError for pairs too long for rows of `spaces` tokens, in stages of the run."""
+def refuse_long_pairs(lengths: np.ndarray, forms: Sequence[RowForm]) -> None:
+    """Raises UserError for pairs of these lengths, too long for the rows of one of the stages."""
     from lacuna.data.pairs import refuse_long_pairs  # an extension, which few runs need
 
-    refuse_long_pairs(lengths, spaces, long_examples)
+    refuse_long_pairs(lengths, forms)
 
 
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:

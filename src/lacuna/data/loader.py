@@ -206,14 +206,13 @@ def build_loader(
     lanes = batch.global_batch * STEPS_BEFORE_A_LANE_RETURNS
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
     wanted = config.data.num_workers
-    epochs = config.training.epochs
     if plan.table is not None:
         workers = workers_for_table(wanted, plan.table.dataset.data.nbytes)
     else:
         workers = workers_for_lanes(wanted, STEPS_BEFORE_A_LANE_RETURNS * batch.accumulation)
     last = None
-    if epochs is not None and plan.rows_per_pass is not None:
-        last = epochs * plan.rows_per_pass
+    if plan.epochs is not None and plan.rows_per_pass is not None:
+        last = plan.epochs * plan.rows_per_pass
     return Loader(MicroBatches(plan, batch, dp_rank, last), workers)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from lacuna.config import UserError, in_curriculum_stage
 from lacuna.config.documents import DataConfig, PackingConfig
+from lacuna.config.row_form import RowForm
 from lacuna.data.filling import packing_mode
 
 
@@ -33,15 +34,16 @@ def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> 
         )
 
 
-def refuse_long_pairs(lengths: np.ndarray, spaces: Sequence[int], long_examples: str) -> None:
+def refuse_long_pairs(lengths: np.ndarray, forms: Sequence[RowForm]) -> None:
     """Raises UserError for pairs that are too long for a row, unless long examples are dropped.
 
-    `spaces` has the tokens of a row in each stage. All are looked at before the first begins.
+    `forms` are those of all stages, which are looked at before the first begins.
     """
-    for number, space in enumerate(spaces):
+    for number, form in enumerate(forms):
+        space = form.length
         long = lengths[lengths > space]
         with in_curriculum_stage(number):
-            if len(long) and long_examples != "drop":
+            if len(long) and form.packing.long_examples != "drop":
                 raise UserError(
                     f"training.seq_len: {len(long):,} of {len(lengths):,} pairs are longer than a "
                     f"row of {space} tokens, the longest {long.max():,}, and a pair cannot be cut; "

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, logger
 from lacuna.config.conversations import ChatConfig
-from lacuna.config.documents import DataConfig, PackingConfig, Source
+from lacuna.config.documents import CurriculumConfig, DataConfig, PackingConfig, Source
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.config.row_form import RowForm
 from lacuna.config.samples import deciding_settings, needs_all_documents
@@ -54,7 +54,7 @@ class RowPlan:
         order: int64 [documents], the order of the table's documents, if they are to keep one.
         kinds: by name, an empty array with the dtype and shape of a column that documents may have.
         decided_by: the settings that decide the samples of a step, as they are shown, by name.
-        by_epochs: whether the run ends with a pass over the documents.
+        epochs: passes over the documents after which the run ends, if it ends so.
     """
 
     form: RowForm
@@ -66,7 +66,7 @@ class RowPlan:
     endless: bool = True
     order: np.ndarray | None = None
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
-    by_epochs: bool = False
+    epochs: int | None = None
     decided_by: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -100,7 +100,7 @@ class RowPlan:
     @property
     def whole_passes(self) -> bool:
         """Whether the row that ends a pass may be short; else the next pass goes on in it."""
-        return not self.endless or self.by_epochs
+        return not self.endless or self.epochs is not None
 
     @cached_property
     def bins(self) -> list[np.ndarray]:
@@ -192,31 +192,33 @@ def make_row_plan(
     sources = tuple(open_source(one, data, chat, judged, numbers, asks) for one in settings)
     if difficulty:
         order = from_low_to_high([source.dataset[difficulty] for source in sources], difficulty)
-    is_shuffled = data.shuffle and endless and order is None
     table = None
     if _is_cached(data, sources, not endless or needs_all_documents(config)):
         lanes = 1
         table = token_table(sources, tokenizer, data.max_broken_records)
         if judged is not None:
             stages = config.curriculum_stages() if endless else [config]
-            spaces = [stage.training.seq_len for stage in stages]
-            refuse_long_pairs(table.lengths, spaces, form.packing.long_examples)
-    seed = config.training.seed
-    mixture = _mix(sources, settings, data.streaming, lanes, seed, is_shuffled)
-    if (difficulty or config.curriculum.rank_every) and endless and len(mixture.pools) > 1:
+            refuse_long_pairs(table.lengths, [stage.row_form for stage in stages])
+    is_shuffled = data.shuffle and endless and order is None
+    mixture = _mix(sources, settings, data.streaming, lanes, config.training.seed, is_shuffled)
+    if endless:
+        _require_common_order(mixture, config.curriculum)
+    kinds: Mapping[str, np.ndarray] = {}
+    if table is not None and endless:
+        said = config.distillation.teacher_logprobs
+        table, kinds = _annotated(table, sources, tokenizer, form, said, config.rollout)
+    plan = RowPlan(form, data, tokenizer, mixture, sources, table, endless, order, kinds)
+    return replace(plan, epochs=config.training.epochs, decided_by=deciding_settings(config))
+
+
+def _require_common_order(mixture: Mixture, curriculum: CurriculumConfig) -> None:
+    """Raises UserError where documents are to come in an order that sources have not in common."""
+    is_ordered = curriculum.difficulty_column or curriculum.rank_every
+    if is_ordered and len(mixture.pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the "
             "order"
         )
-    kinds: Mapping[str, np.ndarray] = {}
-    if table is not None and endless:
-        folder = config.distillation.teacher_logprobs
-        table, kinds = _annotated(table, sources, tokenizer, form, folder, config.rollout)
-    by_epochs = config.training.epochs is not None
-    decided = deciding_settings(config)
-    return RowPlan(
-        form, data, tokenizer, mixture, sources, table, endless, order, kinds, by_epochs, decided
-    )
 
 
 def _annotated(
@@ -224,17 +226,17 @@ def _annotated(
     sources: Sequence[Documents],
     tokenizer: PreTrainedTokenizerBase,
     form: RowForm,
-    folder: str | None,
+    said: str | None,
     rollout: RolloutConfig,
 ) -> tuple[TokenTable, Mapping[str, np.ndarray]]:
     """The table with the columns that only some tasks need, and the kinds of these columns.
 
-    `folder` has what a teacher said of the documents, if one did.
+    `said` is the folder of what a teacher said of the documents, if one did.
     """
-    if folder is not None:
+    if said is not None:
         from lacuna.data.teacher import with_teacher  # an extension, which few runs need
 
-        return with_teacher(table, sources, folder, tokenizer)
+        return with_teacher(table, sources, said, tokenizer)
     if form.trains_on == "prompts":
         from lacuna.data.prompts import with_numbers  # an extension
 

@@ -246,7 +246,7 @@ class _LaneRows:
         form = self._plan.form
         lengths = np.array([len(document.tokens) for document in documents])
         if form.trains_on == "preferences":
-            refuse_long_pairs(lengths, [form.length], form.packing.long_examples)
+            refuse_long_pairs(lengths, [form])
         return fill_rows(lengths, documents.__getitem__, form.length, form.packing)
 
     def _draw_documents(self, lane: int, place: Place) -> Iterator[Drawn]:
