@@ -201,7 +201,16 @@ def sharded_model(
     """
     model = meta_model(model_config, attention, torch.float32)
     mesh = mesh_of(Layout(replicate, dist.get_world_size() // replicate))
-    parallelize(model, decoder_layers(model), mesh, settings)
+    parallelize(
+        model,
+        decoder_layers(model),
+        mesh,
+        settings.parallelism,
+        settings.activation_checkpoint,
+        settings.compile,
+        settings.training,
+        settings.quantization,
+    )
     trained = trained_names(model)
     fill_model(model, trained, settings.model, settings.lora, settings.training, CPU, fill=True)
     attach_forward(model)

@@ -46,7 +46,7 @@ FORM = RowForm(
     longest_piece=8,
     trains_on="texts",
     judged_by="sigmoid",
-    packing=PackingConfig(),
+    packing=PackingConfig(mode="concatenate"),
     document_mask=True,
     predict_across_documents=False,
     is_shared=False,

@@ -43,7 +43,7 @@ def differences(
         for prompt, group in zip(prompts, said, strict=True)
         for one in group
     ]
-    config = policy.config
+    config = config_of()
     laid = lay_out(
         samples,
         config.training,

@@ -97,8 +97,10 @@ def _measure_here(given: Namespace, config: Config) -> None:
     """Measures in this process and those beside it; the first writes and prints."""
     # torch takes seconds to import: not before the words are right
     from lacuna.config.console import set_up_logging
+    from lacuna.config.devices import check_device
     from lacuna.data import worker_ends_explained
     from lacuna.parallel.processes import (
+        device_type,
         naming_silent_ranks,
         on_first,
         require_same_config,
@@ -110,7 +112,9 @@ def _measure_here(given: Namespace, config: Config) -> None:
     is_first = int(os.environ.get("RANK", 0)) == 0
     console = set_up_logging(config.metrics, visible=is_first)
     about = (config, given.steps, given.windows)
-    process = start_process(measured_config(*about, folder=gettempdir()))
+    checked = measured_config(*about, folder=gettempdir())
+    check_device(checked, device_type())
+    process = start_process(config.comm, gettempdir(), config.training.enable_cpu_offload)
     own = TemporaryDirectory(prefix="lacuna-bench-") if is_first else nullcontext("")
     with own as made, naming_silent_ranks(config.comm), worker_ends_explained():
         require_same_config(config, process)

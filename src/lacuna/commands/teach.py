@@ -107,8 +107,10 @@ def _teach(given: Namespace, config: Config) -> None:
     """Has the teacher speak, in this process and those beside it."""
     # torch takes seconds to import: not before the words are right
     from lacuna.config.console import set_up_logging
+    from lacuna.config.devices import check_device
     from lacuna.objective.teaching import teaching_config, write_likeliest
     from lacuna.parallel.processes import (
+        device_type,
         naming_silent_ranks,
         require_same_config,
         start_process,
@@ -117,7 +119,9 @@ def _teach(given: Namespace, config: Config) -> None:
 
     is_first = int(os.environ.get("RANK", 0)) == 0
     set_up_logging(config.metrics, visible=is_first)
-    process = start_process(config)
+    check_device(config, device_type())
+    folder = str(config.job.dump_folder)
+    process = start_process(config.comm, folder, config.training.enable_cpu_offload)
     own = teaching_config(config)
     with naming_silent_ranks(config.comm):
         require_same_config(config, process)

@@ -14,7 +14,7 @@ class RowForm:
         longest_piece: the most tokens that see each other; longer documents are cut into pieces.
         trains_on: what the data are: texts, conversations, preferences or prompts.
         judged_by: the loss that compares answers, where the data are preferences.
-        packing: how documents share rows.
+        packing: how documents share rows; its mode is never auto.
         document_mask: whether documents do not see each other.
         predict_across_documents: whether the first token of a document is predicted from the one
             before it.

@@ -204,23 +204,30 @@ class Config(Section):
 
     @property
     def row_form(self) -> RowForm:
-        """What the rows of a batch are like."""
-        layout = self.parallelism
+        """What the rows of a batch are like: texts lie end to end, all others are kept whole."""
+        mode = self.packing.mode
+        if mode == "auto":
+            mode = "concatenate" if self.trains_on == "texts" else "best_fit"
         sharing = (
-            layout.tensor_parallel_degree,
-            layout.context_parallel_degree,
-            layout.pipeline_parallel_degree,
+            self.parallelism.tensor_parallel_degree,
+            self.parallelism.context_parallel_degree,
+            self.parallelism.pipeline_parallel_degree,
         )
         return RowForm(
             length=self.training.seq_len,
             longest_piece=self.training.context_len,
             trains_on=self.trains_on,
             judged_by=self.preference.loss,
-            packing=self.packing,
+            packing=self.packing.model_copy(update={"mode": mode}),
             document_mask=self.data.document_mask,
             predict_across_documents=self.data.predict_across_documents,
             is_shared=max(sharing) > 1,
         )
+
+    @property
+    def longest_piece(self) -> int:
+        """The most tokens that see each other in any stage of the curriculum."""
+        return max(stage.training.context_len for stage in self.curriculum_stages())
 
     def curriculum_stages(self) -> "list[Config]":
         """The configuration before the first table of the curriculum, then that of each table.

@@ -5,16 +5,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lacuna.config import UserError
-from lacuna.config.documents import DataConfig, PackingConfig
+from lacuna.config.documents import PackingConfig
 from lacuna.config.row_form import RowForm
 from lacuna.data.document import Document, Span
-
-
-def packing_mode(packing: PackingConfig, trains_on: str) -> str:
-    """How rows are filled: as set, or else texts end to end, and all others by whole examples."""
-    if packing.mode != "auto":
-        return packing.mode
-    return "concatenate" if trains_on == "texts" else "best_fit"
 
 
 def fill_rows(
@@ -69,13 +62,6 @@ def _cut_to_pieces(
         numbers = np.full_like(starts, number)
         pieces.append(np.stack([numbers, starts, np.minimum(starts + space, stop)], axis=1))
     return np.concatenate(pieces)
-
-
-def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
-    """Raises UserError for settings that would keep two answers from being compared."""
-    from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
-
-    require_whole_pairs(data, packing, loss)
 
 
 def refuse_long_pairs(lengths: np.ndarray, forms: Sequence[RowForm]) -> None:

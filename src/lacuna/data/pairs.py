@@ -7,12 +7,11 @@ import numpy as np
 from lacuna.config import UserError, in_curriculum_stage
 from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.config.row_form import RowForm
-from lacuna.data.filling import packing_mode
 
 
 def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
     """Raises UserError for settings of the data that would keep answers from being compared."""
-    if packing_mode(packing, "preferences") == "concatenate":
+    if packing.mode == "concatenate":
         raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
     if not data.document_mask:
         raise UserError(

@@ -19,7 +19,7 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.document import Span
-from lacuna.data.filling import fill_rows, packing_mode, refuse_long_pairs, require_whole_pairs
+from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import Mixture, Pool, from_low_to_high, random_key
 from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
@@ -90,12 +90,7 @@ class RowPlan:
     @property
     def fits(self) -> bool:
         """Whether rows are made of whole examples."""
-        return self.packing_mode != "concatenate"
-
-    @property
-    def packing_mode(self) -> str:
-        """How rows are filled."""
-        return packing_mode(self.form.packing, self.form.trains_on)
+        return self.form.packing.mode != "concatenate"
 
     @property
     def whole_passes(self) -> bool:
@@ -128,7 +123,7 @@ class RowPlan:
             ends = np.cumsum([row.shape[1] for row in rows])
             np.savez(file, pieces=np.concatenate(rows, axis=1), ends=ends)
 
-        made_of = [_PACKING_VERSION, self.tokens.key, self.packing_mode, way, most]
+        made_of = [_PACKING_VERSION, self.tokens.key, self.form.packing.mode, way, most]
         with np.load(made_once(f"{Hasher.hash(made_of)}.npz", write)) as stored:
             return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
 
@@ -156,7 +151,7 @@ class RowPlan:
         return deciding | {
             "data.tokenization": "cache" if self.table else "online",
             "documents in data.dataset": [pool.size for pool in self.mixture.pools],
-            "packing.mode": self.packing_mode,
+            "packing.mode": self.form.packing.mode,
             "training.global_batch_size": global_batch,
         }
 
@@ -184,6 +179,8 @@ def make_row_plan(
         config = config.model_copy(update={"packing": PackingConfig(mode="none")})
     form = config.row_form
     if judged is not None:
+        from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
+
         require_whole_pairs(data, form.packing, judged.loss)
     if not data.streaming:
         require_writable_cache()
@@ -199,8 +196,8 @@ def make_row_plan(
         if judged is not None:
             stages = config.curriculum_stages() if endless else [config]
             refuse_long_pairs(table.lengths, [stage.row_form for stage in stages])
-    is_shuffled = data.shuffle and endless and order is None
-    mixture = _mix(sources, settings, data.streaming, lanes, config.training.seed, is_shuffled)
+    has_order = order is not None or not endless
+    mixture = _mix(sources, settings, data, lanes, config.training.seed, has_order)
     if endless:
         _require_common_order(mixture, config.curriculum)
     kinds: Mapping[str, np.ndarray] = {}
@@ -247,14 +244,14 @@ def _annotated(
 def _mix(
     sources: Sequence[Documents],
     settings: Sequence[Source],
-    streaming: bool,
+    data: DataConfig,
     lanes: int,
     seed: int,
-    is_shuffled: bool,
+    has_order: bool,
 ) -> Mixture:
-    """The order in which documents of all sources come."""
-    sizes = _pool_sizes(sources, streaming, lanes, is_one=settings[0].weight is None)
-    pools = _make_pools(sizes, seed if is_shuffled else None)
+    """The order in which documents of all sources come: shuffled, unless they have one already."""
+    sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
+    pools = _make_pools(sizes, None if has_order or not data.shuffle else seed)
     shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
     return Mixture(seed, pools, shares, lanes)
 

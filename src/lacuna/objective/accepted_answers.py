@@ -53,7 +53,7 @@ def write_answers(
     """
     verify = find_verifier(verifier)
     settings = teacher_config(config).model
-    tokenizer = teacher_tokenizer(config)
+    tokenizer = teacher_tokenizer(config.distillation, config.model)
     use_template(tokenizer, config.chat)
     chat = config.conversations
     judged = config.judged_answers

@@ -54,7 +54,7 @@ def write_likeliest(config: Config, process: Process, top_k: int) -> str:
     """
     folder = str(config.distillation.teacher_logprobs)
     tokenizer = run_tokenizer(config.model, config.conversations)
-    check_vocabulary(config, tokenizer)
+    check_vocabulary(config.distillation, config.model, tokenizer)
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), lanes=1, endless=False)
     ends = np.cumsum(row_counts(plan.tokens))
     firsts = np.concatenate([[0], ends[:-1]])

@@ -29,7 +29,8 @@ def show_data(config: Config, processes: int) -> None:
     Raises `UserError` for what the run would refuse of the data.
     """
     layout = resolve_layout(config.parallelism, processes)
-    size = resolve_batch(config, layout).global_batch
+    batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
+    size = batch.global_batch
     tokenizer = run_tokenizer(config.model, config.conversations)
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))

@@ -22,7 +22,6 @@ from lacuna.config.documents import CurriculumConfig, ValidationConfig
 from lacuna.config.machine import ProfilingConfig
 from lacuna.config.optimizers import LRSchedulerConfig
 from lacuna.parallel.mesh import AXES
-from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import Process, gather_objects
 from lacuna.train.kernels import recorded_intervals, time_by_class
 from lacuna.train.metrics import peak_memory
@@ -129,7 +128,7 @@ def describe(run: Run, config: Config, window: int) -> dict[str, Any]:
         "model": type(run.built.model).__name__.removeprefix("FSDP"),
         "parameters": run.built.parameters,
         "attention": run.built.model.config._attn_implementation,
-        "compiled": compile_enabled(run.built.config.compile, config.parallelism, device.type),
+        "compiled": run.built.head.compiled,
         "layout": {axis: getattr(layout, axis) for axis in AXES},
         "sequences_of_a_step": run.batch.global_batch,
         "steps_of_a_window": window,

@@ -63,7 +63,7 @@ def accumulate_gradients(
         add_tied_gradients(built.model, built.mesh)
         return total if sums is None else total + sums
     for index, batch in enumerate(batches):
-        set_gradient_exchange(built.model, built.config.parallelism, index == len(batches) - 1)
+        set_gradient_exchange(built.model, built.parallelism, index == len(batches) - 1)
         sums = sums_of(built, batch, loss, divisor)
         (sums[0] / divisor).backward()
         total += sums.detach()
