@@ -21,6 +21,8 @@ from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.processes import device_type
 from lacuna.plan.memory import estimate_memory, frozen_memory
 
+_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
+
 
 def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     """Prints model size, tokens a step, steps and estimated memory, for this many `processes`.
@@ -38,15 +40,8 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     objective.check(config, tokenizer)
     here = torch.device(device) if device == device_type() else None
     model = build_meta_model(config, tokenizer, layout, device, here)
-    required_router(
-        config.training,
-        config.curriculum,
-        config.compile,
-        config.activation_checkpoint,
-        model.config,
-        layout,
-        here or torch.device("cpu"),
-    )
+    routed = (config.training, config.curriculum, config.compile, config.activation_checkpoint)
+    required_router(*routed, model.config, layout, here or torch.device("cpu"))
     _require_weights(config.model)
     loader = build_loader(config, tokenizer, batch, dp_rank=0)
     steps = total_steps(config.training, config.lr_scheduler, loader.rows_left, batch.global_batch)
@@ -54,8 +49,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, batch, dp_rank=0)
     compute = str(compute_dtype(config.training, device)).removeprefix("torch.")
-    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-    degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
+    degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in _AXES)
     length = config.training.seq_len
     estimate = estimate_memory(config, layout, batch, model, device)
     for setting, frozen in objective.frozen_models(config).items():
