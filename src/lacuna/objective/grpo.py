@@ -12,6 +12,9 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
+from lacuna.config.machine import CheckpointConfig
+from lacuna.config.reinforcement import GrpoConfig
 from lacuna.data import Batch, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
@@ -29,14 +32,16 @@ from lacuna.rollout.verifiers import Reward, find_rewards
 _MISMATCH = 0.1
 
 
-def reference_kind(config: Config) -> str | None:
+def reference_kind(
+    settings: GrpoConfig, lora: LoraConfig, checkpoint: CheckpointConfig, folder: str
+) -> str | None:
     """Where the reference comes from (base or copy), or None without a divergence from one.
 
-    Raises `UserError` where it would not be what training begins with.
+    `folder` is that of the run. Raises `UserError` where the reference would not be what training
+    begins with.
     """
-    lora = config.lora
-    asked = config.grpo.reference
-    if not config.grpo.beta:
+    asked = settings.reference
+    if not settings.beta:
         return None
     is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
@@ -44,8 +49,8 @@ def reference_kind(config: Config) -> str | None:
             "grpo.reference = base: without its adapters the model is not what training begins "
             "with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use copy."
         )
-    checkpoints = Path(str(config.job.dump_folder), config.checkpoint.folder)
-    start = config.checkpoint.initial_load_path
+    checkpoints = Path(folder, checkpoint.folder)
+    start = checkpoint.initial_load_path
     if start or (checkpoints / "step-0").exists():
         raise UserError(
             "grpo.beta: the run begins with the weights of a checkpoint "
@@ -80,8 +85,9 @@ class Grpo(LanguageModelling):
         self.tokenizer = tokenizer
         self.functions = find_rewards(config.rewards)
         self.ends = end_of_turn(tokenizer)
-        self.kind = reference_kind(config)
         settings = config.grpo
+        folder = str(config.job.dump_folder)
+        self.kind = reference_kind(settings, config.lora, config.checkpoint, folder)
         is_by_tokens = settings.loss in ("dapo", "cispo")
         self.denominator = "trained_tokens" if is_by_tokens else "sequences"
         of = partial(grpo_sums, settings=settings, temperature=config.rollout.temperature)
@@ -93,11 +99,13 @@ class Grpo(LanguageModelling):
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}  # of the newest completions
         self.is_under_way = False  # whether this process has made a step
-        self.file = CompletionsFile(str(config.job.dump_folder))
+        self.file = CompletionsFile(folder)
 
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
         """The frozen copy, where that is the reference."""
-        return {"grpo.reference": FrozenModel(config)} if reference_kind(config) == "copy" else {}
+        folder = str(config.job.dump_folder)
+        kind = reference_kind(config.grpo, config.lora, config.checkpoint, folder)
+        return {"grpo.reference": FrozenModel(config)} if kind == "copy" else {}
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Builds the reference, where there is one that is a copy."""
