@@ -90,7 +90,17 @@ class Run:
         self.objective.prepare(self.built, self.all_batches)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
         step = self.state.step
-        self.metrics = MetricWriter(self.config, process.rank, console, step, self.total_steps)
+        self.metrics = MetricWriter(
+            config.metrics,
+            config.job,
+            config.conversations is not None,
+            bool(config.validation.prompts),
+            process.rank,
+            console,
+            step,
+            self.total_steps,
+            told=self.config.model_dump(),
+        )
         self.first_step = step + 1
         self.saved_step = step
         self.peak_flops = peak_flops(process.device)
