@@ -251,7 +251,11 @@ def _mix(
 ) -> Mixture:
     """The order in which documents of all sources come: shuffled, unless they have one already."""
     sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
-    pools = _make_pools(sizes, None if has_order or not data.shuffle else seed)
+    is_shuffled = data.shuffle and not has_order
+    pools = tuple(
+        Pool(size, random_key(seed, 0, number) if is_shuffled else None)
+        for number, size in enumerate(sizes)
+    )
     shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
     return Mixture(seed, pools, shares, lanes)
 
@@ -267,14 +271,6 @@ def _pool_sizes(
     else:
         sizes = [len(source.dataset) for source in sources]
     return [sum(sizes)] if is_one else sizes
-
-
-def _make_pools(sizes: Sequence[int], seed: int | None) -> tuple[Pool, ...]:
-    """Pools of these sizes, each shuffled by a key of its own where there is a seed."""
-    return tuple(
-        Pool(size, None if seed is None else random_key(seed, 0, number))
-        for number, size in enumerate(sizes)
-    )
 
 
 def _is_cached(data: DataConfig, sources: Sequence[Documents], needs_cache: bool) -> bool:

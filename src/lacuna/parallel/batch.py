@@ -33,8 +33,10 @@ def curriculum_batches(
     for number, later in enumerate(first.curriculum_stages()[1:], start=1):
         with in_curriculum_stage(number):
             saved_later = later.training.global_batch_size if saved else None
-            parts = (later.training, later.parallelism, later.optimizer)
-            batches.append((later, resolve_batch(*parts, layout, saved_later, folder)))
+            batch = resolve_batch(
+                later.training, later.parallelism, later.optimizer, layout, saved_later, folder
+            )
+            batches.append((later, batch))
     return batches
 
 
