@@ -224,7 +224,7 @@ def _fill(
     for description in fix_rotations(model, longest):
         logger.info("rotations of %s", description)
     if fill and lora.rank:
-        begin_adapters(model, trained, lora, base, training.seed, device)
+        begin_adapters(model, trained, lora, base.name_or_path, training.seed, device)
 
 
 def install_fastest_kernels(

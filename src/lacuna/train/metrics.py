@@ -17,7 +17,6 @@ from rich.text import Text
 
 from lacuna.config import explained, logger
 from lacuna.config.machine import MetricsConfig
-from lacuna.config.sections import JobConfig
 
 # Part of a device's name -> its dense bfloat16 peak with float32 accumulation, TFLOP/s. The first
 # part that the name has counts.
@@ -133,7 +132,8 @@ class MetricWriter(ExitStack):
     def __init__(
         self,
         settings: MetricsConfig,
-        job: JobConfig,
+        name: str,
+        folder: str,
         is_chat: bool,
         samples_text: bool,
         rank: int,
@@ -143,14 +143,13 @@ class MetricWriter(ExitStack):
         told: dict[str, Any],
     ) -> None:
         super().__init__()
-        folder = job.dump_folder
         self.console = console
         self._rows = self._samples = self._board = self._wandb = None
         self._parts = ("question  ", "\nanswer    ") if is_chat else ("", "")
         kept = start_step or -1  # a run from the start measures step 0 again
         if rank == 0 or not settings.rank_0_only:
-            name = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
-            self._rows = self.enter_context(_open_rows(os.path.join(folder, name), kept))
+            file = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
+            self._rows = self.enter_context(_open_rows(os.path.join(folder, file), kept))
             if settings.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
@@ -161,7 +160,7 @@ class MetricWriter(ExitStack):
             samples = os.path.join(folder, "samples.jsonl")
             self._samples = self.enter_context(_open_rows(samples, kept))
         if rank == 0 and settings.enable_wandb:
-            self._wandb = self.enter_context(_wandb_run(job, told))
+            self._wandb = self.enter_context(_wandb_run(name, folder, told))
         columns = (MofNCompleteColumn(), *Progress.get_default_columns())
         hidden = console.quiet or not console.is_terminal
         progress = Progress(*columns, console=console, transient=True, disable=hidden)
@@ -197,7 +196,7 @@ class MetricWriter(ExitStack):
         self.console.print(Text.assemble(start, (prompt, "bold"), (between, "dim"), text))
 
 
-def _wandb_run(job: JobConfig, told: dict[str, Any]) -> Any:
+def _wandb_run(name: str, folder: str, told: dict[str, Any]) -> Any:
     """Starts or resumes the run at Weights & Biases, which is `told` its settings.
 
     Raises `UserError` without their package.
@@ -208,8 +207,8 @@ def _wandb_run(job: JobConfig, told: dict[str, Any]) -> Any:
         import wandb
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "lacuna"),
-        name=os.environ.get("WANDB_NAME", job.name),
+        name=os.environ.get("WANDB_NAME", name),
         resume="allow",
         config=told,
-        dir=job.dump_folder,
+        dir=folder,
     )

@@ -89,20 +89,9 @@ class Run:
             self.validation = build_validation(*parts)
         self.objective.prepare(self.built, self.all_batches)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
-        step = self.state.step
-        self.metrics = MetricWriter(
-            config.metrics,
-            config.job,
-            config.conversations is not None,
-            bool(config.validation.prompts),
-            process.rank,
-            console,
-            step,
-            self.total_steps,
-            told=self.config.model_dump(),
-        )
-        self.first_step = step + 1
-        self.saved_step = step
+        self.open_metrics(console)
+        self.first_step = self.state.step + 1
+        self.saved_step = self.state.step
         self.peak_flops = peak_flops(process.device)
 
     def open_data(
@@ -147,6 +136,22 @@ class Run:
         on_first(self.process, lambda: replace_text(path, settings))
         if self.config.job.print_args and self.process.rank == 0:
             print(settings)
+
+    def open_metrics(self, console: Console) -> None:
+        """Opens whatever the run reports to, `console` among it."""
+        config = self.config
+        self.metrics = MetricWriter(
+            config.metrics,
+            config.job.name,
+            config.job.dump_folder,
+            config.conversations is not None,
+            bool(config.validation.prompts),
+            self.process.rank,
+            console,
+            self.state.step,
+            self.total_steps,
+            told=config.model_dump(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the loop, the source and the objective; all ranks must call it."""

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from lacuna.config import UserError, explained
 from lacuna.config.adapters import ADAPTER_WEIGHTS, LoraConfig
-from lacuna.config.sections import ModelConfig
 from lacuna.model.layers.lora import PARTS, initialize_adapters, scale_of
 from lacuna.model.weights import stored_slices
 from lacuna.parallel.fsdp import local, own_part
@@ -95,7 +94,7 @@ def begin_adapters(
     model: PreTrainedModel,
     trained: set[str],
     settings: LoraConfig,
-    base: ModelConfig,
+    base: str | None,
     seed: int,
     device: torch.device,
 ) -> None:
@@ -104,7 +103,7 @@ def begin_adapters(
     if settings.init == "loftq":
         from lacuna.model.layers.loftq import initialize_from_quantization_error
 
-        slices = stored_slices(str(base.name_or_path))
+        slices = stored_slices(str(base))
         initialize_from_quantization_error(model, slices, device)
     if settings.adapter:
         load_adapters(model, trained, settings)
