@@ -30,7 +30,6 @@ GIVEN_ALL_SETTINGS = {
     # of the room config/.
     "parallel/processes.py": ("require_same_config",),
     "train/hints.py": ("closing_hints", "_flags_for_other_data", "_example_prompt"),
-    "train/resume.py": ("settings_of",),
     "commands/bench.py": ("_check_peer", "_measure_here"),
     # A run, and what a command makes of it: they hand each part its sections.
     "train/setup.py": ("__init__",),
@@ -46,13 +45,13 @@ GIVEN_ALL_SETTINGS = {
     # for runs, teachers and references alike. Each step of a recipe is given its own.
     "data/plan.py": ("make_row_plan",),
     "data/loader.py": ("build_loader", "build_validation"),
-    "model/build.py": ("build_meta_model", "build_model", "build_frozen", "frozen_settings"),
+    "model/build.py": ("build_meta_model", "build_model", "build_frozen"),
     "model/layers/replacement.py": ("replace_layers",),
     "formats/opening.py": ("_model_with_empty_adapters",),
     # They make other settings of a whole run: of a stage, of a teacher, of what is measured.
     "parallel/batch.py": ("curriculum_batches",),
     "objective/teacher.py": ("build_teacher", "teacher_config"),
-    "train/bench.py": ("measured_config", "measure", "describe"),
+    "train/bench.py": ("measured_config", "measure"),
     # An objective may be a user's own, and read anything (docs/objectives.md).
     "objective/find.py": ("check", "frozen_models"),
     "objective/language_modelling.py": ("check", "frozen_models"),

@@ -128,8 +128,9 @@ def _measure_here(given: Namespace, config: Config) -> None:
         stop_process()
     if is_first:
         measured["memory_gib"]["estimated"] = _estimate(done)
-        record = describe(done, config, given.steps) | {"lacuna": measured}
-        _write(given, config.job.name, config.metrics, record)
+        name = config.job.name
+        record = describe(done, name, config.model_dump(mode="json"), given.steps)
+        _write(given, name, config.metrics, record | {"lacuna": measured})
 
 
 def _estimate(done: Any) -> dict[str, float]:

@@ -266,11 +266,10 @@ def _change_weight_use(
         look_up_on_cpu(model.get_input_embeddings())
 
 
-def frozen_settings(config: Config, device_type: str) -> Config:
+def frozen_training(training: TrainingConfig, device_type: str) -> TrainingConfig:
     """The settings of a model that is not trained: its weights have the dtype of its products."""
-    dtype = str(compute_dtype(config.training, device_type)).removeprefix("torch.")
-    training = config.training.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"training": training})
+    dtype = str(compute_dtype(training, device_type)).removeprefix("torch.")
+    return training.model_copy(update={"dtype": dtype})
 
 
 def build_frozen(
@@ -281,7 +280,8 @@ def build_frozen(
     Its weights have the dtype that they are computed with. Raises `UserError` as `build_model`
     does.
     """
-    built = build_model(frozen_settings(config, device.type), tokenizer, mesh, device)
+    frozen = {"training": frozen_training(config.training, device.type)}
+    built = build_model(config.model_copy(update=frozen), tokenizer, mesh, device)
     built.model.requires_grad_(False)
     return built
 

@@ -102,16 +102,16 @@ def measure(config: Config, process: Process, console: Console) -> tuple[Run, di
     return run, speed | {"memory_gib": memory, "kernels": kernels}
 
 
-def describe(run: Run, config: Config, window: int) -> dict[str, Any]:
-    """What was measured where: the run of `config`, versions, and the device."""
+def describe(run: Run, name: str, settings: dict[str, Any], window: int) -> dict[str, Any]:
+    """What was measured where: the run of this name and settings, versions, and the device."""
     device = run.process.device
-    name = platform.processor() or platform.machine()
+    processor = platform.processor() or platform.machine()
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        processor = torch.cuda.get_device_name(device)
     layout = run.built.mesh.layout
     installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     return {
-        "run": config.job.name,
+        "run": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "lacuna": lacuna_version,
@@ -121,7 +121,7 @@ def describe(run: Run, config: Config, window: int) -> dict[str, Any]:
         },
         "device": {
             "type": device.type,
-            "name": name,
+            "name": processor,
             "processes": run.process.world_size,
             "peak_flops": run.peak_flops,
         },
@@ -133,7 +133,7 @@ def describe(run: Run, config: Config, window: int) -> dict[str, Any]:
         "sequences_of_a_step": run.batch.global_batch,
         "steps_of_a_window": window,
         "warm_up_steps": warm_up_steps(window),
-        "settings": config.model_dump(mode="json"),
+        "settings": settings,
     }
 
 

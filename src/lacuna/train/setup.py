@@ -28,8 +28,8 @@ from lacuna.train.resume import (
     inputs_of,
     log_changes,
     require_same_inputs,
-    settings_of,
     shown_configuration,
+    shown_settings,
 )
 from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start, goes_back
@@ -107,7 +107,8 @@ class Run:
         self.loader = build_loader(config, self.tokenizer, self.batch, self.data_rank)
         sources = self.loader.plan.sources  # of all stages of the curriculum
         inputs = on_first(self.process, lambda: self.inputs(sources))
-        self.started_with: dict[str, Any] = {"settings": settings_of(config), "inputs": inputs}
+        settings = shown_settings(config.model_dump())
+        self.started_with: dict[str, Any] = {"settings": settings, "inputs": inputs}
         self.state = TrainState([0] * len(config.data.resolved_sources()))
         if saved is not None:
             self.load_state_dict(saved)
