@@ -48,7 +48,7 @@ from lacuna.model.forward import attach_forward
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
-from lacuna.parallel.parallelize import parallelize
+from lacuna.parallel.parallelize import compile_enabled, parallelize
 
 Result = TypeVar("Result")
 VOCABULARY = 97  # no multiple of any number of ranks
@@ -207,7 +207,7 @@ def sharded_model(
         mesh,
         settings.parallelism,
         settings.activation_checkpoint,
-        settings.compile,
+        compile_enabled(settings.compile, settings.parallelism, "cpu"),
         settings.training,
         settings.quantization,
     )

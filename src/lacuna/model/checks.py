@@ -131,7 +131,7 @@ def required_router(
 
 
 def is_compiled(
-    compiled: CompileConfig,
+    settings: CompileConfig,
     parallelism: ParallelismConfig,
     dtype: torch.dtype,
     model_config: PretrainedConfig,
@@ -144,7 +144,7 @@ def is_compiled(
     against = reason_not_to_compile(model_config, router, dtype, device_type)
     if parallelism.expert_parallel_degree > 1:
         against = "how many tokens each rank's experts get is known only while a layer runs"
-    is_wanted = compile_enabled(compiled, parallelism, device_type)
+    is_wanted = compile_enabled(settings, parallelism, device_type)
     if is_wanted and against is not None:
         logger.info("layers are not compiled: %s", against)
     return is_wanted and against is None
