@@ -68,7 +68,7 @@ class BuiltModel:
         flops: gives the FLOPs of a number of tokens in documents of these lengths, over all ranks
             that share the work (see `step_flops`).
         after_update: must be called after each change of the weights.
-        training: the settings that it was built with.
+        training, parallelism: the settings that it was built with.
     """
 
     model: PreTrainedModel
