@@ -12,6 +12,7 @@ import sys
 import torch
 
 from lacuna.config import load_config
+from lacuna.config.devices import check_device
 from lacuna.config.learning_rate import learning_rate
 from lacuna.data import build_loader, merge_states, run_tokenizer
 from lacuna.formats.checkpoint import model_tensors, newest_complete
@@ -22,16 +23,17 @@ from lacuna.model.build import build_model
 from lacuna.objective.find import find_objective
 from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import build_mesh, resolve_layout
-from lacuna.parallel.processes import gather_objects, start_process, stop_process
+from lacuna.parallel.processes import device_type, gather_objects, start_process, stop_process
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors, update
 from lacuna.train.step import accumulate_gradients, total_counts
 
 path = sys.argv.pop(1) if sys.argv[1:] and sys.argv[1].endswith(".toml") else None
 config = load_config(path, sys.argv[1:])
-process = start_process(config)
+check_device(config, device_type())
+process = start_process(config.comm, config.job.dump_folder, config.training.enable_cpu_offload)
 layout = resolve_layout(config.parallelism, process.world_size)
 tokenizer = run_tokenizer(config.model, config.conversations)
-batch = resolve_batch(config, layout)
+batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
 mesh = build_mesh(layout, process.device.type)
 loader = build_loader(config, tokenizer, batch, mesh.data_rank)
 objective = find_objective(config.job.task)

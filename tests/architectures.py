@@ -104,7 +104,7 @@ def own_steps(model: nn.Module, packed: bool) -> Outcome:
 
 def our_steps(built: BuiltModel, case: Case, packed: bool) -> Outcome:
     """Returns the same, trained by lacuna's own parts."""
-    optimizer = build_optimizer(built.model, built.config.optimizer)
+    optimizer = build_optimizer(built.model, OPTIMIZER)
     curve: Curve = []
     first: dict[str, Tensor] = {}
     for step in range(STEPS):

@@ -37,10 +37,10 @@ def policy_of(model: PreTrainedModel, config: Config | None = None) -> BuiltMode
 
     What the loop adds to the methods of a model is added to this one, in place.
     """
+    config = config or Config()
     attach_forward(model)
     stage = Stage(0, model, [], PassThrough(), is_last=True)
     return BuiltModel(
-        config=config or Config(),
         model=model,
         stages=[stage],
         pipeline=None,
@@ -50,6 +50,8 @@ def policy_of(model: PreTrainedModel, config: Config | None = None) -> BuiltMode
         parameters=0,
         flops=lambda tokens, lengths: 0.0,
         after_update=lambda: None,
+        training=config.training,
+        parallelism=config.parallelism,
     )
 
 

@@ -1,6 +1,7 @@
 """The house keeps its order: imports flow one way, files are short, the whole is small."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,6 +24,42 @@ STOREYS = (
 
 Those on one line do not import each other, but for the face, which is one room.
 """
+
+GIVEN_ALL_SETTINGS = {
+    # Checking how sections go together, and writing them all down, is what they are for, as it is
+    # of the room config/.
+    "parallel/processes.py": ("require_same_config",),
+    "train/hints.py": ("closing_hints", "_flags_for_other_data", "_example_prompt"),
+    "commands/bench.py": ("_check_peer", "_measure_here"),
+    # A run, and what a command makes of it: they hand each part its sections.
+    "train/setup.py": ("__init__",),
+    "train/session.py": ("train_here", "_train_and_export"),
+    "commands/teach.py": ("_teach",),
+    "objective/teaching.py": ("write_likeliest", "teaching_config"),
+    "objective/accepted_answers.py": ("write_answers",),
+    "plan/dry_run.py": ("dry_run",),
+    "plan/draw.py": ("draw",),
+    "plan/examples.py": ("show_data",),
+    "plan/memory.py": ("estimate_memory",),
+    # The recipes: data and models depend on more sections than a signature can name, and are made
+    # for runs, teachers and references alike. Each step of a recipe is given its own.
+    "data/plan.py": ("make_row_plan",),
+    "data/loader.py": ("build_loader", "build_validation"),
+    "model/build.py": ("build_meta_model", "build_model", "build_frozen"),
+    "model/layers/replacement.py": ("replace_layers",),
+    "formats/opening.py": ("_model_with_empty_adapters",),
+    # They make other settings of a whole run: of a stage, of a teacher, of what is measured.
+    "parallel/batch.py": ("curriculum_batches",),
+    "objective/teacher.py": ("build_teacher", "teacher_config"),
+    "train/bench.py": ("measured_config", "measure"),
+    # An objective may be a user's own, and read anything (docs/objectives.md).
+    "objective/find.py": ("check", "frozen_models"),
+    "objective/language_modelling.py": ("check", "frozen_models"),
+    "objective/distillation.py": ("check", "frozen_models"),
+    "objective/preference.py": ("check", "frozen_models"),
+    "objective/grpo.py": ("check", "frozen_models"),
+}
+"""The functions that are given the whole `Config`, by their file, and why."""
 
 FACE = STOREYS[0]
 STOREY_OF = {room: storey for storey, rooms in enumerate(STOREYS) for room in rooms}
@@ -105,6 +142,32 @@ def test_no_file_has_more_than_300_lines_and_no_function_more_than_50() -> None:
             if is_function and (node.end_lineno or 0) - node.lineno >= 50:
                 too_long.append(f"{path.relative_to(PACKAGE)}: {node.name}")
     assert too_long == []
+
+
+def functions_given_all_settings(path: Path) -> set[str]:
+    """The functions of a module with a parameter that is a `Config`, or holds some."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        given = node.args
+        extra = [one for one in (given.vararg, given.kwarg) if one is not None]
+        for one in [*given.posonlyargs, *given.args, *given.kwonlyargs, *extra]:
+            written = "" if one.annotation is None else ast.unparse(one.annotation)
+            if re.search(r"\bConfig\b", written):
+                found.add(node.name)
+    return found
+
+
+def test_functions_take_what_they_read_and_not_the_whole_configuration() -> None:
+    """So a signature says what a function depends on, and nobody forges settings to call one."""
+    found = {
+        path.relative_to(PACKAGE).as_posix(): functions_given_all_settings(path)
+        for path in modules()
+        if room_of(path) != "config"
+    }
+    given = {file: functions for file, functions in found.items() if functions}
+    assert given == {file: set(functions) for file, functions in GIVEN_ALL_SETTINGS.items()}
 
 
 def test_core_and_extensions_stay_below_their_limits() -> None:

@@ -48,7 +48,7 @@ from lacuna.model.forward import attach_forward
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.weights import fill_model
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh
-from lacuna.parallel.parallelize import parallelize
+from lacuna.parallel.parallelize import compile_enabled, parallelize
 
 Result = TypeVar("Result")
 VOCABULARY = 97  # no multiple of any number of ranks
@@ -201,7 +201,16 @@ def sharded_model(
     """
     model = meta_model(model_config, attention, torch.float32)
     mesh = mesh_of(Layout(replicate, dist.get_world_size() // replicate))
-    parallelize(model, decoder_layers(model), mesh, settings)
+    parallelize(
+        model,
+        decoder_layers(model),
+        mesh,
+        settings.parallelism,
+        settings.activation_checkpoint,
+        compile_enabled(settings.compile, settings.parallelism, "cpu"),
+        settings.training,
+        settings.quantization,
+    )
     trained = trained_names(model)
     fill_model(model, trained, settings.model, settings.lora, settings.training, CPU, fill=True)
     attach_forward(model)

@@ -103,13 +103,14 @@ def test_rows_are_slices_of_all_documents_laid_end_to_end(
 ) -> None:
     table = table_of(write_lines(tmp_path / "rows.jsonl", TEXTS[:40]), tokenizer)
     order = Mixture(0, (Pool(40, key=None),), (1.0,), lanes=1)
-    plan = RowPlan(Config(training=TrainingConfig(seq_len=50)), tokenizer, order, (), table)
+    config = Config(training=TrainingConfig(seq_len=50))
+    plan = RowPlan(config.row_form, config.data, tokenizer, order, (), table)
     laid = [token for index in range(40) for token in tokens_of(table, index)] * 3
     for row in (open_rows(made, {}, []) for made in (plan, pickle.loads(pickle.dumps(plan)))):
         for number in (0, 1, 3, 25):
             tokens = np.concatenate([span.tokens for span in row(number)])
             assert tokens.tolist() == laid[number * 50 : number * 50 + 50]
-        assert pack([row(30)], plan.config, sources=1, padding=END).counts["text_bytes"] < 50
+        assert pack([row(30)], plan.form, sources=1, padding=END).counts["text_bytes"] < 50
 
 
 def test_the_documents_of_several_sources_stand_behind_each_other(

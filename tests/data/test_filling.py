@@ -8,7 +8,7 @@ import pytest
 from lacuna.config import UserError
 from lacuna.config.documents import PackingConfig
 from lacuna.data.document import Document
-from lacuna.data.filling import best_fit, fill_rows, packing_mode
+from lacuna.data.filling import best_fit, fill_rows
 
 SPACE = 8
 
@@ -96,10 +96,3 @@ def test_what_is_left_without_a_trained_token_is_left_out() -> None:
         UserError, match="packing.long_examples: none of 1 examples has a trained token within 8"
     ):
         filled([untrained], mode="best_fit")
-
-
-def test_conversations_are_fitted_and_texts_laid_end_to_end_unless_asked_otherwise() -> None:
-    assert packing_mode(PackingConfig(), "texts") == "concatenate"
-    assert packing_mode(PackingConfig(), "conversations") == "best_fit"
-    assert packing_mode(PackingConfig(), "preferences") == "best_fit"
-    assert packing_mode(PackingConfig(mode="none"), "conversations") == "none"

@@ -1,12 +1,15 @@
 """Labels, positions and bounds of packed rows, worked out by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 
 from lacuna.config import Config
-from lacuna.config.documents import DataConfig, PackingConfig
+from lacuna.config.documents import PackingConfig
 from lacuna.config.machine import ParallelismConfig
+from lacuna.config.row_form import RowForm
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.document import Document, Span
 from lacuna.data.packing import IGNORED, Batch, pack
@@ -38,14 +41,23 @@ ROWS = [
 ]
 """Two rows of 8; a document of 4 5 6 | 7 8 9 is cut by the end of the first."""
 
+FORM = RowForm(
+    length=8,
+    longest_piece=8,
+    trains_on="texts",
+    judged_by="sigmoid",
+    packing=PackingConfig(mode="concatenate"),
+    document_mask=True,
+    predict_across_documents=False,
+    is_shared=False,
+)
+
 
 def packed(
     rows: list[list[Span]] = ROWS, padding: int = 0, pieces: int | None = None, **data: bool
 ) -> Batch:
-    training = TrainingConfig(seq_len=8, varlen=pieces is not None, context_len=pieces or 8)
-    return pack(
-        rows, Config(training=training, data=DataConfig(**data)), sources=2, padding=padding
-    )
+    form = replace(FORM, longest_piece=pieces or 8, **data)
+    return pack(rows, form, sources=2, padding=padding)
 
 
 def test_documents_are_apart() -> None:
@@ -112,12 +124,12 @@ def test_what_is_not_trained_is_read_but_not_predicted() -> None:
 def test_rows_of_single_examples_end_with_the_longest_unless_ranks_share_them(
     tensor_parallel: int, length: int
 ) -> None:
-    config = Config(
+    form = Config(
         packing=PackingConfig(mode="none"),
         training=TrainingConfig(seq_len=256),
         parallelism=ParallelismConfig(tensor_parallel_degree=tensor_parallel),
-    )
-    batch = pack([[span([9] * 100)], [span([9] * 3)]], config, sources=1, padding=9)
+    ).row_form
+    batch = pack([[span([9] * 100)], [span([9] * 3)]], form, sources=1, padding=9)
     assert batch.columns["input_ids"].shape == (2, length)
     assert (
         batch.counts["tokens"] == 103 and batch.counts["trained_tokens"] == 101
@@ -134,9 +146,9 @@ def test_what_is_known_of_a_token_lies_beside_the_label_that_it_is() -> None:
     }
     document = Document(tokens, 0.0, trained=trained, columns=known)
     kinds = {name: values[:0] for name, values in known.items()}
-    config = Config(training=TrainingConfig(seq_len=4))
+    form = replace(FORM, length=4, longest_piece=4)
     rows = [[Span(document, 0, 0, 4)], [Span(document, 0, 4, 6), span([7, 8])], []]
-    batch = pack(rows, config, sources=1, padding=0, kinds=kinds)
+    batch = pack(rows, form, sources=1, padding=0, kinds=kinds)
     assert batch.columns["labels"].tolist() == [[2, NO, 9, 4], [5, NO, 8, NO], [NO] * 4]
     weights, likely = batch.columns["weight"], batch.columns["likely"]
     assert weights.dtype == torch.float32 and likely.dtype == torch.int16

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import DataConfig
 from lacuna.data.chat import use_template
@@ -102,7 +102,8 @@ def test_rows_come_whole(form: str, tmp_path: Path, chatty) -> None:
         pq.write_table(pa.Table.from_pylist(rows), file)
     else:
         file.write_text("".join(json.dumps(row) + "\n" for row in rows) + "{broken\n")
-    config = Config(data=DataConfig(dataset=str(file), max_broken_records=1))
-    [source] = config.data.resolved_sources()
-    opened = open_source(source, config.data, whole=True)
-    assert [one.row for one in read_questions([opened], config, chatty)] == rows
+    data = DataConfig(dataset=str(file))
+    [source] = data.resolved_sources()
+    opened = open_source(source, data, whole=True)
+    questions = read_questions([opened], CHAT, chatty, most_broken=1)
+    assert [one.row for one in questions] == rows

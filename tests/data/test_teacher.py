@@ -1,7 +1,6 @@
 """What a teacher said is found by the tokens it was said of, and refused where it is of others."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
-from lacuna.config.documents import DataConfig
+from lacuna.config.documents import DataConfig, PackingConfig
 from lacuna.config.objectives import DistillationConfig
 from lacuna.config.sections import JobConfig, TrainingConfig
 from lacuna.data.plan import RowPlan, make_row_plan
@@ -30,7 +29,11 @@ TOP_K = 3
 
 
 def plan_of(
-    folder: Path, lines: list[dict], tokenizer: PreTrainedTokenizerFast, said: Path | None = None
+    folder: Path,
+    lines: list[dict],
+    tokenizer: PreTrainedTokenizerFast,
+    said: Path | None = None,
+    **packing: str,
 ) -> RowPlan:
     """The plan of a run on these rows, which learns from what was `said`."""
     file = folder / "rows.jsonl"
@@ -39,6 +42,7 @@ def plan_of(
     config = Config(
         job=JobConfig(task="distill"),
         data=DataConfig(dataset=str(file)),
+        packing=PackingConfig(**packing),
         training=TrainingConfig(seq_len=16),
         distillation=DistillationConfig(
             data="conversations" if is_chat else "texts",
@@ -105,9 +109,7 @@ def test_it_lies_beside_the_labels_however_documents_are_packed_and_cut(
     rows = kind(20)
     said = say(plan_of(tmp_path, rows, tokenizer), tmp_path / "said")
     rows = rows[::-1][:15]  # fewer, in another order
-    plan = plan_of(tmp_path, rows, tokenizer, said)
-    changed = plan.config.packing.model_copy(update={"mode": mode, "long_examples": "split"})
-    plan = replace(plan, config=plan.config.model_copy(update={"packing": changed}))
+    plan = plan_of(tmp_path, rows, tokenizer, said, mode=mode, long_examples="split")
     row = open_rows(plan, {0: None}, [])
     batch = plan.batch([row(number) for number in range(8)])
     labels = batch.columns["labels"]

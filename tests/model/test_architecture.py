@@ -17,7 +17,7 @@ from lacuna.model.architecture import (
     non_embedding_parameters,
     step_flops,
 )
-from lacuna.model.checks import check_layout
+from lacuna.model.checks import check_lengths
 from lacuna.parallel.mesh import Layout
 from tiny import VOCABULARY, tiny_config, tokenizer_of_words
 
@@ -102,19 +102,19 @@ def test_the_decoder_layers_are_found(architecture: str) -> None:
 
 def test_documents_longer_than_the_model_has_positions_are_refused() -> None:
     model_config = tiny_config("llama")
-    check_layout(Config(training=TrainingConfig(seq_len=64)), model_config, Layout())
+    check_lengths(TrainingConfig(seq_len=64), model_config, Layout())
     with pytest.raises(UserError, match=r"training\.seq_len: 65 is more than the 64 positions"):
-        check_layout(Config(training=TrainingConfig(seq_len=65)), model_config, Layout())
+        check_lengths(TrainingConfig(seq_len=65), model_config, Layout())
     with pytest.raises(
         UserError, match=r"training\.context_len: 128 is more than the 64 positions"
     ):
         training = TrainingConfig(seq_len=256, context_len=128, varlen=True, batch_size=1)
-        check_layout(Config(training=training), model_config, Layout())
+        check_lengths(training, model_config, Layout())
 
 
 def test_a_long_row_of_short_documents_fits_a_model_with_few_positions() -> None:
     training = TrainingConfig(seq_len=4096, context_len=64, varlen=True, batch_size=1)
-    check_layout(Config(training=training), tiny_config("llama"), Layout())
+    check_lengths(training, tiny_config("llama"), Layout())
 
 
 def read(folder: Path, key: str = "config") -> PretrainedConfig:

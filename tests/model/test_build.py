@@ -8,15 +8,16 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.documents import ValidationConfig
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import build_model
-from lacuna.model.checks import check_layout, check_ties
+from lacuna.model.checks import check_layout, check_lengths, check_ties
 from lacuna.model.layers.bits import dequantize, quantize
 from lacuna.model.layers.lora import add_adapters
 from lacuna.model.layers.wrapping import plain_tensor
@@ -29,12 +30,24 @@ from tiny import CPU, random_model, relative_error, run_ranks, tiny_config, toke
 def refusal(
     architecture: str, layout: Layout, length: int = 64, prompts: tuple[str, ...] = (), **shape: int
 ) -> str:
-    config = Config(
-        training=TrainingConfig(seq_len=length), validation=ValidationConfig(prompts=prompts)
-    )
+    model_config = tiny_config(architecture, **shape)
     with pytest.raises(UserError) as raised:
-        check_layout(config, tiny_config(architecture, **shape), layout)
+        check_lengths(TrainingConfig(seq_len=length), model_config, layout)
+        check_tiny_layout(model_config, layout, prompts)
     return str(raised.value)
+
+
+def check_tiny_layout(
+    model_config: PretrainedConfig, layout: Layout, prompts: tuple[str, ...] = ()
+) -> None:
+    check_layout(
+        ParallelismConfig(),
+        CompileConfig(),
+        ActivationCheckpointConfig(),
+        ValidationConfig(prompts=prompts),
+        model_config,
+        layout,
+    )
 
 
 def test_sequences_must_cut_evenly() -> None:
@@ -67,11 +80,7 @@ def test_attention_that_every_rank_computes_whole_has_no_dropout() -> None:
 
 def test_text_is_sampled_from_whole_models_only() -> None:
     assert "validation.prompts" in refusal("llama", Layout(cp=2), prompts=("the",))
-    check_layout(
-        Config(training=TrainingConfig(seq_len=64)),
-        tiny_config("mistral"),
-        Layout(cp=2, tp=2, pp=2),
-    )
+    check_tiny_layout(tiny_config("mistral"), Layout(cp=2, tp=2, pp=2))
 
 
 def test_one_gpu_has_no_frozen_embedding_beside_quantised_weights() -> None:

@@ -31,7 +31,7 @@ def found(
     own = small_config(configuration_class(kind), **changes) if isinstance(kind, str) else kind
     data, packing = DataConfig(document_mask=masked), PackingConfig(mode=mode)
     config = Config(training=TrainingConfig(seq_len=64), data=data, packing=packing)
-    return find_attention(names or ALL, own, rows_of(config), 64, CPU, torch.float32)
+    return find_attention(names or ALL, own, rows_of(config.row_form), 64, CPU, torch.float32)
 
 
 @pytest.mark.parametrize(

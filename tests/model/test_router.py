@@ -5,17 +5,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, PretrainedConfig, Qwen3MoeForCausalLM
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
+from lacuna.config.documents import CurriculumConfig
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
 from lacuna.model.checks import required_router
-from lacuna.model.router import check_router_loss, find_router, router_loss
+from lacuna.model.router import Router, check_router_loss, find_router, router_loss
 from lacuna.model.specimen import specimen
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
@@ -143,12 +144,20 @@ def test_what_would_be_another_loss_is_refused(
         )
 
 
-def asked(folder: Path, **settings: object) -> object:
-    config = Config(
-        model=ModelConfig(name_or_path=str(folder), **settings), training=TrainingConfig(seq_len=8)
-    )
+def asked(folder: Path, **settings: object) -> Router | None:
+    model = ModelConfig(name_or_path=str(folder), **settings)
+    return router_of(load_model_config(model, tokenizer_of_words()))
+
+
+def router_of(model_config: PretrainedConfig) -> Router | None:
     return required_router(
-        config, load_model_config(config.model, tokenizer_of_words()), Layout(), CPU
+        TrainingConfig(seq_len=8),
+        CurriculumConfig(),
+        CompileConfig(),
+        ActivationCheckpointConfig(),
+        model_config,
+        Layout(),
+        CPU,
     )
 
 
@@ -209,4 +218,4 @@ def test_a_loss_that_transformers_own_code_cannot_make_is_refused(
 
     monkeypatch.setattr(Qwen3MoeForCausalLM, "forward", fails)
     with pytest.raises(UserError, match="does not train by transformers' own code"):
-        required_router(Config(model=ModelConfig(config="x")), own, Layout(), CPU)
+        router_of(own)

@@ -10,7 +10,10 @@ import pytest
 from transformers import AutoTokenizer
 
 from lacuna.config import Config
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.contradictions import contradictions_of
+from lacuna.config.machine import CheckpointConfig
+from lacuna.config.reinforcement import GrpoConfig
 from lacuna.objective.grpo import reference_kind
 from rewarded import KEYS, completions, flags, write_prompts
 from runs import (
@@ -202,8 +205,12 @@ def test_settings_of_rewards_are_refused_with_another_task(setting: str) -> None
 
 def test_the_reference_is_what_training_begins_with(tmp_path: Path) -> None:
     def kind(beta: float = 0.1, reference: str = "auto", **sections: Any) -> str | None:
-        settings = {"beta": beta, "reference": reference}
-        return reference_kind(Config(grpo=settings, job={"dump_folder": str(tmp_path)}, **sections))
+        return reference_kind(
+            GrpoConfig(beta=beta, reference=reference),
+            LoraConfig(**sections.get("lora", {})),
+            CheckpointConfig(**sections.get("checkpoint", {})),
+            str(tmp_path),
+        )
 
     assert kind() == "copy" and kind(beta=0) is None
     assert kind(lora={"rank": 2}) == "base" and kind(lora={"rank": 2}, reference="copy") == "copy"

@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.contradictions import contradictions_of
+from lacuna.config.machine import CheckpointConfig
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.objective.preference import Preference, odds_ratio_losses, preference_sums
 from lacuna.objective.reference import reference_kind
@@ -96,9 +98,12 @@ def test_rewards_and_accuracy_are_told_per_pair() -> None:
 
 def test_the_reference_is_what_training_begins_with(tmp_path: Path) -> None:
     def kind(reference: str = "auto", loss: str = "sigmoid", **sections: dict) -> str | None:
-        settings = {"loss": loss, "reference": reference}
-        job = {"dump_folder": str(tmp_path)}
-        return reference_kind(Config(preference=settings, job=job, **sections))
+        return reference_kind(
+            PreferenceConfig(loss=loss, reference=reference),
+            LoraConfig(**sections.get("lora", {})),
+            CheckpointConfig(**sections.get("checkpoint", {})),
+            str(tmp_path),
+        )
 
     assert kind() == "copy"
     assert kind(lora={"rank": 2}) == "base"

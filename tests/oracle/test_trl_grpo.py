@@ -109,7 +109,8 @@ def by_lacuna(
             Sample(one.prompt, one.tokens, one.old, True, 0, one.advantage, one.old, one.reference)
             for one in samples
         ]
-        batches = lay_out(own, config, padding=0).batches
+        settings_of_rows = (config.training, config.row_form, config.data)
+        batches = lay_out(own, *settings_of_rows, config.grpo, config.rollout, padding=0).batches
         assert len(batches) > 1
         if config.grpo.loss == "gspo":
             batches = [with_log_ratios(policy, batch, temperature) for batch in batches]

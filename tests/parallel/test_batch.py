@@ -2,8 +2,10 @@
 
 import pytest
 
-from lacuna.config import Config, UserError
-from lacuna.config.sections import JobConfig, TrainingConfig
+from lacuna.config import UserError
+from lacuna.config.machine import ParallelismConfig
+from lacuna.config.optimizers import OptimizerConfig
+from lacuna.config.sections import TrainingConfig
 from lacuna.data import BatchSizes
 from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import Layout
@@ -11,9 +13,12 @@ from lacuna.parallel.mesh import Layout
 
 def planned(ranks: int, saved: int | None = None, **training: int) -> BatchSizes:
     return resolve_batch(
-        Config(job=JobConfig(dump_folder="outputs/run"), training=TrainingConfig(**training)),
+        TrainingConfig(**training),
+        ParallelismConfig(),
+        OptimizerConfig(),
         Layout(ranks),
         saved,
+        folder="outputs/run",
     )
 
 

@@ -9,6 +9,7 @@ from transformers import LlamaConfig
 from every_model import configuration_class, small_config
 from lacuna.config import Config
 from lacuna.config.machine import ParallelismConfig
+from lacuna.data import BatchSizes
 from lacuna.model.architecture import meta_model
 from lacuna.model.layers.lora import add_adapters
 from lacuna.model.layers.quantized import quantize_layers, quantized_modules
@@ -28,6 +29,10 @@ MODEL = LlamaConfig(
 )
 
 
+def batch_of(config: Config, layout: Layout) -> BatchSizes:
+    return resolve_batch(config.training, config.parallelism, config.optimizer, layout)
+
+
 def estimate(
     layout: Layout,
     compiled: bool = True,
@@ -43,7 +48,7 @@ def estimate(
         parallelism=ParallelismConfig(pipeline_parallel_degree=layout.pp, **parallelism),
     )
     model = meta_model(MODEL, "sdpa", torch.float32)
-    return estimate_memory(config, layout, resolve_batch(config, layout), model, "cuda")
+    return estimate_memory(config, layout, batch_of(config, layout), model, "cuda")
 
 
 def test_one_rank_holds_everything() -> None:
@@ -116,7 +121,7 @@ def test_beside_adapters_only_they_have_gradients_and_moments() -> None:
     frozen = model.num_parameters()
     add_adapters(model, config.lora, torch.float32)
     added = model.num_parameters() - frozen
-    parts = estimate_memory(config, Layout(), resolve_batch(config, Layout()), model, "cuda")
+    parts = estimate_memory(config, Layout(), batch_of(config, Layout()), model, "cuda")
     assert parts["weights"] == pytest.approx(2 * frozen + 4 * added)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * added, 8 * added))
 
@@ -135,20 +140,20 @@ def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None
         model.num_parameters(),
         sum(one.numel() for one in model.parameters() if one.requires_grad),
     )
-    parts = estimate_memory(config, Layout(), resolve_batch(config, Layout()), model, "cuda")
+    parts = estimate_memory(config, Layout(), batch_of(config, Layout()), model, "cuda")
     expected = 4.13 / 8 * dense + 2 * (plain - dense - learning) + 4 * learning
     embedding = 2 * model.get_input_embeddings().weight.numel()
     assert parts["weights"] == pytest.approx(expected - embedding, rel=0.01)
     assert (parts["gradients"], parts["optimizer"]) == pytest.approx((4 * learning, 8 * learning))
     shared = estimate_memory(
-        config, Layout(dp_shard=2), resolve_batch(config, Layout(dp_shard=2)), model, "cuda"
+        config, Layout(dp_shard=2), batch_of(config, Layout(dp_shard=2)), model, "cuda"
     )
     assert shared["weights"] == pytest.approx(expected / 2, rel=0.01), "shards are whole"
     two_layers = 2 * (expected - 2 * embedding) / MODEL.num_hidden_layers
     assert shared["gathered"] == pytest.approx(two_layers + 2 * embedding, rel=0.05)
     narrow = Config(training=training | {"dtype": "bfloat16"}, **adapted)
     narrow_shared = estimate_memory(
-        narrow, Layout(dp_shard=2), resolve_batch(config, Layout(dp_shard=2)), model, "cuda"
+        narrow, Layout(dp_shard=2), batch_of(config, Layout(dp_shard=2)), model, "cuda"
     )
     assert narrow_shared["gathered"] < shared["gathered"], (
         "adapters are gathered as they are stored"
@@ -158,7 +163,7 @@ def test_quantised_layers_take_their_bits_and_one_gpu_has_no_embedding() -> None
 def test_a_rank_alone_gives_back_what_it_gathers_from_cpu_memory() -> None:
     config = Config(training={"seq_len": 2048, "batch_size": 16, "enable_cpu_offload": True})
     model = meta_model(MODEL, "sdpa", torch.float32)
-    parts = estimate_memory(config, Layout(), resolve_batch(config, Layout()), model, "cuda")
+    parts = estimate_memory(config, Layout(), batch_of(config, Layout()), model, "cuda")
     assert parts["gathered"] < 2 * model.num_parameters() / 2
 
 
@@ -181,7 +186,7 @@ def test_a_rank_gathers_and_computes_with_its_own_experts_only() -> None:
     model = meta_model(tiny_config("qwen3_moe", num_experts=64), "sdpa", torch.float32)
     config = Config(training={"seq_len": 64}, compile={"enable": False})
     together, spread = (
-        estimate_memory(config, layout, resolve_batch(config, layout), model, "cuda")
+        estimate_memory(config, layout, batch_of(config, layout), model, "cuda")
         for layout in (Layout(dp_shard=4), Layout(dp_shard=4, ep=4))
     )
     assert spread["weights"] == together["weights"]

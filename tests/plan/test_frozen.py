@@ -48,7 +48,8 @@ def frozen_of(folder: Path, task: str, layout: Layout, base: str = "none") -> Fr
 
 
 def estimate(frozen: FrozenModel, layout: Layout, device: str = "cpu") -> float:
-    batch = resolve_batch(frozen.config, layout)
+    config = frozen.config
+    batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
     return frozen_memory(frozen, layout, batch, device, CPU if device == "cpu" else None)
 
 

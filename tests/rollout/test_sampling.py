@@ -43,7 +43,16 @@ def differences(
         for prompt, group in zip(prompts, said, strict=True)
         for one in group
     ]
-    laid = lay_out(samples, policy.config, padding=0)
+    config = config_of()
+    laid = lay_out(
+        samples,
+        config.training,
+        config.row_form,
+        config.data,
+        config.grpo,
+        config.rollout,
+        padding=0,
+    )
     found = logprobs_of_samples(policy, laid, samples, SAMPLING.temperature)
     pairs = zip(samples, found, strict=True)
     return max(

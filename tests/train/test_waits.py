@@ -87,7 +87,11 @@ def waits_of(words: list[str], variables: dict[str, str]) -> list[str]:
     """The waits in the third and fourth step of a run, which has a process to itself."""
     os.environ.update(variables)
     config = load_config(words[0], words[1:])
-    run = Run(config, start_process(config), Console(quiet=True))
+    run = Run(
+        config,
+        start_process(config.comm, str(config.job.dump_folder), config.training.enable_cpu_offload),
+        Console(quiet=True),
+    )
     run.interval = Interval()
     found: list[str] = []
     for _ in range(2):  # which compile, make the optimizer's state, and log the first

@@ -32,6 +32,7 @@ from typing import Any
 from lacuna.commands.arguments import CommandParser, parse_run
 from lacuna.config import LAUNCHED, Config, RunError, UserError
 from lacuna.config.errors import require_writable
+from lacuna.config.machine import MetricsConfig
 from lacuna.launch import launch, processes_to_start
 
 PEERS = ("transformers", "torchtitan")
@@ -60,7 +61,7 @@ def run(words: list[str]) -> int | None:
         own = [*words, "--hand-over", folder] if given.against else words
         status = launch(["bench", *own], processes, folder)
         if status == 0 and given.against:
-            _measure_peer(given, config, folder)
+            _measure_peer(given, config.job.name, config.metrics, folder)
     return status
 
 
@@ -97,8 +98,10 @@ def _measure_here(given: Namespace, config: Config) -> None:
     """Measures in this process and those beside it; the first writes and prints."""
     # torch takes seconds to import: not before the words are right
     from lacuna.config.console import set_up_logging
+    from lacuna.config.devices import check_device
     from lacuna.data import worker_ends_explained
     from lacuna.parallel.processes import (
+        device_type,
         naming_silent_ranks,
         on_first,
         require_same_config,
@@ -110,7 +113,9 @@ def _measure_here(given: Namespace, config: Config) -> None:
     is_first = int(os.environ.get("RANK", 0)) == 0
     console = set_up_logging(config.metrics, visible=is_first)
     about = (config, given.steps, given.windows)
-    process = start_process(measured_config(*about, folder=gettempdir()))
+    checked = measured_config(*about, folder=gettempdir())
+    check_device(checked, device_type())
+    process = start_process(config.comm, gettempdir(), config.training.enable_cpu_offload)
     own = TemporaryDirectory(prefix="lacuna-bench-") if is_first else nullcontext("")
     with own as made, naming_silent_ranks(config.comm), worker_ends_explained():
         require_same_config(config, process)
@@ -123,7 +128,9 @@ def _measure_here(given: Namespace, config: Config) -> None:
         stop_process()
     if is_first:
         measured["memory_gib"]["estimated"] = _estimate(done)
-        _write(given, config, describe(done, config, given.steps) | {"lacuna": measured})
+        name = config.job.name
+        record = describe(done, name, config.model_dump(mode="json"), given.steps)
+        _write(given, name, config.metrics, record | {"lacuna": measured})
 
 
 def _estimate(done: Any) -> dict[str, float]:
@@ -138,7 +145,7 @@ def _estimate(done: Any) -> dict[str, float]:
     return {name: size / 2**30 for name, size in estimate.items()}
 
 
-def _measure_peer(given: Namespace, config: Config, folder: str) -> None:
+def _measure_peer(given: Namespace, name: str, metrics: MetricsConfig, folder: str) -> None:
     """Has the peer make the steps that are described in `folder`, and tells both together.
 
     Raises `RunError` where it fails.
@@ -154,7 +161,7 @@ def _measure_peer(given: Namespace, config: Config, folder: str) -> None:
     if processes > 1:
         several = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
         started = [sys.executable, "-m", *several, driver, folder]
-    log = _path(given, config, f"{given.against}.log")
+    log = _path(given, name, f"{given.against}.log")
     print(f"{given.against} makes the same steps (log: {log})", file=sys.stderr, flush=True)
     environment = os.environ | thread_settings(processes)
     with open(log, "w") as output:
@@ -164,30 +171,30 @@ def _measure_peer(given: Namespace, config: Config, folder: str) -> None:
     if ended.returncode:
         last = "\n".join(log.read_text().splitlines()[-20:])
         raise RunError(f"bench: {given.against} failed. The end of {log}:\n{last}")
-    record = json.loads(_path(given, config, "json").read_text())
+    record = json.loads(_path(given, name, "json").read_text())
     own = record["lacuna"]
     peer = json.loads(Path(folder, "measured.json").read_text())
     speeds = [side["tokens_per_second"]["median"] for side in (own, peer)]
     sizes = [side["memory_gib"]["reserved"] for side in (own, peer)]
     ratio = {"tokens_per_second": speeds[0] / speeds[1], "memory": sizes[0] / sizes[1]}
     record |= {"against": given.against, given.against: peer | {"task": task}, "ratio": ratio}
-    _write(given, config, record)
+    _write(given, name, metrics, record)
 
 
-def _path(given: Namespace, config: Config, ending: str) -> Path:
-    return Path(given.output, f"{config.job.name}.{ending}")
+def _path(given: Namespace, name: str, ending: str) -> Path:
+    return Path(given.output, f"{name}.{ending}")
 
 
-def _write(given: Namespace, config: Config, record: dict[str, Any]) -> None:
-    """Writes the record and its picture, and prints it, unless a peer's is still to come."""
+def _write(given: Namespace, name: str, metrics: MetricsConfig, record: dict[str, Any]) -> None:
+    """Writes a run's record and its picture, and prints it, unless a peer's is still to come."""
     from lacuna.commands.bench_report import save_picture, show
 
-    path = _path(given, config, "json")
+    path = _path(given, name, "json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(record, indent=2, allow_nan=False) + "\n")
     if given.hand_over:
         return
-    picture = _path(given, config, "svg")
+    picture = _path(given, name, "svg")
     save_picture(record, str(picture))
-    show(record, config.metrics)
+    show(record, metrics)
     print(f"Written to {path} and {picture}.")

@@ -23,6 +23,7 @@ from argparse import Namespace
 
 from lacuna.commands.arguments import CommandParser, parse_run
 from lacuna.config import Config, UserError
+from lacuna.config.objectives import DistillationConfig
 from lacuna.launch import launch, processes_to_start
 
 _ONLY_FOR_ANSWERS = ("verifier", "samples", "temperature", "max_tokens")
@@ -39,7 +40,7 @@ def run(words: list[str]) -> int | None:
     parser.add_argument("--max-tokens", "--max_tokens", type=int)
     given, rest = parser.parse_known_args(words)
     options, config = parse_run("teach", str(__doc__), rest)
-    _check_run(config, given.answers)
+    _check_run(config.job.task, config.distillation, config.data.streaming, given.answers)
     _check_words(given)
     processes = processes_to_start(options.gpus, options.cpus)
     if given.answers:
@@ -51,15 +52,17 @@ def run(words: list[str]) -> int | None:
     return None
 
 
-def _check_run(config: Config, answers: str | None) -> None:
+def _check_run(
+    task: str, distillation: DistillationConfig, streaming: bool, answers: str | None
+) -> None:
     """Raises UserError for a run without a teacher, or without a place for what it says."""
-    if config.job.task != "distill" or config.distillation.teacher is None:
+    if task != "distill" or distillation.teacher is None:
         raise UserError(
             'teach: RUN.toml is no distillation: set job.task = "distill" and distillation.teacher.'
         )
-    if config.data.streaming:
+    if streaming:
         raise UserError("teach: streams have no end: leave out data.streaming.")
-    folder = config.distillation.teacher_logprobs
+    folder = distillation.teacher_logprobs
     if answers is not None:
         return
     if folder is None:
@@ -107,8 +110,10 @@ def _teach(given: Namespace, config: Config) -> None:
     """Has the teacher speak, in this process and those beside it."""
     # torch takes seconds to import: not before the words are right
     from lacuna.config.console import set_up_logging
+    from lacuna.config.devices import check_device
     from lacuna.objective.teaching import teaching_config, write_likeliest
     from lacuna.parallel.processes import (
+        device_type,
         naming_silent_ranks,
         require_same_config,
         start_process,
@@ -117,7 +122,10 @@ def _teach(given: Namespace, config: Config) -> None:
 
     is_first = int(os.environ.get("RANK", 0)) == 0
     set_up_logging(config.metrics, visible=is_first)
-    process = start_process(config)
+    check_device(config, device_type())
+    process = start_process(
+        config.comm, str(config.job.dump_folder), config.training.enable_cpu_offload
+    )
     own = teaching_config(config)
     with naming_silent_ranks(config.comm):
         require_same_config(config, process)

@@ -18,6 +18,7 @@ from lacuna.config.fields import Names, Path, Section, packaged
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.optimizers import LRSchedulerConfig, OptimizerConfig
 from lacuna.config.reinforcement import GrpoConfig, RewardsConfig, RolloutConfig
+from lacuna.config.row_form import RowForm
 from lacuna.config.task import known_task, trains_on
 
 
@@ -200,6 +201,33 @@ class Config(Section):
     def judged_answers(self) -> PreferenceConfig | None:
         """How judged answers are learnt; None where the task trains on something else."""
         return self.preference if self.trains_on == "preferences" else None
+
+    @property
+    def row_form(self) -> RowForm:
+        """What the rows of a batch are like: texts lie end to end, all others are kept whole."""
+        mode = self.packing.mode
+        if mode == "auto":
+            mode = "concatenate" if self.trains_on == "texts" else "best_fit"
+        sharing = (
+            self.parallelism.tensor_parallel_degree,
+            self.parallelism.context_parallel_degree,
+            self.parallelism.pipeline_parallel_degree,
+        )
+        return RowForm(
+            length=self.training.seq_len,
+            longest_piece=self.training.context_len,
+            trains_on=self.trains_on,
+            judged_by=self.preference.loss,
+            packing=self.packing.model_copy(update={"mode": mode}),
+            document_mask=self.data.document_mask,
+            predict_across_documents=self.data.predict_across_documents,
+            is_shared=max(sharing) > 1,
+        )
+
+    @property
+    def longest_piece(self) -> int:
+        """The most tokens that see each other in any stage of the curriculum."""
+        return max(stage.training.context_len for stage in self.curriculum_stages())
 
     def curriculum_stages(self) -> "list[Config]":
         """The configuration before the first table of the curriculum, then that of each table.

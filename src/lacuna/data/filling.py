@@ -4,16 +4,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.config.documents import PackingConfig
+from lacuna.config.row_form import RowForm
 from lacuna.data.document import Document, Span
-
-
-def packing_mode(packing: PackingConfig, trains_on: str) -> str:
-    """How rows are filled: as set, or else texts end to end, and all others by whole examples."""
-    if packing.mode != "auto":
-        return packing.mode
-    return "concatenate" if trains_on == "texts" else "best_fit"
 
 
 def fill_rows(
@@ -70,18 +64,11 @@ def _cut_to_pieces(
     return np.concatenate(pieces)
 
 
-def require_whole_pairs(config: Config) -> None:
-    """Raises UserError for settings that would keep two answers from being compared."""
-    from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
-
-    require_whole_pairs(config.data, config.packing, config.preference.loss)
-
-
-def refuse_long_pairs(lengths: np.ndarray, stages: Sequence[Config]) -> None:
-    """Raises UserError for pairs of these lengths that are too long for one of the stages."""
+def refuse_long_pairs(lengths: np.ndarray, forms: Sequence[RowForm]) -> None:
+    """Raises UserError for pairs of these lengths, too long for the rows of one of the stages."""
     from lacuna.data.pairs import refuse_long_pairs  # an extension, which few runs need
 
-    refuse_long_pairs(lengths, stages)
+    refuse_long_pairs(lengths, forms)
 
 
 def best_fit(lengths: np.ndarray, space: int) -> list[list[int]]:

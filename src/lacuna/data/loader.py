@@ -85,7 +85,7 @@ class Loader:
             raise batch
         self._source.lanes |= moved
         self._source.done += 1
-        add_broken(self._broken, broken, self.plan.config.data.max_broken_records)
+        add_broken(self._broken, broken, self.plan.data.max_broken_records)
         return batch
 
     def next_step(self, whole: bool = False) -> list[Batch]:
@@ -104,7 +104,7 @@ class Loader:
             # sources that are mixed by weight have no pass in common, but as one they have
             everything = Pool(len(plan.table.lengths), None)
             plan = replace(plan, mixture=Mixture(plan.mixture.seed, (everything,), (1.0,), lanes=1))
-        elif not plan.config.data.streaming:
+        elif not plan.data.streaming:
             raise UserError(
                 "data.tokenization: before training comes a pass over all data, which needs the "
                 "cache; set it to cache."
@@ -115,7 +115,7 @@ class Loader:
         """Starts to make batches where the source stands, in as many processes as are set."""
         # Before the fork, or tokenizers complains.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        prefetch = self.plan.config.data.prefetch_factor if self._workers else None
+        prefetch = self.plan.data.prefetch_factor if self._workers else None
         loader = DataLoader(
             self._source,
             batch_size=None,
@@ -206,14 +206,13 @@ def build_loader(
     lanes = batch.global_batch * STEPS_BEFORE_A_LANE_RETURNS
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
     wanted = config.data.num_workers
-    epochs = config.training.epochs
     if plan.table is not None:
         workers = workers_for_table(wanted, plan.table.dataset.data.nbytes)
     else:
         workers = workers_for_lanes(wanted, STEPS_BEFORE_A_LANE_RETURNS * batch.accumulation)
     last = None
-    if epochs is not None and plan.rows_per_pass is not None:
-        last = epochs * plan.rows_per_pass
+    if plan.epochs is not None and plan.rows_per_pass is not None:
+        last = plan.epochs * plan.rows_per_pass
     return Loader(MicroBatches(plan, batch, dp_rank, last), workers)
 
 

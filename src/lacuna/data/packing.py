@@ -9,7 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
+from lacuna.config.row_form import RowForm
 from lacuna.data.document import Span
 
 IGNORED = -100
@@ -70,38 +71,38 @@ _Placed = list[tuple[Span, int]]
 
 def pack(
     rows: Sequence[Sequence[Span]],
-    config: Config,
+    form: RowForm,
     sources: int,
     padding: int,
     kinds: Mapping[str, np.ndarray] | None = None,
 ) -> Batch:
-    """Lays out rows, each of spans of at most seq_len tokens together, as the settings want them.
+    """Lays out rows, each of spans of at most `form.length` tokens together, in this form.
 
     Args:
         sources: how many sources there are in all.
         padding: the id that fills rows with too few tokens.
         kinds: by name, an empty array with the dtype and shape of a column that documents may have.
     """
-    length = _row_length(rows, config)
+    length = _row_length(rows, form)
     size = len(rows) * length
     placed = _place_spans(rows, length)
     columns = _empty_columns(size, padding, kinds or {})
     for span, start in placed:
-        is_predicted = config.data.predict_across_documents and start % length > 0
+        is_predicted = form.predict_across_documents and start % length > 0
         _write_span(span, start, is_predicted, columns)
     ignored = columns["labels"] == IGNORED
     for name in kinds or ():
         columns[name][ignored] = 0
     bounds = np.arange(0, size + 1, length)
-    if config.data.document_mask:
-        inner = _starts_of_pieces(placed, config.training.context_len)
+    if form.document_mask:
+        inner = _starts_of_pieces(placed, form.longest_piece)
         bounds = np.unique([*bounds, *inner])
     columns["position_ids"] = np.arange(size) - np.repeat(bounds[:-1], np.diff(bounds))
     counts = _token_counts(placed, sources) | {"trained_tokens": int((~ignored).sum())}
     sequence_columns: dict[str, Tensor] = {}
-    if config.trains_on == "preferences":
-        columns["sequence"] = _sequence_numbers(placed, size, config.training.context_len)
-        sequence_columns = _sequence_columns(placed, config.preference.loss)
+    if form.trains_on == "preferences":
+        columns["sequence"] = _sequence_numbers(placed, size, form.longest_piece)
+        sequence_columns = _sequence_columns(placed, form.judged_by)
         counts |= _sequence_counts(placed, sequence_columns)
     return Batch(
         columns={
@@ -231,22 +232,15 @@ def _sequence_counts(placed: _Placed, columns: dict[str, Tensor]) -> dict[str, f
     return {"pairs": float(len(placed)), "sequences": float(judged)}
 
 
-def _row_length(rows: Sequence[Sequence[Span]], config: Config) -> int:
-    """How many tokens a row has: seq_len, or less where each example has a row of its own.
+def _row_length(rows: Sequence[Sequence[Span]], form: RowForm) -> int:
+    """How many tokens a row has: `form.length`, or less where each example has a row of its own.
 
     It is then what the longest of them takes, if no row is shared among ranks.
     """
-    most = config.training.seq_len
-    layout = config.parallelism
-    sharing = (
-        layout.tensor_parallel_degree,
-        layout.context_parallel_degree,
-        layout.pipeline_parallel_degree,
-    )
-    if config.packing.mode != "none" or max(sharing) > 1:
-        return most
+    if form.packing.mode != "none" or form.is_shared:
+        return form.length
     longest = max(sum(len(span.tokens) for span in spans) for spans in rows)
-    return min(most, max(1, math.ceil(longest / _ROUNDED)) * _ROUNDED)
+    return min(form.length, max(1, math.ceil(longest / _ROUNDED)) * _ROUNDED)
 
 
 def prompt_labels(batch: Batch) -> Tensor:

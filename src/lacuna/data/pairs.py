@@ -4,14 +4,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from lacuna.config import Config, UserError, in_curriculum_stage
+from lacuna.config import UserError, in_curriculum_stage
 from lacuna.config.documents import DataConfig, PackingConfig
-from lacuna.data.filling import packing_mode
+from lacuna.config.row_form import RowForm
 
 
 def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> None:
     """Raises UserError for settings of the data that would keep answers from being compared."""
-    if packing_mode(packing, "preferences") == "concatenate":
+    if packing.mode == "concatenate":
         raise UserError("packing.mode: pairs are not cut; set best_fit or none.")
     if not data.document_mask:
         raise UserError(
@@ -33,16 +33,16 @@ def require_whole_pairs(data: DataConfig, packing: PackingConfig, loss: str) -> 
         )
 
 
-def refuse_long_pairs(lengths: np.ndarray, stages: Sequence[Config]) -> None:
-    """Raises UserError for pairs that are too long for a stage, unless long examples are dropped.
+def refuse_long_pairs(lengths: np.ndarray, forms: Sequence[RowForm]) -> None:
+    """Raises UserError for pairs that are too long for a row, unless long examples are dropped.
 
-    All stages are looked at before the first begins.
+    `forms` are those of all stages, which are looked at before the first begins.
     """
-    for number, stage in enumerate(stages):
-        space = stage.training.seq_len
+    for number, form in enumerate(forms):
+        space = form.length
         long = lengths[lengths > space]
         with in_curriculum_stage(number):
-            if len(long) and stage.packing.long_examples != "drop":
+            if len(long) and form.packing.long_examples != "drop":
                 raise UserError(
                     f"training.seq_len: {len(long):,} of {len(lengths):,} pairs are longer than a "
                     f"row of {space} tokens, the longest {long.max():,}, and a pair cannot be cut; "

@@ -2,9 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 from datasets.fingerprint import Hasher
@@ -12,12 +11,15 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, logger
 from lacuna.config.conversations import ChatConfig
-from lacuna.config.documents import PackingConfig, Source
+from lacuna.config.documents import CurriculumConfig, DataConfig, PackingConfig, Source
+from lacuna.config.reinforcement import RolloutConfig
+from lacuna.config.row_form import RowForm
+from lacuna.config.samples import deciding_settings, needs_all_documents
 from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.chat import use_template
 from lacuna.data.document import Span
-from lacuna.data.filling import fill_rows, packing_mode, refuse_long_pairs, require_whole_pairs
+from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import Mixture, Pool, from_low_to_high, random_key
 from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
@@ -26,20 +28,6 @@ from lacuna.data.tokenizer import grown_tokenizer
 
 _PACKING_VERSION = 2
 _CACHED_BELOW = 256 * 2**20
-# Settings that decide which samples a step trains on, and that a resumed run must keep
-# (train_new_tokens_only because AdamW goes on moving what it has moved).
-_DECIDING: dict[str, Any] = {
-    "job": {"task"},
-    "model": {"new_tokens", "train_new_tokens_only"},
-    "data": True,
-    "chat": True,
-    "packing": True,
-    "training": {"seq_len", "context_len", "varlen", "seed"},
-    "curriculum": {"difficulty_column", "rank_every"},
-}
-_NOT_DECIDING: dict[str, Any] = {
-    "data": {"num_workers", "prefetch_factor", "max_broken_records", "retries"}
-}
 
 
 def run_tokenizer(model: ModelConfig, chat: ChatConfig | None) -> PreTrainedTokenizerBase:
@@ -65,9 +53,12 @@ class RowPlan:
         endless: whether documents come again and again; else rows end with the last document.
         order: int64 [documents], the order of the table's documents, if they are to keep one.
         kinds: by name, an empty array with the dtype and shape of a column that documents may have.
+        decided_by: the settings that decide the samples of a step, as they are shown, by name.
+        epochs: passes over the documents after which the run ends, if it ends so.
     """
 
-    config: Config
+    form: RowForm
+    data: DataConfig
     tokenizer: PreTrainedTokenizerBase
     mixture: Mixture
     sources: tuple[Documents, ...]
@@ -75,6 +66,8 @@ class RowPlan:
     endless: bool = True
     order: np.ndarray | None = None
     kinds: Mapping[str, np.ndarray] = field(default_factory=dict)
+    epochs: int | None = None
+    decided_by: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def tokens(self) -> TokenTable:
@@ -92,22 +85,17 @@ class RowPlan:
             return None
         if self.fits:
             return len(self.bins)
-        return math.ceil(int(self.table.lengths.sum()) / self.config.training.seq_len)
+        return math.ceil(int(self.table.lengths.sum()) / self.form.length)
 
     @property
     def fits(self) -> bool:
         """Whether rows are made of whole examples."""
-        return self.packing_mode != "concatenate"
-
-    @property
-    def packing_mode(self) -> str:
-        """How rows are filled."""
-        return packing_mode(self.config.packing, self.config.trains_on)
+        return self.form.packing.mode != "concatenate"
 
     @property
     def whole_passes(self) -> bool:
         """Whether the row that ends a pass may be short; else the next pass goes on in it."""
-        return not self.endless or self.config.training.epochs is not None
+        return not self.endless or self.epochs is not None
 
     @cached_property
     def bins(self) -> list[np.ndarray]:
@@ -116,8 +104,8 @@ class RowPlan:
         They are fitted once and cached, unless documents come in an order: that belongs to this
         run, and only neighbours in it share rows.
         """
-        most = self.config.training.seq_len
-        way = self.config.packing.long_examples
+        most = self.form.length
+        way = self.form.packing.long_examples
         lengths = self.tokens.lengths
         if long := int((lengths > most).sum()):
             logger.info(
@@ -135,7 +123,7 @@ class RowPlan:
             ends = np.cumsum([row.shape[1] for row in rows])
             np.savez(file, pieces=np.concatenate(rows, axis=1), ends=ends)
 
-        made_of = [_PACKING_VERSION, self.tokens.key, self.packing_mode, way, most]
+        made_of = [_PACKING_VERSION, self.tokens.key, self.form.packing.mode, way, most]
         with np.load(made_once(f"{Hasher.hash(made_of)}.npz", write)) as stored:
             return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
 
@@ -144,30 +132,26 @@ class RowPlan:
         bins = fill_rows(
             self.tokens.lengths[documents],
             lambda number: self.tokens.document(documents[number])[0],
-            self.config.training.seq_len,
-            self.config.packing,
+            self.form.length,
+            self.form.packing,
             ordered=self.order is not None,
         )
         return [np.stack([documents[numbers], starts, stops]) for numbers, starts, stops in bins]
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
-        """Lays out rows as the configuration wants them."""
+        """Lays out rows in the form of the plan."""
         padding = self.tokenizer.eos_token_id or 0
-        return pack(rows, self.config, len(self.sources), padding, self.kinds)
+        return pack(rows, self.form, len(self.sources), padding, self.kinds)
 
     def signature(self, global_batch: int) -> dict[str, object]:
         """What must be the same for a saved position to mean the same samples, by setting."""
-        deciding: dict[str, object] = {}
-        tables = self.config.model_dump(include=_DECIDING, exclude=_NOT_DECIDING)
-        for section, table in tables.items():
-            for name, value in table.items():
-                deciding[f"{section}.{name}"] = repr(value)
+        deciding: dict[str, object] = {**self.decided_by}
         if self.whole_passes and not self.fits:
             deciding["training.epochs"] = "whole passes"
         return deciding | {
             "data.tokenization": "cache" if self.table else "online",
             "documents in data.dataset": [pool.size for pool in self.mixture.pools],
-            "packing.mode": self.packing_mode,
+            "packing.mode": self.form.packing.mode,
             "training.global_batch_size": global_batch,
         }
 
@@ -186,69 +170,94 @@ def make_row_plan(
     settings say if the plan is `endless`, and else keep the sources' own order.
     """
     data = config.data
-    if config.judged_answers is not None:
-        require_whole_pairs(config)
+    judged = config.judged_answers
+    chat = config.conversations
+    asks = config.trains_on == "prompts"
+    if asks:
+        chat = config.chat
+        # Completions share rows, but a step has as many prompts as rows.
+        config = config.model_copy(update={"packing": PackingConfig(mode="none")})
+    form = config.row_form
+    if judged is not None:
+        from lacuna.data.pairs import require_whole_pairs  # an extension, which few runs need
+
+        require_whole_pairs(data, form.packing, judged.loss)
     if not data.streaming:
         require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
-    sources = _open_sources(config, settings, (difficulty,) if difficulty else ())
-    if config.trains_on == "prompts":
-        # Completions share rows, but a step has as many prompts as rows.
-        config = config.model_copy(update={"packing": PackingConfig(mode="none")})
+    numbers = (difficulty,) if difficulty else ()
+    sources = tuple(open_source(one, data, chat, judged, numbers, asks) for one in settings)
     if difficulty:
         order = from_low_to_high([source.dataset[difficulty] for source in sources], difficulty)
-    sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
-    is_shuffled = data.shuffle and endless and order is None
-    pools = _make_pools(sizes, config.training.seed if is_shuffled else None)
     table = None
-    if _is_cached(config, sources, endless):
+    if _is_cached(data, sources, not endless or needs_all_documents(config)):
         lanes = 1
         table = token_table(sources, tokenizer, data.max_broken_records)
-        if config.judged_answers is not None:
+        if judged is not None:
             stages = config.curriculum_stages() if endless else [config]
-            refuse_long_pairs(table.lengths, stages)
-    if (difficulty or config.curriculum.rank_every) and endless and len(pools) > 1:
+            refuse_long_pairs(table.lengths, [stage.row_form for stage in stages])
+    has_order = order is not None or not endless
+    mixture = _mix(sources, settings, data, lanes, config.training.seed, has_order)
+    if endless:
+        _require_common_order(mixture, config.curriculum)
+    kinds: Mapping[str, np.ndarray] = {}
+    if table is not None and endless:
+        said = config.distillation.teacher_logprobs
+        table, kinds = _annotated(table, sources, tokenizer, form, said, config.rollout)
+    plan = RowPlan(form, data, tokenizer, mixture, sources, table, endless, order, kinds)
+    return replace(plan, epochs=config.training.epochs, decided_by=deciding_settings(config))
+
+
+def _require_common_order(mixture: Mixture, curriculum: CurriculumConfig) -> None:
+    """Raises UserError where documents are to come in an order that sources have not in common."""
+    is_ordered = curriculum.difficulty_column or curriculum.rank_every
+    if is_ordered and len(mixture.pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the "
             "order"
         )
-    shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
-    mixture = Mixture(config.training.seed, pools, shares, lanes)
-    kinds: Mapping[str, np.ndarray] = {}
-    if table is not None and endless:
-        table, kinds = _annotated(table, sources, config, tokenizer)
-    return RowPlan(config, tokenizer, mixture, sources, table, endless, order, kinds)
-
-
-def _open_sources(
-    config: Config, settings: Sequence[Source], numbers: tuple[str, ...]
-) -> tuple[Documents, ...]:
-    """The sources, with their columns of `numbers`."""
-    asks = config.trains_on == "prompts"
-    chat = config.chat if asks else config.conversations
-    return tuple(
-        open_source(setting, config.data, chat, config.judged_answers, numbers, asks)
-        for setting in settings
-    )
 
 
 def _annotated(
     table: TokenTable,
     sources: Sequence[Documents],
-    config: Config,
     tokenizer: PreTrainedTokenizerBase,
+    form: RowForm,
+    said: str | None,
+    rollout: RolloutConfig,
 ) -> tuple[TokenTable, Mapping[str, np.ndarray]]:
-    """The table with the columns that only some tasks need, and the kinds of these columns."""
-    folder = config.distillation.teacher_logprobs
-    if folder is not None:
+    """The table with the columns that only some tasks need, and the kinds of these columns.
+
+    `said` is the folder of what a teacher said of the documents, if one did.
+    """
+    if said is not None:
         from lacuna.data.teacher import with_teacher  # an extension, which few runs need
 
-        return with_teacher(table, sources, folder, tokenizer)
-    if config.trains_on == "prompts":
+        return with_teacher(table, sources, said, tokenizer)
+    if form.trains_on == "prompts":
         from lacuna.data.prompts import with_numbers  # an extension
 
-        return with_numbers(table, config.training.seq_len, config.rollout.max_tokens)
+        return with_numbers(table, form.length, rollout.max_tokens)
     return table, {}
+
+
+def _mix(
+    sources: Sequence[Documents],
+    settings: Sequence[Source],
+    data: DataConfig,
+    lanes: int,
+    seed: int,
+    has_order: bool,
+) -> Mixture:
+    """The order in which documents of all sources come: shuffled, unless they have one already."""
+    sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
+    is_shuffled = data.shuffle and not has_order
+    pools = tuple(
+        Pool(size, random_key(seed, 0, number) if is_shuffled else None)
+        for number, size in enumerate(sizes)
+    )
+    shares = tuple(1.0 if one.weight is None else one.weight for one in settings[: len(pools)])
+    return Mixture(seed, pools, shares, lanes)
 
 
 def _pool_sizes(
@@ -264,32 +273,15 @@ def _pool_sizes(
     return [sum(sizes)] if is_one else sizes
 
 
-def _make_pools(sizes: Sequence[int], seed: int | None) -> tuple[Pool, ...]:
-    """Pools of these sizes, each shuffled by a key of its own where there is a seed."""
-    return tuple(
-        Pool(size, None if seed is None else random_key(seed, 0, number))
-        for number, size in enumerate(sizes)
-    )
+def _is_cached(data: DataConfig, sources: Sequence[Documents], needs_cache: bool) -> bool:
+    """Whether to tokenise before training, by the settings and the data alone.
 
-
-def _is_cached(config: Config, sources: Sequence[Documents], endless: bool) -> bool:
-    """Whether to tokenise before training, by the configuration and the data alone."""
-    wanted = config.data.tokenization
-    if config.data.streaming:
+    Only the cache knows how long an epoch or the validation data is, and what all documents are.
+    """
+    wanted = data.tokenization
+    if data.streaming:
         return False
-    # Only the cache knows how long an epoch or the validation data is, what comes next, and what
-    # all documents are.
-    needs_cache = (
-        not endless,
-        config.training.epochs,
-        config.curriculum.difficulty_column,
-        config.curriculum.rank_every,
-        config.distillation.teacher_logprobs,
-        config.trains_on == "prompts",
-        config.trains_on == "preferences" and config.preference.loss == "kto",
-        config.trains_on == "preferences" and config.preference.reference == "cached",
-    )
-    if any(needs_cache):
+    if needs_cache:
         return True
     if wanted == "auto":
         size = sum(source.dataset.data.nbytes for source in sources)

@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
 from lacuna.config.conversations import ChatConfig
 from lacuna.data.files import BROKEN
 from lacuna.data.messages import (
@@ -61,17 +61,23 @@ class Question:
 
 
 def read_questions(
-    sources: Sequence[Documents], config: Config, tokenizer: PreTrainedTokenizerBase
+    sources: Sequence[Documents],
+    settings: ChatConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    most_broken: int,
 ) -> Iterator[Question]:
-    """The question of every row that can be read. Raises UserError for rows that have none."""
+    """The question of every row that can be read.
+
+    Raises UserError for rows that have none, and when more than `most_broken` cannot be read.
+    """
     broken: dict[str, None] = {}
     for source in sources:
         for number, record in enumerate(source.dataset):
             if record.get(BROKEN):
-                add_broken(broken, [record[BROKEN]], config.data.max_broken_records)
+                add_broken(broken, [record[BROKEN]], most_broken)
                 continue
             place = place_of(number, source)
-            yield question_of(row_of(record, source), place, config.chat, tokenizer)
+            yield question_of(row_of(record, source), place, settings, tokenizer)
 
 
 def question_of(

@@ -73,7 +73,7 @@ def rows_from_the_start(plan: RowPlan, count: int) -> Iterator[list[list[Span]]]
     row = open_rows(plan, dict.fromkeys(range(plan.mixture.lanes)), broken)
     for first in itertools.count(0, count):
         rows = [row(number) for number in range(first, first + count)]
-        add_broken(known, broken, plan.config.data.max_broken_records)
+        add_broken(known, broken, plan.data.max_broken_records)
         if not any(rows):
             return
         yield rows
@@ -99,7 +99,7 @@ def _pieces_end_to_end(plan: RowPlan) -> Iterator[np.ndarray]:
     teach hardly more than one of them. A pass over the documents is cut into even windows. If
     passes are whole, no row holds tokens of two.
     """
-    length = plan.config.training.seq_len
+    length = plan.form.length
     lengths = plan.tokens.lengths
     in_pass = plan.rows_per_pass or _WINDOW
     in_window = math.ceil(in_pass / math.ceil(in_pass / _WINDOW))
@@ -165,7 +165,7 @@ class _LaneRows:
         beginning: LaneState = (0, [(0, BEGINNING)] * len(pools))
         starts = {lane: state or beginning for lane, state in states.items()}
         self._readers = []
-        if plan.config.data.streaming:
+        if plan.data.streaming:
             self._readers = [self._reader(source, starts) for source in range(len(pools))]
         rows = self._fitted_rows if plan.fits else self._rows_end_to_end
         self._rows = {lane: rows(lane, *start) for lane, start in starts.items()}
@@ -176,7 +176,7 @@ class _LaneRows:
 
         plan = self._plan
         pool = self._plan.mixture.pools[source]
-        retries = plan.config.data.retries
+        retries = plan.data.retries
         stream = Stream(pool.size, pool.key, plan.sources[source], retries, plan.endless)
         positions = {lane: place[source] for lane, (_, place) in starts.items()}
         return stream.reader(plan.mixture.lanes, positions)
@@ -193,7 +193,7 @@ class _LaneRows:
     ) -> Iterator[tuple[list[Span], LaneState]]:
         """The rows of a lane from a state on, each with the state after it."""
         spans: list[Span] = []
-        space = self._plan.config.training.seq_len
+        space = self._plan.form.length
         for source, document, after in self._draw_documents(lane, place):
             while offset < len(document.tokens):
                 start = offset
@@ -203,7 +203,7 @@ class _LaneRows:
                 if not space:
                     yield spans, (offset, place)
                     spans = []
-                    space = self._plan.config.training.seq_len
+                    space = self._plan.form.length
             offset = 0
             place = after
         yield spans, (0, place)
@@ -230,8 +230,8 @@ class _LaneRows:
 
     def _fill_buffer(self, drawn: Iterator[Drawn]) -> list[Drawn]:
         """The next examples, as many as fill the buffer; none at the end."""
-        most = self._plan.config.training.seq_len
-        enough = _FILL * self._plan.config.packing.buffer * most
+        most = self._plan.form.length
+        enough = _FILL * self._plan.form.packing.buffer * most
         examples = []
         tokens = 0
         for example in drawn:
@@ -243,19 +243,18 @@ class _LaneRows:
 
     def _fit_into_rows(self, documents: list[Document]) -> list[np.ndarray]:
         """The pieces of rows that these documents are fitted into."""
-        config = self._plan.config
-        space = config.training.seq_len
+        form = self._plan.form
         lengths = np.array([len(document.tokens) for document in documents])
-        if config.trains_on == "preferences":
-            refuse_long_pairs(lengths, [config])
-        return fill_rows(lengths, documents.__getitem__, space, config.packing)
+        if form.trains_on == "preferences":
+            refuse_long_pairs(lengths, [form])
+        return fill_rows(lengths, documents.__getitem__, form.length, form.packing)
 
     def _draw_documents(self, lane: int, place: Place) -> Iterator[Drawn]:
         """The documents that a lane draws.
 
         Raises UserError when too many in a row are empty or broken: nothing else may be left.
         """
-        most_broken = self._plan.config.data.max_broken_records
+        most_broken = self._plan.data.max_broken_records
         in_vain, met = 0, Counter[str]()
         with suppress(StopIteration):  # where a stream ends
             while (

@@ -26,6 +26,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import ADAPTER_FILE, QuantizationConfig, described_adapter
 from lacuna.config.errors import nearby
+from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
 from lacuna.formats.checkpoint import (
@@ -126,7 +127,8 @@ def open_model(source: str, base: str | None = None, trust_remote_code: bool = F
     if run is None and base is not None:
         raise UserError(f"convert: --base: {source} has no adapters to merge.")
     if run is not None and base is not None:
-        run = _beside_another_base(run, base)
+        other = {"model": _other_base(run.model, base), "quantization": QuantizationConfig()}
+        run = run.model_copy(update=other)
     if run is not None and not is_checkpoint:
         description = hf_folder(str(run.model.name_or_path))
     with explained(
@@ -143,7 +145,7 @@ def open_model(source: str, base: str | None = None, trust_remote_code: bool = F
         model = _empty_model(model_config)
     else:
         if not is_checkpoint:
-            run = _with_base_as_in_files(run, model_config)
+            run = run.model_copy(update={"quantization": _quantization_of_files(model_config)})
         template = Path(path, CHAT_TEMPLATE_FILE)
         if template.exists():
             tokenizer.chat_template = template.read_text()
@@ -188,15 +190,14 @@ def _run_of_adapters(
     return Config.model_validate({"model": model, "training": shortest, "lora": {"adapter": path}})
 
 
-def _beside_another_base(run: Config, base: str) -> Config:
-    """The settings with the adapters beside another model, whose weights are not quantised."""
-    check_base("convert: --base", base, run.model.name_or_path)
-    model = run.model.model_copy(update={"name_or_path": base, "config": None})
-    return run.model_copy(update={"model": model, "quantization": QuantizationConfig()})
+def _other_base(settings: ModelConfig, base: str) -> ModelConfig:
+    """The settings with another model, beside which the adapters must make sense."""
+    check_base("convert: --base", base, settings.name_or_path)
+    return settings.model_copy(update={"name_or_path": base, "config": None})
 
 
-def _with_base_as_in_files(run: Config, model_config: PretrainedConfig) -> Config:
-    """The settings with the base quantised as it is in its files."""
+def _quantization_of_files(model_config: PretrainedConfig) -> QuantizationConfig:
+    """How the weights of a model are quantised in its files."""
     packed = getattr(model_config, "quantization_config", None)
     if not packed:
         base = "none"
@@ -204,8 +205,7 @@ def _with_base_as_in_files(run: Config, model_config: PretrainedConfig) -> Confi
         base = "int8"
     else:
         base = "nf4"
-    quantization = QuantizationConfig.model_validate({"base": base})
-    return run.model_copy(update={"quantization": quantization})
+    return QuantizationConfig.model_validate({"base": base})
 
 
 def _open_whole(

@@ -12,27 +12,29 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, in_curriculum_stage
-from lacuna.config.adapters import QuantizationConfig
-from lacuna.config.sections import TrainingConfig
+from lacuna.config.adapters import LoraConfig, QuantizationConfig
+from lacuna.config.machine import Float8Config, ParallelismConfig
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention_choice import attention_choices
 from lacuna.model.checks import (
     check_dtypes,
     check_layout,
+    check_lengths,
     check_ties,
+    is_compiled,
     required_router,
-    without_vain_compilation,
 )
 from lacuna.model.forward import Reading, attach_forward, hidden_states, run_forward
 from lacuna.model.head import Head, probe_head
 from lacuna.model.inputs import Inputs, prepare_inputs
-from lacuna.model.layers.adapter_files import load_adapters
+from lacuna.model.layers.adapter_files import begin_adapters
 from lacuna.model.layers.casting import compute_in
-from lacuna.model.layers.lora import initialize_adapters, trained_names
+from lacuna.model.layers.lora import trained_names
 from lacuna.model.layers.replacement import replace_layers
-from lacuna.model.probe import find_attention, longest_position, rows_of
-from lacuna.model.probe_shares import require_shareable
+from lacuna.model.probe import rows_of
+from lacuna.model.probe_shares import tried_attention
 from lacuna.model.rotation import fix_rotations
 from lacuna.model.specimen import specimen
 from lacuna.model.vocabulary import (
@@ -41,10 +43,10 @@ from lacuna.model.vocabulary import (
     look_up_on_cpu,
     require_gradients_of_embedded,
 )
-from lacuna.model.weights import fill_model, stored_slices
+from lacuna.model.weights import fill_model
 from lacuna.parallel.fsdp import is_alone
 from lacuna.parallel.mesh import Layout, Mesh
-from lacuna.parallel.parallelize import compile_enabled, parallelize
+from lacuna.parallel.parallelize import parallelize
 from lacuna.parallel.pipeline import Pipeline
 from lacuna.parallel.precision import casts_by_itself, compute_dtype, stored_dtype
 from lacuna.parallel.stages import Stage
@@ -66,9 +68,9 @@ class BuiltModel:
         flops: gives the FLOPs of a number of tokens in documents of these lengths, over all ranks
             that share the work (see `step_flops`).
         after_update: must be called after each change of the weights.
+        training, parallelism: the settings that it was built with.
     """
 
-    config: Config
     model: PreTrainedModel
     stages: Sequence[Stage]
     pipeline: Pipeline | None
@@ -78,11 +80,13 @@ class BuiltModel:
     parameters: int
     flops: Callable[[int, Tensor], float]
     after_update: Callable[[], None]
+    training: TrainingConfig
+    parallelism: ParallelismConfig
 
     def inputs(self, batch: Batch) -> Inputs:
         """This rank's share of `batch`, on the device."""
         attention = self.model.config._attn_implementation
-        gather = self.config.parallelism.disable_loss_parallel
+        gather = self.parallelism.disable_loss_parallel
         routed = self.head.router is not None
         return prepare_inputs(batch, attention, self.device, self.mesh, gather, routed)
 
@@ -119,16 +123,22 @@ def build_meta_model(
         from lacuna.model.layers.quantized_files import take_off_quantization
 
         unquantised = take_off_quantization(model_config, config.quantization.base)
-    for number, curriculum_stage in enumerate(config.curriculum_stages()):
+    for number, stage in enumerate(config.curriculum_stages()):
         with in_curriculum_stage(number):
-            check_layout(curriculum_stage, model_config, layout)
+            check_lengths(stage.training, model_config, layout)
+    recomputed = config.activation_checkpoint
+    check_layout(
+        config.parallelism, config.compile, recomputed, config.validation, model_config, layout
+    )
     dtype = compute_dtype(config.training, device_type)
     names = attention_choices(
         config.model.attention, config.data.document_mask, model_config, device_type, dtype, layout
     )
     attention = names[0]
     if device is not None:
-        attention = _tried_attention(names, config, model_config, layout, device)
+        rows = rows_of(config.row_form)
+        longest = config.longest_piece
+        attention = tried_attention(names, model_config, rows, longest, dtype, layout, device)
     stored = stored_dtype(config.training, config.lora, device_type)
     model = architecture.meta_model(model_config, attention, stored)
     if layout.tp > 1:
@@ -145,26 +155,6 @@ def build_meta_model(
     return model
 
 
-def _tried_attention(
-    names: Sequence[str],
-    config: Config,
-    model_config: PretrainedConfig,
-    layout: Layout,
-    device: torch.device,
-) -> str:
-    """The first of these attentions with which a small model, also in shares, is exact."""
-    rows = rows_of(config)
-    longest = longest_position(config)
-    dtype = compute_dtype(config.training, device.type)
-    if architecture.is_from_fla(model_config):
-        from lacuna.model.linear_attention import find_bounds  # an extension
-
-        return find_bounds(names, model_config, rows, longest, device, dtype, layout)
-    attention = find_attention(names, model_config, rows, longest, device, dtype)
-    require_shareable(model_config, layout, rows, longest, device)
-    return attention
-
-
 def build_model(
     config: Config,
     tokenizer: PreTrainedTokenizerBase,
@@ -176,11 +166,16 @@ def build_model(
 
     Raises `UserError` for whatever the configuration gets wrong.
     """
+    training = config.training
+    parallelism = config.parallelism
+    recomputed = config.activation_checkpoint
     model = build_meta_model(config, tokenizer, mesh.layout, device.type, device)
     logger.info("attention: %s", install_fastest_kernels(model.config, mesh.layout, device.type))
-    router = required_router(config, model.config, mesh.layout, device)
-    config = without_vain_compilation(config, model.config, router, device.type)
-    compiled = compile_enabled(config.compile, config.parallelism, device.type)
+    dtype = compute_dtype(training, device.type)
+    router = required_router(
+        training, config.curriculum, config.compile, recomputed, model.config, mesh.layout, device
+    )
+    compiled = is_compiled(config.compile, parallelism, dtype, model.config, router, device.type)
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
     flops = architecture.flops_of(model)
@@ -189,14 +184,12 @@ def build_model(
         from lacuna.model.layers.quantized import pack_layers
 
         pack_layers(model)
-    stages = parallelize(model, architecture.decoder_layers(model), mesh, config)
-    fill_model(model, trained, config.model, config.lora, config.training, device, fill)
-    for description in fix_rotations(model, longest_position(config)):
-        logger.info("rotations of %s", description)
-    if fill and config.lora.rank:
-        _begin_adapters(model, trained, config, device)
-    alone = is_alone(config.training, mesh.layout)
-    _change_weight_use(model, config.training, config.quantization, alone, device.type)
+    layers = architecture.decoder_layers(model)
+    stages = parallelize(
+        model, layers, mesh, parallelism, recomputed, compiled, training, config.quantization
+    )
+    _fill(model, trained, config.model, config.lora, training, config.longest_piece, device, fill)
+    _change_weight_use(model, training, config.quantization, mesh.layout, device.type)
     if config.lora.rank and compiled and mesh.layout.pp == 1:
         require_gradients_of_embedded(model)
     for stage in stages:
@@ -206,11 +199,32 @@ def build_model(
         freeze_rows(model, cast(list[int], new_ids))
     pipeline = None
     if mesh.layout.pp > 1:
-        dtype = compute_dtype(config.training, device.type)
-        run = partial(_run_stage, head)
-        pipeline = Pipeline(config.parallelism, mesh, device, dtype, stages, run)
-    after = _after_update(model, config, mesh)
-    return BuiltModel(config, model, stages, pipeline, mesh, device, head, parameters, flops, after)
+        pipeline = Pipeline(parallelism, mesh, device, dtype, stages, partial(_run_stage, head))
+    after = _after_update(model, config.float8, mesh)
+    return BuiltModel(
+        model, stages, pipeline, mesh, device, head, parameters, flops, after, training, parallelism
+    )
+
+
+def _fill(
+    model: PreTrainedModel,
+    trained: set[str],
+    base: ModelConfig,
+    lora: LoraConfig,
+    training: TrainingConfig,
+    longest: int,
+    device: torch.device,
+    fill: bool,
+) -> None:
+    """Gives a model memory and, in place, all that it begins with: weights, rotations, adapters.
+
+    Without `fill` weights and adapters remain unknown.
+    """
+    fill_model(model, trained, base, lora, training, device, fill)
+    for description in fix_rotations(model, longest):
+        logger.info("rotations of %s", description)
+    if fill and lora.rank:
+        begin_adapters(model, trained, lora, base.name_or_path, training.seed, device)
 
 
 def install_fastest_kernels(
@@ -225,38 +239,37 @@ def install_fastest_kernels(
     return install_flash_attention_4(model_config, layout)
 
 
-def _after_update(model: PreTrainedModel, config: Config, mesh: Mesh) -> Callable[[], None]:
+def _after_update(model: PreTrainedModel, settings: Float8Config, mesh: Mesh) -> Callable[[], None]:
     """What must be called after each change of a filled model's weights."""
-    if not config.float8.enable_float8_linear:
+    if not settings.enable_float8_linear:
         return lambda: None
     from lacuna.model.layers.float8 import gather_filled
 
-    return gather_filled(model, config.float8, mesh)
+    return gather_filled(model, settings, mesh)
 
 
 def _change_weight_use(
     model: PreTrainedModel,
     training: TrainingConfig,
     quantization: QuantizationConfig,
-    alone: bool,
+    layout: Layout,
     device_type: str,
 ) -> None:
     """Has a filled model cast its weights where sharding does not do that, in place.
 
-    An embedding that is to stay in CPU memory is looked up there. `alone` says that nothing is
-    sharded.
+    An embedding that is to stay in CPU memory is looked up there.
     """
+    alone = is_alone(training, layout)
     if alone or casts_by_itself(model, training, quantization, device_type):
         compute_in(model, compute_dtype(training, device_type))
     if embeds_on_cpu(model, quantization.base, alone, device_type):
         look_up_on_cpu(model.get_input_embeddings())
 
 
-def frozen_settings(config: Config, device_type: str) -> Config:
+def frozen_training(training: TrainingConfig, device_type: str) -> TrainingConfig:
     """The settings of a model that is not trained: its weights have the dtype of its products."""
-    dtype = str(compute_dtype(config.training, device_type)).removeprefix("torch.")
-    training = config.training.model_copy(update={"dtype": dtype})
-    return config.model_copy(update={"training": training})
+    dtype = str(compute_dtype(training, device_type)).removeprefix("torch.")
+    return training.model_copy(update={"dtype": dtype})
 
 
 def build_frozen(
@@ -267,23 +280,10 @@ def build_frozen(
     Its weights have the dtype that they are computed with. Raises `UserError` as `build_model`
     does.
     """
-    built = build_model(frozen_settings(config, device.type), tokenizer, mesh, device)
+    frozen = {"training": frozen_training(config.training, device.type)}
+    built = build_model(config.model_copy(update=frozen), tokenizer, mesh, device)
     built.model.requires_grad_(False)
     return built
-
-
-def _begin_adapters(
-    model: PreTrainedModel, trained: set[str], config: Config, device: torch.device
-) -> None:
-    """Gives the adapters of a filled model, in place, the values that they begin with."""
-    initialize_adapters(model, config.training.seed)
-    if config.lora.init == "loftq":
-        from lacuna.model.layers.loftq import initialize_from_quantization_error
-
-        slices = stored_slices(str(config.model.name_or_path))
-        initialize_from_quantization_error(model, slices, device)
-    if config.lora.adapter:
-        load_adapters(model, trained, config.lora)
 
 
 def _run_stage(head: Head, stage: Stage, inputs: Inputs, reading: Reading) -> Tensor:

@@ -5,7 +5,9 @@ from typing import TYPE_CHECKING
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lacuna.config import Config, UserError, logger
+from lacuna.config import UserError, logger
+from lacuna.config.documents import CurriculumConfig, ValidationConfig
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import asks_for_router_loss, decoder_layers, is_from_fla
 from lacuna.model.layers.lora import trained_names
@@ -13,7 +15,7 @@ from lacuna.model.probe import runs_by_itself
 from lacuna.model.specimen import specimen
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.parallelize import compile_enabled
-from lacuna.parallel.precision import compute_dtype, kept_in_float32, named_dtype
+from lacuna.parallel.precision import kept_in_float32, named_dtype
 from lacuna.parallel.stages import check_pipeline
 from lacuna.parallel.tensor import check_tensor_parallel
 
@@ -21,13 +23,11 @@ if TYPE_CHECKING:
     from lacuna.model.router import Router
 
 
-def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout) -> None:
+def check_lengths(training: TrainingConfig, model_config: PretrainedConfig, layout: Layout) -> None:
     """Raises `UserError` for sequences that the model or the layout cannot take.
 
-    They may be too long for the model, or not divide into the pieces of the layout. Also raises it
-    for a layout that the model cannot have.
+    They may be too long for the model, or not divide into the pieces of the layout.
     """
-    training = config.training
     positions = getattr(model_config.get_text_config(), "max_position_embeddings", None) or 0
     if 0 < positions < training.context_len:  # XLNet says -1 for no limit
         setting = "context_len" if training.varlen else "seq_len"
@@ -45,7 +45,18 @@ def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout)
             f"context_parallel_degree = {layout.tp} × 2 × {layout.cp}, the pieces of a sequence: "
             f"the nearest above is {-(-length // pieces) * pieces}."
         )
-    if layout.sharing > 1 and config.validation.prompts:
+
+
+def check_layout(
+    parallelism: ParallelismConfig,
+    compiled: CompileConfig,
+    recomputed: ActivationCheckpointConfig,
+    validation: ValidationConfig,
+    model_config: PretrainedConfig,
+    layout: Layout,
+) -> None:
+    """Raises `UserError` for a layout that the model cannot have, or that cannot sample text."""
+    if layout.sharing > 1 and validation.prompts:
         raise UserError(
             "validation.prompts: sampling needs data parallelism only; use lacuna generate on the "
             "run's folder."
@@ -53,9 +64,7 @@ def check_layout(config: Config, model_config: PretrainedConfig, layout: Layout)
     if layout.tp > 1:
         check_tensor_parallel(model_config, layout.tp)
     if layout.pp > 1:
-        check_pipeline(
-            config.parallelism, config.compile, config.activation_checkpoint, model_config
-        )
+        check_pipeline(parallelism, compiled, recomputed, model_config)
 
 
 def check_dtypes(model: PreTrainedModel, training: TrainingConfig) -> None:
@@ -97,7 +106,13 @@ def reason_not_to_compile(
 
 
 def required_router(
-    config: Config, model_config: PretrainedConfig, layout: Layout, device: torch.device
+    training: TrainingConfig,
+    curriculum: CurriculumConfig,
+    compiled: CompileConfig,
+    recomputed: ActivationCheckpointConfig,
+    model_config: PretrainedConfig,
+    layout: Layout,
+    device: torch.device,
 ) -> "Router | None":
     """What a run must know of its model's load-balancing loss, or None where none is asked for.
 
@@ -111,28 +126,25 @@ def required_router(
     with runs_by_itself(model):
         router = find_router(model)
     if router is not None:
-        check_router_loss(
-            config.training,
-            config.curriculum,
-            config.compile,
-            config.activation_checkpoint,
-            layout,
-        )
+        check_router_loss(training, curriculum, compiled, recomputed, layout)
     return router
 
 
-def without_vain_compilation(
-    config: Config, model_config: PretrainedConfig, router: "Router | None", device_type: str
-) -> Config:
-    """The same settings, without `compile.enable` where the layers cannot be compiled."""
+def is_compiled(
+    settings: CompileConfig,
+    parallelism: ParallelismConfig,
+    dtype: torch.dtype,
+    model_config: PretrainedConfig,
+    router: "Router | None",
+    device_type: str,
+) -> bool:
+    """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be."""
     if router is not None:
         logger.info("load-balancing loss: times %g", router.coefficient)
-    dtype = compute_dtype(config.training, device_type)
     against = reason_not_to_compile(model_config, router, dtype, device_type)
-    if config.parallelism.expert_parallel_degree > 1:
+    if parallelism.expert_parallel_degree > 1:
         against = "how many tokens each rank's experts get is known only while a layer runs"
-    if against is None or not compile_enabled(config.compile, config.parallelism, device_type):
-        return config
-    logger.info("layers are not compiled: %s", against)
-    uncompiled = config.compile.model_copy(update={"enable": False})
-    return config.model_copy(update={"compile": uncompiled})
+    is_wanted = compile_enabled(settings, parallelism, device_type)
+    if is_wanted and against is not None:
+        logger.info("layers are not compiled: %s", against)
+    return is_wanted and against is None

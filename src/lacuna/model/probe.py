@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lacuna.config import Config, UserError
+from lacuna.config import UserError
+from lacuna.config.row_form import RowForm
 from lacuna.data import Batch
-from lacuna.data.filling import packing_mode
 from lacuna.data.packing import IGNORED
 from lacuna.model.architecture import causal_class, is_soft_capped
 from lacuna.model.forward import hidden_states
@@ -120,16 +120,11 @@ def _reasons_by_name(
     return reasons
 
 
-def longest_position(config: Config) -> int:
-    """The number of positions that the longest document of a run may have."""
-    return max(each.training.context_len for each in config.curriculum_stages())
-
-
-def rows_of(config: Config) -> Rows:
+def rows_of(form: RowForm) -> Rows:
     """The kind of rows that a run has."""
-    if not config.data.document_mask:
+    if not form.document_mask:
         return "whole"
-    return "padded" if packing_mode(config.packing, config.trains_on) == "none" else "packed"
+    return "padded" if form.packing.mode == "none" else "packed"
 
 
 def trial_of(rows: Rows) -> Trial:

@@ -1,6 +1,6 @@
 """Tries on a small model whether sequences can be cut over ranks, and layers into stages."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -9,13 +9,14 @@ from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError
 from lacuna.data import Batch
-from lacuna.model.architecture import causal_class
+from lacuna.model.architecture import causal_class, is_from_fla
 from lacuna.model.attention import PACKED, packed_attention
 from lacuna.model.forward import hidden_states
 from lacuna.model.inputs import packing_arguments, prepare_inputs
 from lacuna.model.probe import (
     Result,
     Rows,
+    find_attention,
     own_result,
     reason_against,
     result_in_rows,
@@ -108,3 +109,22 @@ def _states_by_stages(model: PreTrainedModel, layers: nn.ModuleList, batch: Batc
     inputs = prepare_inputs(batch, PACKED, model.device)
     last.entrance.received = hidden_states(first.module, inputs)
     return hidden_states(last.module, inputs)
+
+
+def tried_attention(
+    names: Sequence[str],
+    model_config: PretrainedConfig,
+    rows: Rows,
+    longest: int,
+    dtype: torch.dtype,
+    layout: Layout,
+    device: torch.device,
+) -> str:
+    """The first of these attentions with which a small model, also in shares, is exact."""
+    if is_from_fla(model_config):
+        from lacuna.model.linear_attention import find_bounds  # an extension
+
+        return find_bounds(names, model_config, rows, longest, device, dtype, layout)
+    attention = find_attention(names, model_config, rows, longest, device, dtype)
+    require_shareable(model_config, layout, rows, longest, device)
+    return attention

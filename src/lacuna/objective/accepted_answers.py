@@ -53,7 +53,7 @@ def write_answers(
     """
     verify = find_verifier(verifier)
     settings = teacher_config(config).model
-    tokenizer = teacher_tokenizer(config)
+    tokenizer = teacher_tokenizer(config.distillation, config.model)
     use_template(tokenizer, config.chat)
     chat = config.conversations
     judged = config.judged_answers
@@ -68,7 +68,7 @@ def write_answers(
     done = begin(progress, Hasher.hash([*made_of, size]))
     mesh = build_mesh(resolve_layout(config.parallelism, process.world_size), process.device.type)
     model = build_teacher(config, mesh, process.device).model
-    questions = read_questions(sources, config, tokenizer)
+    questions = read_questions(sources, config.chat, tokenizer, config.data.max_broken_records)
     with open(progress, "a", encoding="utf-8") as file:
         for number in count():
             batch = list(islice(questions, size))

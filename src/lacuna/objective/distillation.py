@@ -14,7 +14,7 @@ from lacuna.config import Config, UserError
 from lacuna.config.objectives import DistillationConfig
 from lacuna.data import Batch
 from lacuna.data.packing import IGNORED
-from lacuna.data.tokenizer import grown_tokenizer, rows_of_tokens
+from lacuna.data.tokenizer import rows_of_tokens
 from lacuna.model.build import BuiltModel
 from lacuna.model.forward import head_input
 from lacuna.model.loss import Columns, Loss, Sums, TokenLoss
@@ -25,6 +25,7 @@ from lacuna.objective.teacher import (
     stored_by,
     teacher_config,
     teacher_head,
+    teacher_tokenizer,
 )
 from lacuna.parallel.fsdp import inference
 
@@ -87,6 +88,7 @@ class Distillation(LanguageModelling):
 
     # `prepare` gives it the teacher that it lacks here.
     loss: Loss = TokenLoss(distillation_sums, NAMES)  # type: ignore[arg-type]
+    config: Config
     settings = DistillationConfig()
     teacher: BuiltModel | None = None
     words: int | None = None
@@ -94,6 +96,7 @@ class Distillation(LanguageModelling):
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for a teacher of another vocabulary."""
+        self.config = config
         self.settings = config.distillation
         if self.settings.teacher_logprobs is not None:
             from lacuna.objective.top_k import top_k_sums
@@ -102,13 +105,13 @@ class Distillation(LanguageModelling):
             of = partial(top_k_sums, settings=self.settings, words=rows_of_tokens(tokenizer))
             self.loss = TokenLoss(of, NAMES)
         elif self.settings.teacher is not None:
-            check_vocabulary(config, tokenizer)
+            check_vocabulary(self.settings, config.model, tokenizer)
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Builds the teacher, spread over the ranks as the model is."""
         if self.settings.teacher is not None and self.stored is None:
-            teacher = build_teacher(policy.config, policy.mesh, policy.device)
-            tokenizer = grown_tokenizer(teacher.config.model)
+            teacher = build_teacher(self.config, policy.mesh, policy.device)
+            tokenizer = teacher_tokenizer(self.settings, self.config.model)
             widths = {one.model.config.get_text_config().vocab_size for one in (policy, teacher)}
             self.words = rows_of_tokens(tokenizer) if len(widths) > 1 else None
             self.use_teacher(teacher)

@@ -24,6 +24,9 @@ _TASKS = {
 class Objective(Protocol):
     """What a run minimises: all that the loop is told of language modelling or anything else.
 
+    `check` and `frozen_models` are given the whole configuration, because nobody knows what of it
+    an objective of a user's own reads.
+
     Attributes:
         trains_on: what its data are.
         denominator: the count of a step that the summed loss is divided by.

@@ -12,13 +12,16 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
+from lacuna.config.machine import CheckpointConfig
+from lacuna.config.reinforcement import GrpoConfig
 from lacuna.data import Batch, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.layers.lora import without_adapters
 from lacuna.model.loss import Loss, TokenLoss
-from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples, with_log_ratios
+from lacuna.objective.grpo_batches import LaidOut, lay_out, logprobs_of_samples, with_log_ratios
 from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
@@ -29,14 +32,16 @@ from lacuna.rollout.verifiers import Reward, find_rewards
 _MISMATCH = 0.1
 
 
-def reference_kind(config: Config) -> str | None:
+def reference_kind(
+    settings: GrpoConfig, lora: LoraConfig, checkpoint: CheckpointConfig, folder: str
+) -> str | None:
     """Where the reference comes from (base or copy), or None without a divergence from one.
 
-    Raises `UserError` where it would not be what training begins with.
+    `folder` is that of the run. Raises `UserError` where the reference would not be what training
+    begins with.
     """
-    lora = config.lora
-    asked = config.grpo.reference
-    if not config.grpo.beta:
+    asked = settings.reference
+    if not settings.beta:
         return None
     is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
@@ -44,8 +49,8 @@ def reference_kind(config: Config) -> str | None:
             "grpo.reference = base: without its adapters the model is not what training begins "
             "with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use copy."
         )
-    checkpoints = Path(str(config.job.dump_folder), config.checkpoint.folder)
-    start = config.checkpoint.initial_load_path
+    checkpoints = Path(folder, checkpoint.folder)
+    start = checkpoint.initial_load_path
     if start or (checkpoints / "step-0").exists():
         raise UserError(
             "grpo.beta: the run begins with the weights of a checkpoint "
@@ -80,8 +85,9 @@ class Grpo(LanguageModelling):
         self.tokenizer = tokenizer
         self.functions = find_rewards(config.rewards)
         self.ends = end_of_turn(tokenizer)
-        self.kind = reference_kind(config)
         settings = config.grpo
+        folder = str(config.job.dump_folder)
+        self.kind = reference_kind(settings, config.lora, config.checkpoint, folder)
         is_by_tokens = settings.loss in ("dapo", "cispo")
         self.denominator = "trained_tokens" if is_by_tokens else "sequences"
         of = partial(grpo_sums, settings=settings, temperature=config.rollout.temperature)
@@ -93,11 +99,13 @@ class Grpo(LanguageModelling):
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}  # of the newest completions
         self.is_under_way = False  # whether this process has made a step
-        self.file = CompletionsFile(str(config.job.dump_folder))
+        self.file = CompletionsFile(folder)
 
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
         """The frozen copy, where that is the reference."""
-        return {"grpo.reference": FrozenModel(config)} if reference_kind(config) == "copy" else {}
+        folder = str(config.job.dump_folder)
+        kind = reference_kind(config.grpo, config.lora, config.checkpoint, folder)
+        return {"grpo.reference": FrozenModel(config)} if kind == "copy" else {}
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Builds the reference, where there is one that is a copy."""
@@ -128,7 +136,20 @@ class Grpo(LanguageModelling):
         own = [sample for group in self.own for sample in group]
         if is_new:
             self._note_logprobs(policy, own)
-        return lay_out(own, self.config, self.tokenizer.eos_token_id or 0).batches
+        return self._lay_out(own).batches
+
+    def _lay_out(self, own: list[Sample]) -> LaidOut:
+        """Samples in micro-batches like those of the settings."""
+        config = self.config
+        return lay_out(
+            own,
+            config.training,
+            config.row_form,
+            config.data,
+            config.grpo,
+            config.rollout,
+            padding=self.tokenizer.eos_token_id or 0,
+        )
 
     def _roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New groups of all ranks, on every rank: one for each prompt of a step.
@@ -139,7 +160,15 @@ class Grpo(LanguageModelling):
         drawn: list[Group] = []
         wanted = 0
         for _ in range(1 + settings.resample):
-            drawn += draw_groups(policy, source, self.functions, self.ends)
+            drawn += draw_groups(
+                policy,
+                source,
+                self.functions,
+                self.ends,
+                self.config.rollout,
+                self.config.rewards,
+                self.config.training.seed,
+            )
             wanted = wanted or len(drawn)
             if sum(group.varies for group in drawn) >= wanted:
                 break
@@ -157,7 +186,7 @@ class Grpo(LanguageModelling):
     def _note_logprobs(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""
         temperature = self.config.rollout.temperature
-        laid = lay_out(own, self.config, self.tokenizer.eos_token_id or 0)
+        laid = self._lay_out(own)
         found = logprobs_of_samples(policy, laid, own, temperature)
         for sample, old in zip(own, found, strict=True):
             sample.old = old

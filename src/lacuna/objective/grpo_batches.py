@@ -10,7 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lacuna.config import Config
+from lacuna.config.documents import DataConfig
+from lacuna.config.reinforcement import GrpoConfig, RolloutConfig
+from lacuna.config.row_form import RowForm
+from lacuna.config.sections import TrainingConfig
 from lacuna.data import Batch
 from lacuna.data.document import Document, Span
 from lacuna.data.filling import best_fit
@@ -39,28 +42,36 @@ class LaidOut:
     places: list[tuple[int, int]]
 
 
-def lay_out(samples: Sequence[Sample], config: Config, padding: int) -> LaidOut:
+def lay_out(
+    samples: Sequence[Sample],
+    training: TrainingConfig,
+    form: RowForm,
+    data: DataConfig,
+    grpo: GrpoConfig,
+    rollout: RolloutConfig,
+    padding: int,
+) -> LaidOut:
     """Packs samples into micro-batches, as many on this rank as on all others.
 
-    Each has `training.batch_size` rows of `training.seq_len` tokens; the last ones may be padding.
+    Each has `training.batch_size` rows in the form of the data; the last ones may be padding.
     """
-    size = config.training.batch_size
+    size = training.batch_size
     lengths = np.array([len(one.prompt) + len(one.tokens) for one in samples], dtype=np.int64)
     bins = [[number] for number in range(len(samples))]
-    if config.packing.mode != "none":
-        bins = best_fit(lengths, config.training.seq_len)
+    if form.packing.mode != "none":
+        bins = best_fit(lengths, form.length)
     count = torch.tensor(-(-len(bins) // size))
     if dist.get_backend() == "nccl":
         count = count.cuda()
     dist.all_reduce(count, dist.ReduceOp.MAX)
     batches = []
     places = [(0, 0)] * len(samples)
-    sources = len(config.data.resolved_sources())
+    sources = len(data.resolved_sources())
     for number in range(int(count)):
         rows = bins[number * size : (number + 1) * size]
         rows += [[]] * (size - len(rows))
-        spans = [[_span(samples[index], config) for index in row] for row in rows]
-        batch = pack(spans, config, max(sources, 1), padding, _KINDS)
+        spans = [[_span(samples[index], grpo, rollout.max_tokens) for index in row] for row in rows]
+        batch = pack(spans, form, max(sources, 1), padding, _KINDS)
         counts = batch.counts | {"sequences": float(sum(map(len, rows)))}
         batches.append(replace(batch, counts=counts))
         for place, row in enumerate(rows):
@@ -71,11 +82,13 @@ def lay_out(samples: Sequence[Sample], config: Config, padding: int) -> LaidOut:
     return LaidOut(batches, places)
 
 
-def _span(sample: Sample, config: Config) -> Span:
-    """The prompt and the completion as a document whose columns are those of the loss."""
-    settings = config.grpo
+def _span(sample: Sample, settings: GrpoConfig, most: int) -> Span:
+    """The prompt and the completion as a document whose columns are those of the loss.
+
+    A completion has at most so many tokens.
+    """
     count = len(sample.tokens)
-    shares = {"dr_grpo": 1 / config.rollout.max_tokens, "grpo": 1 / count, "gspo": 1 / count}
+    shares = {"dr_grpo": 1 / most, "grpo": 1 / count, "gspo": 1 / count}
     columns = {
         "advantages": torch.full((count,), sample.advantage),
         "shares": torch.full((count,), shares.get(settings.loss, 1.0)),

@@ -20,7 +20,6 @@ from lacuna.model.loss import Columns, Loss, SequenceLoss, Sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import (
     Reference,
-    frozen_copy,
     read_without_gradient,
     reference_kind,
     with_sequence_column,
@@ -108,7 +107,8 @@ class Preference(LanguageModelling):
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` where the reference would not be what training begins with."""
         self.settings = config.preference
-        kind = reference_kind(config)
+        folder = str(config.job.dump_folder)
+        kind = reference_kind(self.settings, config.lora, config.checkpoint, folder)
         self.reference = None if kind is None else Reference(kind, config)
         is_kto = self.settings.loss == "kto"
         extra = ("chosen", "divergence") if is_kto else ("right",)
@@ -119,7 +119,9 @@ class Preference(LanguageModelling):
 
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
         """The frozen copy, where that is the reference."""
-        return frozen_copy(config)
+        folder = str(config.job.dump_folder)
+        kind = reference_kind(config.preference, config.lora, config.checkpoint, folder)
+        return {"preference.reference": FrozenModel(config)} if kind == "copy" else {}
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
         """Makes the reference, where the loss has one."""

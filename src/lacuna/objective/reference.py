@@ -12,12 +12,13 @@ from torch import Tensor
 
 from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
+from lacuna.config.machine import CheckpointConfig
+from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import Batch
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.forward import sequence_logprobs
 from lacuna.model.layers.lora import without_adapters
-from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.fsdp import inference
 
 
@@ -26,14 +27,16 @@ def begins_as_base(lora: LoraConfig) -> bool:
     return lora.rank > 0 and not (lora.modules or lora.adapter or lora.init != "zero")
 
 
-def reference_kind(config: Config) -> str | None:
+def reference_kind(
+    settings: PreferenceConfig, lora: LoraConfig, checkpoint: CheckpointConfig, folder: str
+) -> str | None:
     """Where the reference comes from (base, copy or cached), or None where the loss needs none.
 
-    Raises `UserError` where it would not be what training begins with.
+    `folder` is that of the run. Raises `UserError` where the reference would not be what training
+    begins with.
     """
-    lora = config.lora
-    asked = config.preference.reference
-    if not config.preference.needs_reference:
+    asked = settings.reference
+    if not settings.needs_reference:
         return None
     is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
@@ -45,8 +48,8 @@ def reference_kind(config: Config) -> str | None:
     kind = asked
     if asked == "auto":
         kind = "base" if is_base else "copy"
-    checkpoints = Path(str(config.job.dump_folder), config.checkpoint.folder)
-    start = config.checkpoint.initial_load_path
+    checkpoints = Path(folder, checkpoint.folder)
+    start = checkpoint.initial_load_path
     if kind != "cached" and (start or (checkpoints / "step-0").exists()):
         raise UserError(
             f"preference.reference = {kind}: the run begins with the weights of a checkpoint "
@@ -55,13 +58,6 @@ def reference_kind(config: Config) -> str | None:
             "give that as model.name_or_path."
         )
     return kind
-
-
-def frozen_copy(config: Config) -> dict[str, FrozenModel]:
-    """The model that a reference is, beside the one that is trained, by the setting that asks."""
-    if reference_kind(config) != "copy":
-        return {}
-    return {"preference.reference": FrozenModel(config)}
 
 
 @dataclass

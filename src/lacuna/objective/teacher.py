@@ -85,22 +85,28 @@ def stored_by(settings: DistillationConfig) -> dict[str, str]:
     return files
 
 
+def _teacher_model(settings: DistillationConfig, student: ModelConfig) -> ModelConfig:
+    """The settings of the teacher as a model."""
+    return ModelConfig(
+        name_or_path=settings.teacher,
+        trust_remote_code=student.trust_remote_code,
+        attention=student.attention,
+    )
+
+
 def teacher_config(config: Config) -> Config:
     """The settings of a run whose model is the teacher: the same layout, its own weights."""
-    settings = config.distillation
-    model = ModelConfig(
-        name_or_path=settings.teacher,
-        trust_remote_code=config.model.trust_remote_code,
-        attention=config.model.attention,
-    )
-    base = QuantizationConfig(base=settings.teacher_base)
+    model = _teacher_model(config.distillation, config.model)
+    base = QuantizationConfig(base=config.distillation.teacher_base)
     return config.model_copy(update={"model": model, "lora": LoraConfig(), "quantization": base})
 
 
-def teacher_tokenizer(config: Config) -> PreTrainedTokenizerBase:
-    """The tokenizer of the teacher of a run. Raises `UserError` where there is none."""
+def teacher_tokenizer(
+    settings: DistillationConfig, student: ModelConfig
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of the teacher of a `student`. Raises `UserError` where there is none."""
     try:
-        return grown_tokenizer(teacher_config(config).model)
+        return grown_tokenizer(_teacher_model(settings, student))
     except UserError as error:
         reason = str(error).rpartition(";")[0]  # what would mend it is for the model's own
         raise UserError(
@@ -108,15 +114,17 @@ def teacher_tokenizer(config: Config) -> PreTrainedTokenizerBase:
         ) from error
 
 
-def check_vocabulary(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `UserError` unless the teacher's tokenizer has the same tokens as the model's."""
-    theirs = teacher_tokenizer(config).get_vocab()
+def check_vocabulary(
+    settings: DistillationConfig, student: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Raises `UserError` unless the teacher has the same tokens as the `student`'s tokenizer."""
+    theirs = teacher_tokenizer(settings, student).get_vocab()
     ours = tokenizer.get_vocab()
     if theirs == ours:
         return
     token, number = min(ours.items() ^ theirs.items(), key=lambda pair: (pair[1], pair[0]))
     of = "the model" if (token, number) in ours.items() else "the teacher"
     raise UserError(
-        f"distillation.teacher: {config.distillation.teacher} has another vocabulary: token "
+        f"distillation.teacher: {settings.teacher} has another vocabulary: token "
         f"{number} is {token!r} for {of} alone: choose a teacher with the model's tokenizer."
     )

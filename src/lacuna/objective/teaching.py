@@ -54,7 +54,7 @@ def write_likeliest(config: Config, process: Process, top_k: int) -> str:
     """
     folder = str(config.distillation.teacher_logprobs)
     tokenizer = run_tokenizer(config.model, config.conversations)
-    check_vocabulary(config, tokenizer)
+    check_vocabulary(config.distillation, config.model, tokenizer)
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), lanes=1, endless=False)
     ends = np.cumsum(row_counts(plan.tokens))
     firsts = np.concatenate([[0], ends[:-1]])
@@ -75,7 +75,7 @@ def write_likeliest(config: Config, process: Process, top_k: int) -> str:
     unfinished = f"{folder}.unfinished"
     with place:
         on_first(process, lambda: create_files(unfinished, rows, top_k))
-        _fill(unfinished, plan, teacher, words)
+        _fill(unfinished, plan, teacher, words, config.training.batch_size)
         dist.barrier()
         told = {
             "teacher": config.distillation.teacher,
@@ -115,17 +115,17 @@ def require_room(folder: str, size: int) -> None:
         )
 
 
-def _fill(folder: str, plan: RowPlan, teacher: BuiltModel, words: int) -> None:
+def _fill(folder: str, plan: RowPlan, teacher: BuiltModel, words: int, size: int) -> None:
     """Writes what the teacher says of this rank's share of the rows to the files in a folder.
 
-    The column `place` of the batches says where.
+    The column `place` of the batches, which have `size` rows, says where.
     """
     ids = np.load(os.path.join(folder, IDS), mmap_mode="r+")
     logprobs = np.load(os.path.join(folder, LOGPROBS), mmap_mode="r+")
     head = teacher_head(teacher)
     step = max(1, CHUNK_BYTES // 16 // len(head.weight))  # there are a few tensors of logits
     told = time.monotonic()
-    for done, batch in _batches(plan, teacher.mesh):
+    for done, batch in _batches(plan, teacher.mesh, size):
         with inference(*(stage.module for stage in teacher.stages)):
             states = teacher.read(batch, head_input)
         assert states is not None, "without a pipeline every rank has the head"
@@ -144,12 +144,11 @@ def _fill(folder: str, plan: RowPlan, teacher: BuiltModel, words: int) -> None:
     logprobs.flush()
 
 
-def _batches(plan: RowPlan, mesh: Mesh) -> Iterator[tuple[int, Batch]]:
-    """This rank's micro-batches of all documents, each after the number of rows before it.
+def _batches(plan: RowPlan, mesh: Mesh, size: int) -> Iterator[tuple[int, Batch]]:
+    """This rank's micro-batches of `size` rows, each after the number of rows before it.
 
     All ranks have equally many, since all must take part in each.
     """
-    size = plan.config.training.batch_size
     for before in range(0, len(plan.bins), size * mesh.layout.data_parallel):
         first = before + mesh.data_rank * size
         rows = [

@@ -3,7 +3,7 @@
 from lacuna.config import Config, UserError, in_curriculum_stage, logger
 from lacuna.config.checks import long_warmup
 from lacuna.config.machine import ParallelismConfig
-from lacuna.config.optimizers import LRSchedulerConfig
+from lacuna.config.optimizers import LRSchedulerConfig, OptimizerConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.data import BatchSizes
 from lacuna.parallel.mesh import Layout
@@ -18,7 +18,10 @@ def curriculum_batches(
     The first stage is the one before all tables, and without a curriculum the only one. `saved` is
     its global batch, where a run is resumed. Raises `UserError` as `resolve_batch` does.
     """
-    batch = resolve_batch(config, layout, saved)
+    folder = str(config.job.dump_folder)
+    batch = resolve_batch(
+        config.training, config.parallelism, config.optimizer, layout, saved, folder
+    )
     resolved = {
         "batch_size": batch.micro_batch,
         "gradient_accumulation_steps": batch.accumulation,
@@ -30,18 +33,27 @@ def curriculum_batches(
     for number, later in enumerate(first.curriculum_stages()[1:], start=1):
         with in_curriculum_stage(number):
             saved_later = later.training.global_batch_size if saved else None
-            batches.append((later, resolve_batch(later, layout, saved_later)))
+            batch = resolve_batch(
+                later.training, later.parallelism, later.optimizer, layout, saved_later, folder
+            )
+            batches.append((later, batch))
     return batches
 
 
-def resolve_batch(config: Config, layout: Layout, saved: int | None = None) -> BatchSizes:
+def resolve_batch(
+    training: TrainingConfig,
+    parallelism: ParallelismConfig,
+    optimizer: OptimizerConfig,
+    layout: Layout,
+    saved: int | None = None,
+    folder: str = "",
+) -> BatchSizes:
     """The batch of a run.
 
-    A run that is resumed keeps its global batch, `saved`, on any number of ranks. A pipeline takes
-    all micro-batches of a step at once, and cuts the rows of a rank into as many as it needs.
-    Raises `UserError` when the global batch does not divide.
+    A run that is resumed from a `folder` keeps its global batch, `saved`, on any number of ranks. A
+    pipeline takes all micro-batches of a step at once, and cuts the rows of a rank into as many as
+    it needs. Raises `UserError` when the global batch does not divide.
     """
-    training = config.training
     ranks = layout.data_parallel
     given = training.gradient_accumulation_steps or 1
     total = saved or training.global_batch_size or training.batch_size * given * ranks
@@ -53,20 +65,16 @@ def resolve_batch(config: Config, layout: Layout, saved: int | None = None) -> B
     accumulation = max(rows // micro, 1)  # 1 where it does not divide, which is refused below
     pieces = accumulation
     if layout.pp > 1:
-        pieces = _pipeline_microbatches(config.parallelism, accumulation)
-    _check_global_batch(training, config.job.dump_folder, total, micro, ranks, saved)
+        pieces = _pipeline_microbatches(parallelism, accumulation)
+    _check_global_batch(training, folder, total, micro, ranks, saved)
     if not saved and training.gradient_accumulation_steps not in (None, accumulation):
         raise UserError(
             f"training.gradient_accumulation_steps: {given} does not fit "
             f"training.global_batch_size = {total}, which makes it {total} / ({micro} × {ranks}) "
             f"= {accumulation}: give only one of the two."
         )
-    if config.optimizer.early_step_in_backward and (accumulation > 1 or layout.pp > 1):
-        raise UserError(
-            "optimizer.early_step_in_backward: a step of several micro-batches (gradient "
-            "accumulation, or a pipeline) has no gradient that is complete before its end: use one "
-            "micro-batch, or drop the setting."
-        )
+    if accumulation > 1 or layout.pp > 1:
+        _refuse_early_step(optimizer)
     if rows % pieces:
         raise UserError(
             f"parallelism.pipeline_parallel_microbatches: a rank's {micro} × {accumulation} = "
@@ -74,10 +82,20 @@ def resolve_batch(config: Config, layout: Layout, saved: int | None = None) -> B
             f"that divides {rows}."
         )
     if layout.pp > 1:
-        pipeline_order(config.parallelism, pieces)  # refuses what the schedule cannot run
+        pipeline_order(parallelism, pieces)  # refuses what the schedule cannot run
     if micro != training.batch_size:
         logger.info("micro-batches of %d keep the run's global batch of %d", micro, total)
     return BatchSizes(rows // pieces, pieces, total)
+
+
+def _refuse_early_step(optimizer: OptimizerConfig) -> None:
+    """Raises `UserError` where a step has no gradient that is complete before its end."""
+    if optimizer.early_step_in_backward:
+        raise UserError(
+            "optimizer.early_step_in_backward: a step of several micro-batches (gradient "
+            "accumulation, or a pipeline) has no gradient that is complete before its end: use one "
+            "micro-batch, or drop the setting."
+        )
 
 
 def _pipeline_microbatches(settings: ParallelismConfig, accumulation: int) -> int:

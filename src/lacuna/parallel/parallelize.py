@@ -4,8 +4,9 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from lacuna.config import Config
-from lacuna.config.machine import CompileConfig, ParallelismConfig
+from lacuna.config.adapters import QuantizationConfig
+from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
+from lacuna.config.sections import TrainingConfig
 from lacuna.parallel.fsdp import is_alone, shard_model
 from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.recompute import recompute
@@ -27,25 +28,33 @@ def compile_enabled(
 
 
 def parallelize(
-    model: PreTrainedModel, layers: nn.ModuleList, mesh: Mesh, config: Config
+    model: PreTrainedModel,
+    layers: nn.ModuleList,
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
+    recomputed: ActivationCheckpointConfig,
+    compiled: bool,
+    training: TrainingConfig,
+    quantization: QuantizationConfig,
 ) -> list[Stage]:
     """Spreads `model` over `mesh`, in place, and returns the parts of it that this rank runs.
 
-    Raises `UserError` for a model that cannot be spread like that.
+    `compiled` says whether layers are compiled. Raises `UserError` for a model that cannot be
+    spread like that.
     """
-    stages = keep_own_stages(model, layers, mesh, config.parallelism)
+    stages = keep_own_stages(model, layers, mesh, parallelism)
     own = [layer for stage in stages for layer in stage.layers]
     if mesh.layout.tp > 1:
         slice_positions(model, mesh.tensor)
         split_layers(own, model.config, mesh.tensor)
-        if config.parallelism.enable_async_tensor_parallel:
+        if parallelism.enable_async_tensor_parallel:
             overlap_communication(mesh.tensor)
     if mesh.experts is not None:
         from lacuna.parallel.experts import spread_experts  # an extension
 
         spread_experts(own, mesh.experts["ep"])
-    recompute(own, config.activation_checkpoint)
-    if compile_enabled(config.compile, config.parallelism, mesh.named.device_type):
+    recompute(own, recomputed)
+    if compiled:
         # Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay
         # outside it. There are more kinds of batches (packed or not, learned from or not, of
         # several lengths) than the 8 graphs that torch allows.
@@ -53,17 +62,17 @@ def parallelize(
         for layer in own:
             layer.compile(fullgraph=True)
     for stage in stages:
-        if config.activation_checkpoint.offload:
+        if recomputed.offload:
             from lacuna.parallel.offload import offload_inputs  # an extension
 
             offload_inputs(stage.module, mesh.named.device_type)
-        if not is_alone(config.training, mesh.layout):
+        if not is_alone(training, mesh.layout):
             shard_model(
                 stage.module,
                 stage.layers,
                 mesh,
-                config.parallelism,
-                config.training,
-                config.quantization,
+                parallelism,
+                training,
+                quantization,
             )
     return stages

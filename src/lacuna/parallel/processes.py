@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from importlib.util import find_spec
 from typing import Any, TypeVar, cast
 
 import torch
@@ -54,49 +53,23 @@ def device_type() -> str:
     return "cuda" if not is_kept_off and torch.cuda.is_available() else "cpu"
 
 
-def check_device(config: Config, kind: str) -> None:
-    """Raises `UserError` for settings that this kind of device does not have.
-
-    They need a GPU where there is none, or a package that is not installed on a GPU.
-    """
-    base = config.quantization.base
-    if kind == "cuda":
-        if base == "nf4" and not find_spec("bitsandbytes"):
-            raise UserError(
-                f"quantization.base: {base} on a GPU needs bitsandbytes, which is not installed: "
-                "pip install 'lacuna-train[qlora]'."
-            )
-        return
-    uncompiled = config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable
-    pinned = config.checkpoint.async_mode == "async_with_pinned_mem"
-    needing_a_gpu = {
-        'checkpoint.async_mode = "async_with_pinned_mem"': pinned,
-        "profiling.enable_memory_snapshot": config.profiling.enable_memory_snapshot,
-        "parallelism.enable_async_tensor_parallel": config.parallelism.enable_async_tensor_parallel,
-        'activation_checkpoint.mode = "memory_budget" without compile.enable = true': uncompiled,
-    }
-    for setting, wanted in needing_a_gpu.items():
-        if wanted:
-            raise UserError(f"{setting} needs a GPU, and this run is on the CPU: leave it out.")
-
-
-def start_process(config: Config) -> Process:
+def start_process(comm: CommConfig, folder: str, offloads: bool) -> Process:
     """Joins the process group that the environment describes by torchrun's variables.
 
-    Where it describes none, this process is a group of its own. Raises `UnansweredError` where not
-    all processes come together in time, and `UserError` as `check_device` does.
+    Where it describes none, this process is a group of its own. `folder` is that of the run, and
+    `offloads` says that GPUs exchange tensors in CPU memory as well. Raises `UnansweredError` where
+    not all processes come together in time.
     """
     rank = int(os.environ.get("RANK", 0))
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     kind = device_type()
-    check_device(config, kind)
     gpu = None
     backend = "gloo"
     if kind == "cuda":
         gpu = _select_gpu(int(os.environ.get("LOCAL_RANK", rank)), world_size)
-        _record_communication(config.comm, str(config.job.dump_folder))
-        backend = "cpu:gloo,cuda:nccl" if config.training.enable_cpu_offload else "nccl"
-    timeout = timedelta(seconds=config.comm.init_timeout_seconds)
+        _record_communication(comm, folder)
+        backend = "cpu:gloo,cuda:nccl" if offloads else "nccl"
+    timeout = timedelta(seconds=comm.init_timeout_seconds)
     try:
         dist.init_process_group(
             backend,
@@ -115,7 +88,7 @@ def start_process(config: Config) -> Process:
             f"{timeout.seconds} (this is rank {rank}): {_first_line(error)}."
         ) from error
     for group in (control, background):  # a save of a large model may outlast any step
-        set_timeout(group, config.comm.save_timeout_seconds)
+        set_timeout(group, comm.save_timeout_seconds)
     return Process(rank, world_size, gpu or torch.device("cpu"), control, background)
 
 

@@ -53,7 +53,7 @@ def draw(config: Config, processes: int, device: str) -> None:
     run would refuse.
     """
     layout = resolve_layout(config.parallelism, processes)
-    batch = resolve_batch(config, layout)
+    batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
     tokenizer = run_tokenizer(config.model, config.conversations)
     model = build_meta_model(config, tokenizer, layout, device)
     order = pipeline_order(config.parallelism, batch.accumulation) if layout.pp > 1 else {}

@@ -5,6 +5,7 @@ from rich.table import Table
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.console import open_console
+from lacuna.config.devices import check_device
 from lacuna.config.errors import require_writable
 from lacuna.config.learning_rate import learning_rate, peak_step, warmup_steps
 from lacuna.config.optimizers import LRSchedulerConfig
@@ -17,8 +18,10 @@ from lacuna.objective.find import find_objective
 from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import resolve_layout
 from lacuna.parallel.precision import compute_dtype
-from lacuna.parallel.processes import check_device, device_type
+from lacuna.parallel.processes import device_type
 from lacuna.plan.memory import estimate_memory, frozen_memory
+
+_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
 def dry_run(config: Config, processes: int, device: str | None = None) -> None:
@@ -37,7 +40,8 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     objective.check(config, tokenizer)
     here = torch.device(device) if device == device_type() else None
     model = build_meta_model(config, tokenizer, layout, device, here)
-    required_router(config, model.config, layout, here or torch.device("cpu"))
+    routed = (config.training, config.curriculum, config.compile, config.activation_checkpoint)
+    required_router(*routed, model.config, layout, here or torch.device("cpu"))
     _require_weights(config.model)
     loader = build_loader(config, tokenizer, batch, dp_rank=0)
     steps = total_steps(config.training, config.lr_scheduler, loader.rows_left, batch.global_batch)
@@ -45,8 +49,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, batch, dp_rank=0)
     compute = str(compute_dtype(config.training, device)).removeprefix("torch.")
-    axes = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
-    degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
+    degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in _AXES)
     length = config.training.seq_len
     estimate = estimate_memory(config, layout, batch, model, device)
     for setting, frozen in objective.frozen_models(config).items():

@@ -11,6 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
 from lacuna.config.console import open_console
+from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data import run_tokenizer
 from lacuna.data.document import Span
 from lacuna.data.plan import RowPlan, make_row_plan
@@ -28,7 +29,8 @@ def show_data(config: Config, processes: int) -> None:
     Raises `UserError` for what the run would refuse of the data.
     """
     layout = resolve_layout(config.parallelism, processes)
-    size = resolve_batch(config, layout).global_batch
+    batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
+    size = batch.global_batch
     tokenizer = run_tokenizer(config.model, config.conversations)
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))
@@ -46,7 +48,7 @@ def show_data(config: Config, processes: int) -> None:
                 "[green]trained[/green] and not"
             )
             console.print(coloured(ids, trained, tokenizer, marked), "")
-    console.print(_counts_table(plan, rows))
+    console.print(_counts_table(plan, rows, config.rollout))
 
 
 def _shown_sequences(span: Span) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
@@ -84,26 +86,26 @@ def coloured(
     return text
 
 
-def _counts_table(plan: RowPlan, rows: list[list[Span]]) -> Table:
+def _counts_table(plan: RowPlan, rows: list[list[Span]], rollout: RolloutConfig) -> Table:
     """Lengths, fill and sizes of a pass over the data, or of the first step where none is known.
 
     `rows` are those of the first step.
     """
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     batch = plan.batch(rows)
-    length = plan.config.training.seq_len
-    is_preference = plan.config.trains_on == "preferences"
-    is_prompts = plan.config.trains_on == "prompts"
+    length = plan.form.length
+    is_preference = plan.form.trains_on == "preferences"
+    is_prompts = plan.form.trains_on == "prompts"
     unit = "prompts" if is_prompts else "examples"
     if is_preference:
-        unit = "answers" if plan.config.preference.loss == "kto" else "pairs"
+        unit = "answers" if plan.form.judged_by == "kto" else "pairs"
     lengths = np.array([len(span.tokens) for span in chain(*rows)])
     if plan.table is not None:
         lengths = plan.table.lengths[plan.table.lengths > 0]
     lengths = lengths - is_prompts  # their documents have a token more, that ends an answer
     _add_lengths(table, lengths, unit)
     if is_prompts:
-        _add_rollouts(table, plan, len(rows))
+        _add_rollouts(table, plan, rollout, len(rows))
         return table
     if plan.table is not None:
         long = f"{(lengths > length).sum():,} of {len(lengths):,} {unit}"
@@ -132,9 +134,8 @@ def _counts_table(plan: RowPlan, rows: list[list[Span]]) -> Table:
     return table
 
 
-def _add_rollouts(table: Table, plan: RowPlan, prompts: int) -> None:
+def _add_rollouts(table: Table, plan: RowPlan, rollout: RolloutConfig, prompts: int) -> None:
     """Adds to the table what is made of the prompts of a step."""
-    rollout = plan.config.rollout
     made = f"{prompts} prompts × {rollout.samples} completions"
     table.add_row("step", made, f"of at most {rollout.max_tokens:,} tokens each")
     if plan.rows_per_pass is not None:

@@ -11,7 +11,7 @@ from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.data import BatchSizes
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
-from lacuna.model.build import build_meta_model, frozen_settings
+from lacuna.model.build import build_meta_model, frozen_training
 from lacuna.model.layers.quantized import quantized_modules
 from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.parameter_groups import state_bytes
@@ -194,7 +194,8 @@ def frozen_memory(
     Its attention is tried out where there is a device `here` to try it on. Raises `UserError` for a
     model that cannot be spread or quantised so.
     """
-    config = frozen_settings(frozen.config, device)
+    training = frozen_training(frozen.config.training, device)
+    config = frozen.config.model_copy(update={"training": training})
     model = build_meta_model(config, grown_tokenizer(config.model), layout, device, here)
     weights = estimate_memory(config, layout, batch, model, device)["weights"]
     if not frozen.keeps_states:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lacuna.config.reinforcement import RewardsConfig
+from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
 from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
@@ -80,21 +80,26 @@ def _number(value: float) -> float | None:
 
 
 def draw_groups(
-    policy: BuiltModel, source: Loader, functions: Mapping[str, Reward], ends: Sequence[int]
+    policy: BuiltModel,
+    source: Loader,
+    functions: Mapping[str, Reward],
+    ends: Sequence[int],
+    rollout: RolloutConfig,
+    rewards: RewardsConfig,
+    seed: int,
 ) -> list[Group]:
     """The groups of the next prompts of all ranks, on every rank, in the order of the data."""
     plan = source.plan
-    config = plan.config
     asked, keys = _next_prompts(policy, source)
     prompts = [prompt.tokens for prompt in asked]
-    said = generate(policy, prompts, keys, config.rollout, ends, config.training.seed)
+    said = generate(policy, prompts, keys, rollout, ends, seed)
     groups = []
     answers = []
     for prompt, completions in zip(asked, said, strict=True):
         row, where, number = row_of_prompt(prompt.document, plan.tokens, plan.sources)
         texts = [str(plan.tokenizer.decode(_without_end(one))) for one in completions]
         for one, text in zip(completions, texts, strict=True):
-            left = config.rollout.max_tokens - len(one.tokens)
+            left = rollout.max_tokens - len(one.tokens)
             answers.append(Answered(row, where, text, left))
         samples = [
             Sample(prompt.tokens, one.tokens, one.logprobs, one.ended, number)
@@ -102,7 +107,7 @@ def draw_groups(
         ]
         asked_text = str(plan.tokenizer.decode(prompt.tokens))
         groups.append(Group(asked_text, texts, samples, {}, []))
-    _add_rewards(groups, answers, functions, config.rewards)
+    _add_rewards(groups, answers, functions, rewards)
     of_ranks: list[list[Group]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, groups)
     return [group for part in of_ranks for group in part]

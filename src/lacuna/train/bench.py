@@ -22,7 +22,6 @@ from lacuna.config.documents import CurriculumConfig, ValidationConfig
 from lacuna.config.machine import ProfilingConfig
 from lacuna.config.optimizers import LRSchedulerConfig
 from lacuna.parallel.mesh import AXES
-from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.processes import Process, gather_objects
 from lacuna.train.kernels import recorded_intervals, time_by_class
 from lacuna.train.metrics import peak_memory
@@ -103,16 +102,16 @@ def measure(config: Config, process: Process, console: Console) -> tuple[Run, di
     return run, speed | {"memory_gib": memory, "kernels": kernels}
 
 
-def describe(run: Run, config: Config, window: int) -> dict[str, Any]:
-    """What was measured where: the run of `config`, versions, and the device."""
+def describe(run: Run, name: str, settings: dict[str, Any], window: int) -> dict[str, Any]:
+    """What was measured where: the run of this name and settings, versions, and the device."""
     device = run.process.device
-    name = platform.processor() or platform.machine()
+    processor = platform.processor() or platform.machine()
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        processor = torch.cuda.get_device_name(device)
     layout = run.built.mesh.layout
     installed = {found.metadata["Name"]: found.version for found in metadata.distributions()}
     return {
-        "run": config.job.name,
+        "run": name,
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {
             "lacuna": lacuna_version,
@@ -122,19 +121,19 @@ def describe(run: Run, config: Config, window: int) -> dict[str, Any]:
         },
         "device": {
             "type": device.type,
-            "name": name,
+            "name": processor,
             "processes": run.process.world_size,
             "peak_flops": run.peak_flops,
         },
         "model": type(run.built.model).__name__.removeprefix("FSDP"),
         "parameters": run.built.parameters,
         "attention": run.built.model.config._attn_implementation,
-        "compiled": compile_enabled(run.built.config.compile, config.parallelism, device.type),
+        "compiled": run.built.head.compiled,
         "layout": {axis: getattr(layout, axis) for axis in AXES},
         "sequences_of_a_step": run.batch.global_batch,
         "steps_of_a_window": window,
         "warm_up_steps": warm_up_steps(window),
-        "settings": config.model_dump(mode="json"),
+        "settings": settings,
     }
 
 

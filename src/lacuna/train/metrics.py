@@ -15,7 +15,8 @@ from rich.console import Console
 from rich.progress import MofNCompleteColumn, Progress
 from rich.text import Text
 
-from lacuna.config import Config, explained, logger
+from lacuna.config import explained, logger
+from lacuna.config.machine import MetricsConfig
 
 # Part of a device's name -> its dense bfloat16 peak with float32 accumulation, TFLOP/s. The first
 # part that the name has counts.
@@ -124,33 +125,42 @@ class MetricWriter(ExitStack):
     """Writes rows of metrics to wherever the configuration wants them, and to the console.
 
     The console is quiet on all ranks but the first. Files are written by the first rank alone,
-    unless `metrics.rank_0_only` is false. As a context it closes what it has opened.
+    unless `metrics.rank_0_only` is false. Weights & Biases is `told` all settings of the run. As a
+    context it closes what it has opened.
     """
 
     def __init__(
-        self, config: Config, rank: int, console: Console, start_step: int, total_steps: int
+        self,
+        settings: MetricsConfig,
+        name: str,
+        folder: str,
+        is_chat: bool,
+        samples_text: bool,
+        rank: int,
+        console: Console,
+        start_step: int,
+        total_steps: int,
+        told: dict[str, Any],
     ) -> None:
         super().__init__()
-        settings = config.metrics
-        folder = config.job.dump_folder
         self.console = console
         self._rows = self._samples = self._board = self._wandb = None
-        self._parts = ("question  ", "\nanswer    ") if config.conversations else ("", "")
+        self._parts = ("question  ", "\nanswer    ") if is_chat else ("", "")
         kept = start_step or -1  # a run from the start measures step 0 again
         if rank == 0 or not settings.rank_0_only:
-            name = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
-            self._rows = self.enter_context(_open_rows(os.path.join(folder, name), kept))
+            file = "metrics.jsonl" if rank == 0 else f"metrics-rank-{rank}.jsonl"
+            self._rows = self.enter_context(_open_rows(os.path.join(folder, file), kept))
             if settings.enable_tensorboard:
                 from torch.utils.tensorboard import SummaryWriter
 
                 own = f"rank-{rank}" if rank else ""
                 board = os.path.join(folder, settings.save_tb_folder, own)
                 self._board = self.enter_context(SummaryWriter(board, purge_step=kept + 1))
-        if rank == 0 and config.validation.prompts:
+        if rank == 0 and samples_text:
             samples = os.path.join(folder, "samples.jsonl")
             self._samples = self.enter_context(_open_rows(samples, kept))
         if rank == 0 and settings.enable_wandb:
-            self._wandb = self.enter_context(_wandb_run(config))
+            self._wandb = self.enter_context(_wandb_run(name, folder, told))
         columns = (MofNCompleteColumn(), *Progress.get_default_columns())
         hidden = console.quiet or not console.is_terminal
         progress = Progress(*columns, console=console, transient=True, disable=hidden)
@@ -186,16 +196,19 @@ class MetricWriter(ExitStack):
         self.console.print(Text.assemble(start, (prompt, "bold"), (between, "dim"), text))
 
 
-def _wandb_run(config: Config) -> Any:
-    """Starts or resumes the run at Weights & Biases. Raises `UserError` without their package."""
+def _wandb_run(name: str, folder: str, told: dict[str, Any]) -> Any:
+    """Starts or resumes the run at Weights & Biases, which is `told` its settings.
+
+    Raises `UserError` without their package.
+    """
     absent = "metrics.enable_wandb: the wandb package is not installed"
     mend = "pip install 'lacuna-train[wandb]', or leave the setting out"
     with explained(absent, ImportError, mend=mend):
         import wandb
     return wandb.init(
         project=os.environ.get("WANDB_PROJECT", "lacuna"),
-        name=os.environ.get("WANDB_NAME", config.job.name),
+        name=os.environ.get("WANDB_NAME", name),
         resume="allow",
-        config=config.model_dump(),
-        dir=config.job.dump_folder,
+        config=told,
+        dir=folder,
     )

@@ -102,7 +102,7 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
         if parameter.grad is not None:
             parts.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
     # A pipeline stage that trains nothing adds a zero, of the dtype and device of the others' sums.
-    home = torch.device("cpu") if built.config.training.enable_cpu_offload else built.device
+    home = torch.device("cpu") if built.training.enable_cpu_offload else built.device
     square = torch.zeros((), dtype=_norm_dtype(home), device=home)
     for part in parts.values():
         counted = [p for p in part if id(p) not in counted_elsewhere]
@@ -128,8 +128,8 @@ def update(
     one whose norm is not finite. The fused kernel reads on the device whether to skip, so that the
     host does not wait; with the others it has to.
     """
-    norm = clip_gradients(built, built.config.training.max_norm)
-    broken = ~torch.isfinite(norm) & built.config.training.skip_nan_inf
+    norm = clip_gradients(built, built.training.max_norm)
+    broken = ~torch.isfinite(norm) & built.training.skip_nan_inf
     skip = ((divisor == 0) | broken).float()
     if optimizer.defaults["fused"]:
         optimizer.found_inf = skip  # type: ignore[attr-defined]  # which the kernel reads

@@ -1,14 +1,14 @@
 """What a run was started with, and what happens when it is resumed with something else."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
 from datasets.fingerprint import Hasher
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError, logger
+from lacuna.config import UserError, logger
 from lacuna.config.fields import shown
 from lacuna.data.cache import fingerprint
 from lacuna.data.sources import Documents
@@ -43,12 +43,11 @@ _CONSEQUENCES = {
 _UNSAID = {"transformers_version", "architectures", "dtype", "torch_dtype"}
 
 
-def settings_of(config: Config) -> dict[str, str]:
-    """Every setting as it is shown."""
-    tables = config.model_dump().items()
+def shown_settings(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Every setting as it is shown, of all the tables of a configuration."""
     return {
         f"{section}.{name}": shown(value)
-        for section, table in tables
+        for section, table in tables.items()
         for name, value in table.items()
     }
 

@@ -14,12 +14,14 @@ from rich.console import Console
 
 from lacuna.config import LAUNCHED, Config, explained, logger, make_folder
 from lacuna.config.console import set_up_logging
+from lacuna.config.devices import check_device
 from lacuna.config.sections import TrainingConfig
 from lacuna.data import worker_ends_explained
 from lacuna.data.disk import replace_text
 from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import (
     Process,
+    device_type,
     gather_objects,
     naming_silent_ranks,
     on_first,
@@ -94,7 +96,8 @@ def train_here(config: Config) -> int:
     console = set_up_logging(config.metrics, visible=first)
     folder = config.job.dump_folder
     with lock(str(folder)) if first else nullcontext():
-        process = start_process(config)
+        check_device(config, device_type())
+        process = start_process(config.comm, str(folder), config.training.enable_cpu_offload)
         with naming_silent_ranks(config.comm), worker_ends_explained():
             require_same_config(config, process)
             load_step = config.checkpoint.load_step

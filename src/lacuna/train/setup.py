@@ -28,8 +28,8 @@ from lacuna.train.resume import (
     inputs_of,
     log_changes,
     require_same_inputs,
-    settings_of,
     shown_configuration,
+    shown_settings,
 )
 from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start, goes_back
@@ -89,10 +89,9 @@ class Run:
             self.validation = build_validation(*parts)
         self.objective.prepare(self.built, self.all_batches)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
-        step = self.state.step
-        self.metrics = MetricWriter(self.config, process.rank, console, step, self.total_steps)
-        self.first_step = step + 1
-        self.saved_step = step
+        self.open_metrics(console)
+        self.first_step = self.state.step + 1
+        self.saved_step = self.state.step
         self.peak_flops = peak_flops(process.device)
 
     def open_data(
@@ -108,7 +107,8 @@ class Run:
         self.loader = build_loader(config, self.tokenizer, self.batch, self.data_rank)
         sources = self.loader.plan.sources  # of all stages of the curriculum
         inputs = on_first(self.process, lambda: self.inputs(sources))
-        self.started_with: dict[str, Any] = {"settings": settings_of(config), "inputs": inputs}
+        settings = shown_settings(config.model_dump())
+        self.started_with: dict[str, Any] = {"settings": settings, "inputs": inputs}
         self.state = TrainState([0] * len(config.data.resolved_sources()))
         if saved is not None:
             self.load_state_dict(saved)
@@ -137,6 +137,22 @@ class Run:
         on_first(self.process, lambda: replace_text(path, settings))
         if self.config.job.print_args and self.process.rank == 0:
             print(settings)
+
+    def open_metrics(self, console: Console) -> None:
+        """Opens whatever the run reports to, `console` among it."""
+        config = self.config
+        self.metrics = MetricWriter(
+            config.metrics,
+            config.job.name,
+            config.job.dump_folder,
+            config.conversations is not None,
+            bool(config.validation.prompts),
+            self.process.rank,
+            console,
+            self.state.step,
+            self.total_steps,
+            told=config.model_dump(),
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the loop, the source and the objective; all ranks must call it."""

@@ -63,7 +63,7 @@ def accumulate_gradients(
         add_tied_gradients(built.model, built.mesh)
         return total if sums is None else total + sums
     for index, batch in enumerate(batches):
-        set_gradient_exchange(built.model, built.config.parallelism, index == len(batches) - 1)
+        set_gradient_exchange(built.model, built.parallelism, index == len(batches) - 1)
         sums = sums_of(built, batch, loss, divisor)
         (sums[0] / divisor).backward()
         total += sums.detach()
@@ -105,15 +105,14 @@ def document_losses(
     It is divided by the document's count of what the objective counts; where that is 0 it is nan.
     Returns float64 [documents], the same on all ranks.
     """
-    no_packing = {"packing": PackingConfig(mode="none")}
-    alone = replace(plan, config=plan.config.model_copy(update=no_packing))
+    alone = replace(plan, form=replace(plan.form, packing=PackingConfig(mode="none")))
     assert plan.table is not None, "only what is tokenised at the start is ranked"
     losses = torch.zeros(len(documents), dtype=torch.float64, device=built.device)
     with inference(*(stage.module for stage in built.stages)):
         for first in range(0, len(documents), built.mesh.layout.data_parallel):
             place = first + built.mesh.data_rank
             document, source = plan.table.document(int(documents[min(place, len(documents) - 1)]))
-            batch = alone.batch([[Span(document, source, 0, plan.config.training.seq_len)]])
+            batch = alone.batch([[Span(document, source, 0, plan.form.length)]])
             [batch] = objective.annotate(built, [batch], objective.loss)
             loss = sums_of(built, batch, objective.loss)[0] / batch.counts[objective.denominator]
             # Ranks beyond the last document measure it too, as all must make the same calls: the

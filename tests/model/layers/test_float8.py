@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from lacuna.config import UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig, Float8Config
+from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import build_meta_model
 from lacuna.model.layers.float8 import check_float8, chosen_layers, loses
@@ -81,23 +82,22 @@ def test_small_products_lose_more_by_rows_than_by_tensors() -> None:
     assert not loses(8192, 2048, "rowwise") and loses(1024, 4096, "tensorwise")
 
 
-def test_a_cpu_computes_it_only_emulated(model: Path) -> None:
-    config = configuration(model, Case(float8=float8(emulate=False)))
+def test_a_cpu_computes_it_only_emulated() -> None:
     with pytest.raises(UserError, match=r"float8 needs a GPU.*float8\.emulate"):
-        check_float8(config, torch.device("cpu"))
-    check_float8(configuration(model, Case(float8=float8())), torch.device("cpu"))
+        check_float8(float8(emulate=False), TrainingConfig(), torch.device("cpu"))
+    check_float8(float8(), TrainingConfig(), torch.device("cpu"))
 
 
-def test_a_gpu_must_be_able_to(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configuration(model, Case(float8=float8(emulate=False)))
+def test_a_gpu_must_be_able_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = float8(emulate=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 6))
     with pytest.raises(UserError, match=r"compute capability 8\.6, and float8 products need 8\.9"):
-        check_float8(config, torch.device("cuda"))
+        check_float8(real, TrainingConfig(), torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    check_float8(config, torch.device("cuda"))
-    exact = configuration(model, Case(float8=float8(emulate=False), precision="float32"))
+    check_float8(real, TrainingConfig(), torch.device("cuda"))
+    exact = TrainingConfig(mixed_precision_param="float32")
     with pytest.raises(UserError, match="mixed_precision_param"):
-        check_float8(exact, torch.device("cuda"))
+        check_float8(real, exact, torch.device("cuda"))
 
 
 def test_without_torchao_it_is_said_how_to_get_it(

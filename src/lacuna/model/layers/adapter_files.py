@@ -11,7 +11,8 @@ from transformers import PreTrainedModel
 
 from lacuna.config import UserError, explained
 from lacuna.config.adapters import ADAPTER_WEIGHTS, LoraConfig
-from lacuna.model.layers.lora import PARTS, scale_of
+from lacuna.model.layers.lora import PARTS, initialize_adapters, scale_of
+from lacuna.model.weights import stored_slices
 from lacuna.parallel.fsdp import local, own_part
 
 
@@ -87,3 +88,22 @@ def _drop_twins(found: dict[str, list[Tensor]], tied: dict[str, Any]) -> None:
                 f"lora.adapter: {twin} and {name} are one weight in the model, and not the same "
                 "there."
             )
+
+
+def begin_adapters(
+    model: PreTrainedModel,
+    trained: set[str],
+    settings: LoraConfig,
+    base: str | None,
+    seed: int,
+    device: torch.device,
+) -> None:
+    """Gives the adapters of a filled model, in place, the values that they begin with."""
+    initialize_adapters(model, seed)
+    if settings.init == "loftq":
+        from lacuna.model.layers.loftq import initialize_from_quantization_error
+
+        slices = stored_slices(str(base))
+        initialize_from_quantization_error(model, slices, device)
+    if settings.adapter:
+        load_adapters(model, trained, settings)

@@ -8,8 +8,9 @@ from importlib.util import find_spec
 import torch
 from transformers import PreTrainedModel
 
-from lacuna.config import Config, UserError, logger
+from lacuna.config import UserError, logger
 from lacuna.config.machine import Float8Config
+from lacuna.config.sections import TrainingConfig
 from lacuna.model.layers.linear import PlainLinear, is_transposed, plain_linears
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.precision import compute_dtype
@@ -19,9 +20,9 @@ _MULTIPLE = 16  # of which the hardware wants both dimensions of a weight
 _CAPABILITY = (8, 9)  # of the first GPUs that multiply in float8: Ada and Hopper
 
 
-def check_float8(config: Config, device: torch.device) -> None:
+def check_float8(settings: Float8Config, training: TrainingConfig, device: torch.device) -> None:
     """Raises `UserError` for a device that cannot multiply in float8, or not in the run's dtype."""
-    if config.float8.emulate:
+    if settings.emulate:
         return
     if device.type != "cuda":
         raise UserError(
@@ -34,7 +35,7 @@ def check_float8(config: Config, device: torch.device) -> None:
             f"{SETTING}: this GPU has compute capability {major}.{minor}, and float8 products need "
             "8.9 or higher (Ada, Hopper and newer): leave it out."
         )
-    if compute_dtype(config.training, "cuda") != torch.bfloat16:
+    if compute_dtype(training, "cuda") != torch.bfloat16:
         raise UserError(
             f"{SETTING}, training.mixed_precision_param: float8 products give bfloat16; leave the "
             "second out."
@@ -42,7 +43,11 @@ def check_float8(config: Config, device: torch.device) -> None:
 
 
 def compute_in_float8(
-    model: PreTrainedModel, config: Config, layout: Layout, device: torch.device | None
+    model: PreTrainedModel,
+    settings: Float8Config,
+    training: TrainingConfig,
+    layout: Layout,
+    device: torch.device | None,
 ) -> None:
     """Has the linear layers that gain by it compute in float8, in place.
 
@@ -54,10 +59,9 @@ def compute_in_float8(
             f"{SETTING} needs torchao, which is not installed: pip install 'lacuna-train[float8]'."
         )
     if device is not None:
-        check_float8(config, device)
+        check_float8(settings, training, device)
     from lacuna.model.layers.float8_product import wrap_layers
 
-    settings = config.float8
     chosen = chosen_layers(model, settings)
     if not chosen:
         raise UserError(
@@ -66,7 +70,7 @@ def compute_in_float8(
             "float8.filter_small = false."
         )
     # Rows are as long as is asked for, or shorter by steps of 64 tokens.
-    pads = 64 % (_MULTIPLE * layout.cp) > 0 or config.training.seq_len % (_MULTIPLE * layout.cp) > 0
+    pads = 64 % (_MULTIPLE * layout.cp) > 0 or training.seq_len % (_MULTIPLE * layout.cp) > 0
     recipe = settings.recipe_name or "tensorwise"
     wrap_layers([*chosen.values()], recipe, settings.emulate, pads)
     logger.info("float8: %s, in %d linear layers", recipe, len(chosen))

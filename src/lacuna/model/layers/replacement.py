@@ -4,7 +4,8 @@ import torch
 from transformers import PreTrainedModel
 
 from lacuna.config import Config, UserError
-from lacuna.config.adapters import described_adapter
+from lacuna.config.adapters import LoraConfig, described_adapter
+from lacuna.config.sections import ModelConfig
 from lacuna.model.architecture import vocabulary_weights
 from lacuna.model.layers.lora import add_adapters
 from lacuna.model.weights import check_base
@@ -33,32 +34,38 @@ def replace_layers(
     if config.float8.enable_float8_linear:
         from lacuna.model.layers.float8 import compute_in_float8
 
-        compute_in_float8(model, config, layout, device)
+        compute_in_float8(model, config.float8, config.training, layout, device)
     if config.lora.rank:
-        _add_adapters(model, config, is_packed)
+        dtype = named_dtype(config.training.dtype)
+        _add_adapters(model, config.lora, config.model, dtype, is_packed)
     if config.activation_checkpoint.mlp_chunks > 1:
         from lacuna.model.pieces import compute_in_pieces
 
         compute_in_pieces(model, config.activation_checkpoint.mlp_chunks, layout.tp)
 
 
-def _add_adapters(model: PreTrainedModel, config: Config, is_packed: bool) -> None:
-    """Gives a model, in place, the adapters that its run trains.
+def _add_adapters(
+    model: PreTrainedModel,
+    settings: LoraConfig,
+    base: ModelConfig,
+    dtype: torch.dtype,
+    is_packed: bool,
+) -> None:
+    """Gives a model, in place, the adapters of this dtype that its run trains beside its `base`.
 
     `is_packed` says that the model's files are quantised. Raises `UserError` where something that
     is to be trained cannot learn.
     """
-    settings = config.lora
-    if config.model.name_or_path:
+    if base.name_or_path:
         for folder in settings.adapter:
             stated = described_adapter(folder).get("base_model_name_or_path")
-            check_base("lora.adapter", config.model.name_or_path, stated)
+            check_base("lora.adapter", base.name_or_path, stated)
     quantised = []
     if is_packed:
         from lacuna.model.layers.quantized import quantized_modules
 
         quantised = [*quantized_modules(model).items()]
-    add_adapters(model, settings, named_dtype(config.training.dtype))
+    add_adapters(model, settings, dtype)
     lost = [name for name, layer in quantised if layer.weight.requires_grad]
     if lost:
         raise UserError(
@@ -72,7 +79,7 @@ def _add_adapters(model: PreTrainedModel, config: Config, is_packed: bool) -> No
         )
     vocabulary = vocabulary_weights(model).values()
     learns = any(weight.requires_grad for weight in vocabulary)
-    if config.model.train_new_tokens_only and not learns:
+    if base.train_new_tokens_only and not learns:
         raise UserError(
             "model.train_new_tokens_only, lora.modules: adapters leave the vocabulary frozen: name "
             "its embedding in lora.modules."
