@@ -8,7 +8,7 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 7700  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7300  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
 # Name of an extension -> its modules in the package.
@@ -33,6 +33,8 @@ EXTENSIONS = {
     "branches": ("train/branch.py",),
     "curriculum": ("train/curriculum.py",),
     "profiling": ("train/profiling.py",),
+    "chat": ("data/chat.py", "data/marks.py"),
+    "conversations": ("data/messages.py", "data/template.py"),
     "pairs": ("data/judged.py", "data/pairs.py", "data/preferences.py"),
     "preference": ("objective/preference.py", "objective/reference.py"),
     "distillation": (

@@ -8,7 +8,6 @@ from lacuna.config import UserError
 from lacuna.config.conversations import ChatConfig
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.data.files import records_of
-from lacuna.data.messages import conversation_columns
 
 # Columns that texts are looked for in, unless one is named.
 _COLUMNS = ("text", "content", "input_ids")
@@ -63,6 +62,8 @@ def columns_of_rows(
     They have the form that `conversation_columns` returns.
     """
     if preference is None:
+        from lacuna.data.messages import conversation_columns  # an extension
+
         return conversation_columns(columns, chat)
     from lacuna.data.judged import judged_columns  # an extension, which few runs need
 

@@ -17,7 +17,6 @@ from lacuna.config.row_form import RowForm
 from lacuna.config.samples import deciding_settings, needs_all_documents
 from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
-from lacuna.data.chat import use_template
 from lacuna.data.document import Span
 from lacuna.data.filling import fill_rows, refuse_long_pairs
 from lacuna.data.mixture import Mixture, Pool, from_low_to_high, random_key
@@ -37,6 +36,8 @@ def run_tokenizer(model: ModelConfig, chat: ChatConfig | None) -> PreTrainedToke
     """
     tokenizer = grown_tokenizer(model)
     if chat is not None:
+        from lacuna.data.chat import use_template  # an extension
+
         use_template(tokenizer, chat)
     return tokenizer
 

@@ -19,11 +19,9 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import UserError, explained, logger
 from lacuna.config.cores import usable_cores
 from lacuna.data.cache import made_once
-from lacuna.data.chat import encode
 from lacuna.data.document import Document
 from lacuna.data.faults import readable
 from lacuna.data.files import BROKEN, RECORD, is_tokens
-from lacuna.data.messages import unfilled
 from lacuna.data.packing import sequence_names
 from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
@@ -69,6 +67,8 @@ def document_of(
 
                 return prompt_document(row, place, tokenizer, source.chat)
             if source.preference is None:
+                from lacuna.data.chat import encode  # an extension
+
                 return encode(row, place, tokenizer, source.chat)
             from lacuna.data.preferences import judged_document  # an extension, as few need it
 
@@ -100,6 +100,8 @@ def row_of(record: dict[str, Any], source: Documents) -> dict[str, Any]:
     """The columns of a readable record as they were written."""
     if source.column == RECORD:
         return dict(json.loads(record[RECORD]))
+    from lacuna.data.messages import unfilled  # an extension
+
     features = source.dataset.features or {}
     return {
         name: unfilled(value, features.get(name), source.name) for name, value in record.items()

@@ -27,7 +27,6 @@ from transformers.dynamic_module_utils import custom_object_save
 from transformers.utils import GENERATION_CONFIG_NAME, SAFE_WEIGHTS_INDEX_NAME
 
 from lacuna.config import RunError
-from lacuna.data.chat import end_of_turn
 from lacuna.data.disk import whole_folder
 from lacuna.data.unpacked import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors
@@ -157,11 +156,14 @@ def save_model_description(
         generation = GenerationConfig.from_pretrained(hf_folder(source or folder))
     except OSError:  # many models have none: the configuration's tokens are used then
         generation = GenerationConfig.from_model_config(model_config)
-    ends = end_of_turn(tokenizer)
-    if len(ends) > 1:
-        known = generation.eos_token_id or []
-        known = [known] if isinstance(known, int) else known
-        generation.eos_token_id = list(dict.fromkeys([*known, *ends]))
+    if tokenizer.chat_template:
+        from lacuna.data.chat import end_of_turn  # an extension
+
+        ends = end_of_turn(tokenizer)
+        if len(ends) > 1:
+            known = generation.eos_token_id or []
+            known = [known] if isinstance(known, int) else known
+            generation.eos_token_id = list(dict.fromkeys([*known, *ends]))
     generation.update(
         defaults_only=True, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     )
