@@ -29,8 +29,8 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from lacuna.model.architecture import decoder_layers
 from lacuna.rollout.decode_attention import decode_attention, plain_attention
-from lacuna.rollout.drawing import Drawing
-from lacuna.rollout.engine import Asked, Completion, complete
+from lacuna.rollout.drawing import Asked, Completion, Drawing
+from lacuna.rollout.engine import complete_in_pages
 from lacuna.rollout.pages import PAGED, SIZE
 
 QWEN3_1700M = QWEN3_600M | {"hidden_size": 2048, "intermediate_size": 6144}
@@ -108,8 +108,8 @@ def by_engine(
     ]
     model.set_attn_implementation(PAGED)
     try:
-        return complete(
-            model, asked, Drawing(1.0), [], len(asked), graphs=graphs, compiled=compiled
+        return complete_in_pages(
+            model, asked, Drawing(1.0), [], len(asked), DEVICE, graphs, compiled
         )
     finally:
         model.set_attn_implementation("sdpa")

@@ -77,8 +77,19 @@ EXTENSIONS = {
     "rollouts": (
         "commands/generate.py",
         "rollout/generate.py",
+        "rollout/gathered.py",
         "rollout/groups.py",
+        "rollout/padded.py",
         "rollout/sampling.py",
+    ),
+    "engine": (
+        "rollout/decode_attention.py",
+        "rollout/decode_kernel.py",
+        "rollout/drawing.py",
+        "rollout/engine.py",
+        "rollout/paged_probe.py",
+        "rollout/pages.py",
+        "rollout/passes.py",
     ),
     "bench": (
         "commands/bench.py",

@@ -1,4 +1,4 @@
-"""Tokens drawn from logits on the device: the same ones in any batch, order and process."""
+"""What is asked of a model and what it says, and how its tokens are drawn on the device."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,6 +24,33 @@ class Drawing:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A prompt that is to be completed: at least one token.
+
+    Attributes:
+        seeds: one for each completion that is wanted.
+        limit: the longest completion, in tokens.
+    """
+
+    tokens: list[int]
+    seeds: Sequence[int]
+    limit: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What the model said: its tokens, and with what log-probability it drew each of them.
+
+    The last token is one that ends an answer where the completion `ended`; otherwise there was no
+    room for more.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    ended: bool
 
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> Tensor:

@@ -21,13 +21,15 @@ _LEAST = 16
 
 
 def prompt_logits(
-    model: PreTrainedModel, prompts: Sequence[tuple[list[int], list[int]]], pool: Pool
+    model: PreTrainedModel,
+    prompts: Sequence[tuple[list[int], list[int]]],
+    pool: Pool,
+    device: torch.device,
 ) -> Tensor:
     """What follows each of the `prompts`, tokens and their pages: [prompts, vocabulary].
 
     All are packed into one row; their keys and values are written to the pages.
     """
-    device = model.device
     size = pool.size
     ids = [token for tokens, _ in prompts for token in tokens]
     positions = [place for tokens, _ in prompts for place in range(len(tokens))]
@@ -131,14 +133,14 @@ class Steps:
         graphs: bool,
         compiled: bool,
     ) -> None:
-        device = rows.tokens.device
+        self.device = rows.tokens.device
         self.model = model
         self.rows = rows
         self.drawing = drawing
         self.stance = "default" if compiled else "force_eager"
         self.take = torch.compile(take) if compiled else take
-        self.ends = torch.tensor(sorted({*ends}), dtype=torch.long, device=device)
-        self.wants_graphs = graphs and device.type == "cuda"
+        self.ends = torch.tensor(sorted({*ends}), dtype=torch.long, device=self.device)
+        self.wants_graphs = graphs and self.device.type == "cuda"
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.sizes = [len(rows.tokens)]
         while self.sizes[-1] >= 4 * _LEAST:
@@ -210,7 +212,7 @@ class Steps:
 
     def results(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
         """The tokens of the rows of these numbers so far, and their log-probabilities."""
-        own = torch.tensor(numbers, dtype=torch.long, device=self.ends.device)
+        own = torch.tensor(numbers, dtype=torch.long, device=self.device)
         tensors = (self.rows.counts, self.rows.said, self.rows.logprobs)
         found = (tensor[own].tolist() for tensor in tensors)
         return [
@@ -219,7 +221,7 @@ class Steps:
 
     def keep(self, numbers: Sequence[int]) -> None:
         """Moves the rows of these numbers to the front; the others hold nothing any more."""
-        own = torch.tensor(numbers, dtype=torch.long, device=self.ends.device)
+        own = torch.tensor(numbers, dtype=torch.long, device=self.device)
         for tensor in self.rows:
             kept = tensor[own]
             tensor.zero_()
