@@ -109,13 +109,14 @@ def _attend(
     head = tl.program_id(1)
     split = tl.program_id(2)
     position = tl.load(positions + row).to(tl.int32)
-    last = position // SIZE
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0) // SIZE
-    each = (last - first + SPLITS) // SPLITS
+    # The pages of the tokens before the new one.
+    beyond = (position + SIZE - 1) // SIZE
+    each = (beyond - first + SPLITS - 1) // SPLITS
     begin = first + split * each
-    end = tl.minimum(begin + each, last + 1)
+    end = tl.minimum(begin + each, beyond)
 
     numbers = tl.arange(0, QUERIES)
     columns = tl.arange(0, PADDED)
@@ -125,45 +126,43 @@ def _attend(
     is_query = numbers < GROUP
     both = is_query[:, None] & inside[None, :]
     q = tl.load(query + own[:, None] * WIDTH + columns[None, :], mask=both, other=0.0)
-    new = (row * key_heads + head) * WIDTH + columns
-    new_key = tl.load(key + new, mask=inside, other=0.0)
-    new_value = tl.load(value + new, mask=inside, other=0.0)
     table = pages + row.to(tl.int64) * pages_of_row
-
-    if (begin < end) & (end == last + 1):
-        # The program that has the last page writes the new token into it.
-        page = tl.load(table + last).to(tl.int64)
-        place = ((page * key_heads + head) * SIZE + position % SIZE) * WIDTH + columns
-        tl.store(keys + place, new_key, mask=inside)
-        tl.store(values + place, new_value, mask=inside)
 
     highest = tl.full([QUERIES], -1e30, tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     sums = tl.zeros([QUERIES, PADDED], tl.float32)
+    if split == 0:
+        # The new token is attended to as it comes, and written into its page for the next.
+        new = (row * key_heads + head) * WIDTH + columns
+        new_key = tl.load(key + new, mask=inside, other=0.0)
+        new_value = tl.load(value + new, mask=inside, other=0.0)
+        page = tl.load(table + position // SIZE).to(tl.int64)
+        place = ((page * key_heads + head) * SIZE + position % SIZE) * WIDTH + columns
+        tl.store(keys + place, new_key, mask=inside)
+        tl.store(values + place, new_value, mask=inside)
+        highest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
+        total += 1.0
+        sums += new_value.to(tl.float32)[None, :]
+
+    tile = within[:, None] * WIDTH + columns[None, :]
     for number in range(begin, end):
         page = tl.load(table + number).to(tl.int64)
         start = (page * key_heads + head) * SIZE * WIDTH
         places = number * SIZE + within
-        # What is not seen may be anything, also nan: it is not read, and neither is the new token,
-        # which is being written.
+        # What is not seen is not read, since it may be anything, also nan.
         seen = places < position
         if WINDOW > 0:
             seen = seen & (places > position - WINDOW)
-        is_new = places == position
-        tile = within[:, None] * WIDTH + columns[None, :]
         read = seen[:, None] & inside[None, :]
         k = tl.load(keys + start + tile, mask=read, other=0.0)
-        k = tl.where(is_new[:, None], new_key[None, :], k)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where((seen | is_new)[None, :], scores, -1e30)
+        scores = tl.where(seen[None, :], scores, -1e30)
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp2(scores - higher[:, None])
         decay = tl.exp2(highest - higher)
         v = tl.load(values + start + tile, mask=read, other=0.0)
-        v = tl.where(is_new[:, None], new_value[None, :], v)
         total = total * decay + tl.sum(weights, 1)
-        sums = sums * decay[:, None]
-        sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee")
+        sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
         highest = higher
 
     # A split without pages has the total 0 and counts for nothing.
