@@ -14,6 +14,7 @@ from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.drawing import Completion, Drawing, draw
 from lacuna.rollout.groups import Sample
+from lacuna.rollout.paged_probe import reason_against_pages
 from lacuna.rollout.sampling import generate
 from policies import one_rank, policy_of
 from tasks import write_weights
@@ -142,6 +143,7 @@ def of_changing_weights(
     own = {"compile": {"enable": False}, "parallelism": parallelism}
     config = config_of(model={"name_or_path": str(model)}, **own, **sections)
     policy = build_model(config, tokenizer_of_words(), mesh_of(layout), CPU)
+    assert reason_against_pages(policy.model, CPU) is None
     results = []
     # Ranks may generate different numbers of completions.
     prompts = PROMPTS[: 4 - dist.get_rank()]
