@@ -82,14 +82,12 @@ EXTENSIONS = {
         "rollout/padded.py",
         "rollout/sampling.py",
     ),
-    "engine": (
+    "engine": ("rollout/drawing.py", "rollout/engine.py", "rollout/passes.py"),
+    "pages": (
         "rollout/decode_attention.py",
         "rollout/decode_kernel.py",
-        "rollout/drawing.py",
-        "rollout/engine.py",
         "rollout/paged_probe.py",
         "rollout/pages.py",
-        "rollout/passes.py",
     ),
     "bench": (
         "commands/bench.py",

@@ -3,6 +3,8 @@
 # Triton's arguments have no types but constexpr.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -11,6 +13,8 @@ from torch import Tensor
 # Programs for each multiprocessor that there should be at least: more are split over pages.
 _PROGRAMS = 4
 _SPLITS = 32
+# The kernel takes powers of 2.
+_LOG2_OF_E = math.log2(math.e)
 
 
 def attend_in_kernel(
@@ -31,32 +35,21 @@ def attend_in_kernel(
 
     Unless set, these and the `stages` of reading ahead suit the device and the width of heads.
     """
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    new = (key.contiguous(), value.contiguous())
+    query = query.contiguous()
     rows, heads, width = query.shape
     key_heads, size = keys.shape[1:3]
-    if splits is None:
-        splits = _splits_for(rows * key_heads, query.device)
+    splits = splits or _splits_for(rows * key_heads, query.device)
+    padded = max(triton.next_power_of_2(width), 16)
     output = torch.empty_like(query)
-    parts = output
-    lse = output
+    found = (output, output)
     if splits > 1:
         parts = query.new_empty(rows, heads, splits, width, dtype=torch.float32)
-        lse = query.new_empty(rows, heads, splits, dtype=torch.float32)
-    padded = max(triton.next_power_of_2(width), 16)
+        found = (parts, query.new_empty(rows, heads, splits, dtype=torch.float32))
     group = heads // key_heads
+    known = (pages, pages.stride(0), positions, scaling * _LOG2_OF_E)
     _attend[(rows, key_heads, splits)](
-        query,
-        key,
-        value,
-        keys,
-        values,
-        pages,
-        positions,
-        parts,
-        lse,
-        scaling * 1.4426950408889634,  # log2(e): the kernel takes powers of 2
-        pages.stride(0),
-        key_heads,
+        *(query, *new, keys, values, *found, *known),
         WINDOW=window,
         GROUP=group,
         QUERIES=max(triton.next_power_of_2(group), 16),
@@ -68,9 +61,7 @@ def attend_in_kernel(
         num_stages=stages or (2 if padded > 128 else 3),
     )
     if splits > 1:
-        _merge[(rows * heads,)](
-            parts, lse, output, WIDTH=width, PADDED=padded, SPLITS=splits, num_warps=4
-        )
+        _merge[(rows * heads,)](*found, output, WIDTH=width, PADDED=padded, SPLITS=splits)
     return output
 
 
@@ -89,13 +80,12 @@ def _attend(
     value,
     keys,
     values,
-    pages,
-    positions,
     output,
     lse,
-    scale,
+    pages,
     pages_of_row,
-    key_heads,
+    positions,
+    scale,
     WINDOW: tl.constexpr,
     GROUP: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -105,73 +95,96 @@ def _attend(
     SPLITS: tl.constexpr,
 ):
     """A split of the pages of one sequence, for the queries of one key head."""
-    row = tl.program_id(0)
-    head = tl.program_id(1)
-    split = tl.program_id(2)
-    position = tl.load(positions + row).to(tl.int32)
+    of_head = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    position = tl.load(positions + tl.program_id(0)).to(tl.int32)
+    table = pages + tl.program_id(0) * pages_of_row
+    numbers = tl.arange(0, QUERIES)
+    columns = tl.arange(0, PADDED)
+    of_queries = of_head * GROUP + numbers
+    real = (numbers < GROUP)[:, None] & (columns < WIDTH)[None, :]
+    q = tl.load(query + of_queries[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
+    highest, total, sums = _nothing_seen(QUERIES, PADDED)
+    if tl.program_id(2) == 0:
+        new = of_head * WIDTH + columns
+        place = _page(table, position // SIZE, SIZE * WIDTH) + position % SIZE * WIDTH + columns
+        new_key = _write_new(key + new, keys + place, columns < WIDTH)
+        highest = tl.sum(q.to(tl.float32) * new_key[None, :], 1) * scale
+        total += 1.0
+        sums += _write_new(value + new, values + place, columns < WIDTH)[None, :]
+    begin, end = _pages_of_split(position, WINDOW, SIZE, SPLITS)
+    for number in range(begin, end):
+        page = _page(table, number, SIZE * WIDTH)
+        seen = _seen(position, number, WINDOW, SIZE)
+        highest, total, sums = _see_page(
+            q, keys + page, values + page, seen, highest, total, sums, scale, WIDTH
+        )
+    into = of_queries * SPLITS + tl.program_id(2)
+    total = tl.maximum(total, 1e-30)  # it is 0 in a split without pages
+    result = (sums / total[:, None]).to(output.dtype.element_ty)
+    tl.store(output + into[:, None] * WIDTH + columns[None, :], result, mask=real)
+    if SPLITS > 1:
+        tl.store(lse + into, highest + tl.log2(total), mask=numbers < GROUP)
+
+
+@triton.jit
+def _nothing_seen(QUERIES: tl.constexpr, PADDED: tl.constexpr):
+    """The highest score, the total of weights and the weighted values of no keys."""
+    highest = tl.full([QUERIES], -1e30, tl.float32)
+    return highest, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, PADDED], tl.float32)
+
+
+@triton.jit
+def _page(table, number, elements: tl.constexpr):
+    """Where a page of a sequence has what belongs to the key head of this program."""
+    page = tl.load(table + number).to(tl.int64)
+    return (page * tl.num_programs(1) + tl.program_id(1)) * elements
+
+
+@triton.jit
+def _write_new(new, place, inside):
+    """Writes the key or value of the new token into its page; returns it."""
+    found = tl.load(new, mask=inside, other=0.0)
+    tl.store(place, found, mask=inside)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _seen(position, page, WINDOW: tl.constexpr, SIZE: tl.constexpr):
+    """Which tokens of a page are seen, and so read: the others may be anything, also nan."""
+    places = page * SIZE + tl.arange(0, SIZE)
+    seen = places < position
+    if WINDOW > 0:
+        seen = seen & (places > position - WINDOW)
+    return seen
+
+
+@triton.jit
+def _pages_of_split(position, WINDOW: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """The first page of a split, and the one beyond: of the tokens before the new one."""
     first = 0
     if WINDOW > 0:
         first = tl.maximum(position - WINDOW + 1, 0) // SIZE
-    # The pages of the tokens before the new one.
     beyond = (position + SIZE - 1) // SIZE
     each = (beyond - first + SPLITS - 1) // SPLITS
-    begin = first + split * each
-    end = tl.minimum(begin + each, beyond)
+    begin = first + tl.program_id(2) * each
+    return begin, tl.minimum(begin + each, beyond)
 
-    numbers = tl.arange(0, QUERIES)
-    columns = tl.arange(0, PADDED)
-    within = tl.arange(0, SIZE)
-    inside = columns < WIDTH
-    own = (row * key_heads + head) * GROUP + numbers
-    is_query = numbers < GROUP
-    both = is_query[:, None] & inside[None, :]
-    q = tl.load(query + own[:, None] * WIDTH + columns[None, :], mask=both, other=0.0)
-    table = pages + row.to(tl.int64) * pages_of_row
 
-    highest = tl.full([QUERIES], -1e30, tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    sums = tl.zeros([QUERIES, PADDED], tl.float32)
-    if split == 0:
-        # The new token is attended to as it comes, and written into its page for the next.
-        new = (row * key_heads + head) * WIDTH + columns
-        new_key = tl.load(key + new, mask=inside, other=0.0)
-        new_value = tl.load(value + new, mask=inside, other=0.0)
-        page = tl.load(table + position // SIZE).to(tl.int64)
-        place = ((page * key_heads + head) * SIZE + position % SIZE) * WIDTH + columns
-        tl.store(keys + place, new_key, mask=inside)
-        tl.store(values + place, new_value, mask=inside)
-        highest = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1) * scale
-        total += 1.0
-        sums += new_value.to(tl.float32)[None, :]
-
-    tile = within[:, None] * WIDTH + columns[None, :]
-    for number in range(begin, end):
-        page = tl.load(table + number).to(tl.int64)
-        start = (page * key_heads + head) * SIZE * WIDTH
-        places = number * SIZE + within
-        # What is not seen is not read, since it may be anything, also nan.
-        seen = places < position
-        if WINDOW > 0:
-            seen = seen & (places > position - WINDOW)
-        read = seen[:, None] & inside[None, :]
-        k = tl.load(keys + start + tile, mask=read, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(seen[None, :], scores, -1e30)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp2(scores - higher[:, None])
-        decay = tl.exp2(highest - higher)
-        v = tl.load(values + start + tile, mask=read, other=0.0)
-        total = total * decay + tl.sum(weights, 1)
-        sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
-        highest = higher
-
-    # A split without pages has the total 0 and counts for nothing.
-    sums = sums / tl.maximum(total, 1e-30)[:, None]
-    into = (own[:, None] * SPLITS + split) * WIDTH + columns[None, :]
-    tl.store(output + into, sums.to(output.dtype.element_ty), mask=both)
-    if SPLITS > 1:
-        logs = tl.where(total > 0, highest + tl.log2(tl.maximum(total, 1e-30)), -1e30)
-        tl.store(lse + own * SPLITS + split, logs, mask=is_query)
+@triton.jit
+def _see_page(q, keys, values, seen, highest, total, sums, scale, WIDTH: tl.constexpr):
+    """Attends to a page: the highest score so far, the total of weights, and weighted values."""
+    columns = tl.arange(0, q.shape[1])
+    tile = tl.arange(0, seen.shape[0])[:, None] * WIDTH + columns[None, :]
+    read = seen[:, None] & (columns < WIDTH)[None, :]
+    k = tl.load(keys + tile, mask=read, other=0.0)
+    v = tl.load(values + tile, mask=read, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(seen[None, :], scores, -1e30)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    decay = tl.exp2(highest - higher)
+    sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
+    return higher, total * decay + tl.sum(weights, 1), sums
 
 
 @triton.jit

@@ -91,16 +91,9 @@ def complete_in_pages(
         empty = no_rows(rows, longest, most, device)
         steps = Steps(model, empty, drawing, ends, graphs, compiled)
         while waiting or running:
-            new = _admit(waiting, rows - len(running), pool)
-            if not new and not running:
-                first = waiting[0][0].asked
-                raise UserError(
-                    "the device's memory has no room for the keys and values of "
-                    f"{len(first.tokens) + first.limit} tokens: ask for fewer."
-                )
-            if new:
-                _begin(model, steps, len(running), new, pool)
-            running += new
+            running += _begin(
+                model, steps, len(running), _admit(waiting, running, rows, pool), pool
+            )
             count = min(every, max(one.prompt.asked.limit - one.made for one in running))
             alive = steps.run(len(running), count)
             if listen is not None:
@@ -131,10 +124,15 @@ def _pages_for(
     return min(wanted, int(_SHARE * free) // each)
 
 
-def _admit(waiting: deque[tuple[Prompt, int]], rows: int, pool: Pool) -> list[Running]:
-    """Gives pages to the next completions, for which there are so many free rows."""
+def _admit(
+    waiting: deque[tuple[Prompt, int]], running: Sequence[Running], rows: int, pool: Pool
+) -> list[Running]:
+    """Gives pages to the next completions, for which there are rows and pages.
+
+    Raises `UserError` where there are not enough pages for one.
+    """
     new: list[Running] = []
-    while waiting and len(new) < rows:
+    while waiting and len(running) + len(new) < rows:
         prompt, number = waiting[0]
         of_prompt = 0 if prompt.pages else prompt.read
         if of_prompt + prompt.own > len(pool.free):
@@ -142,13 +140,24 @@ def _admit(waiting: deque[tuple[Prompt, int]], rows: int, pool: Pool) -> list[Ru
         waiting.popleft()
         prompt.pages = prompt.pages or pool.take(of_prompt)
         new.append(Running(prompt, number, prompt.pages[: prompt.shared] + pool.take(prompt.own)))
+    if not new and not running:
+        asked = waiting[0][0].asked
+        raise UserError(
+            "the device's memory has no room for the keys and values of "
+            f"{len(asked.tokens) + asked.limit} tokens: ask for fewer."
+        )
     return new
 
 
 def _begin(
-    model: PreTrainedModel, steps: Steps, start: int, new: Sequence[Running], pool: Pool
-) -> None:
-    """Reads the prompts of new completions, unless that is done, and draws their first tokens."""
+    model: PreTrainedModel, steps: Steps, start: int, new: list[Running], pool: Pool
+) -> list[Running]:
+    """Reads the prompts of new completions, unless that is done, and draws their first tokens.
+
+    Returns these completions.
+    """
+    if not new:
+        return new
     _read([one for one in new if one.prompt.logits is None], model, pool, steps.device)
     copied = [one for one in new if one.prompt.shares_part_of_page(pool.size)]
     sources = [one.prompt.pages[-1] for one in copied]
@@ -166,6 +175,7 @@ def _begin(
     for one in new:
         if one.number == len(one.prompt.asked.seeds) - 1:
             one.prompt.logits = None
+    return new
 
 
 def _read(new: Sequence[Running], model: PreTrainedModel, pool: Pool, device: torch.device) -> None:
