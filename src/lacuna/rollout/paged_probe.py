@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.model.attention import BOUNDS, UNTOLD
 from lacuna.model.head import relative_difference
 from lacuna.model.probe import FAULTS, in_one_line
@@ -27,6 +27,8 @@ def reason_against_pages(model: PreTrainedModel, device: torch.device) -> str | 
     """Why a model cannot have its keys and values in pages; None if it can."""
     if model not in _known:
         _known[model] = _reason(model, device)
+        if _known[model] is not None:
+            logger.info("generating beside padding, without pages: %s", _known[model])
     return _known[model]
 
 
@@ -47,7 +49,7 @@ def _reason(model: PreTrainedModel, device: torch.device) -> str | None:
         raise
     except UserError as refusal:
         return str(refusal)
-    except FAULTS as fault:
+    except (OSError, *FAULTS) as fault:
         return in_one_line(fault)
     return None if difference < _EXACT else f"what follows differs by {difference:.1g}"
 
