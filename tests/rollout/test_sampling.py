@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples
@@ -15,7 +15,7 @@ from lacuna.parallel.mesh import Layout
 from lacuna.rollout.drawing import Completion, Drawing, draw
 from lacuna.rollout.groups import Sample
 from lacuna.rollout.paged_probe import reason_against_pages
-from lacuna.rollout.sampling import generate
+from lacuna.rollout.sampling import check_engine, generate
 from policies import one_rank, policy_of
 from tasks import write_weights
 from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
@@ -104,6 +104,28 @@ def test_tokens_are_drawn_with_their_probabilities() -> None:
     assert torch.allclose(logprobs, wanted.log()[tokens])
     ends = torch.tensor([0.0, 1.0 - 1e-16], dtype=torch.float64)
     assert draw(logits.expand(2, 4), ends, Drawing())[0].tolist() == [0, 3]
+
+
+def test_both_engines_draw_the_same() -> None:
+    with one_rank():
+        policy = policy_of(ending_model("llama"), config_of())
+        several = []
+        for engine in ("pages", "padded"):
+            sampling = SAMPLING.model_copy(update={"engine": engine})
+            several.append(generate(policy, PROMPTS, KEYS, sampling, ENDS, seed=1))
+    assert tokens_of(several[0]) == tokens_of(several[1])
+    for group, other in zip(*several, strict=True):
+        for one, two in zip(group, other, strict=True):
+            assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+
+
+def test_pages_that_a_model_is_not_exact_with_are_refused_where_asked_for() -> None:
+    with one_rank():
+        policy = policy_of(ending_model("gemma2"), config_of())
+    check_engine(policy, SAMPLING)
+    asked = SAMPLING.model_copy(update={"engine": "pages"})
+    with pytest.raises(UserError, match=r"Gemma2ForCausalLM .*\(.* a soft cap .*\): set auto"):
+        check_engine(policy, asked)
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "falcon"])

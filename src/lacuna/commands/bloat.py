@@ -79,10 +79,14 @@ EXTENSIONS = {
         "rollout/generate.py",
         "rollout/gathered.py",
         "rollout/groups.py",
-        "rollout/padded.py",
         "rollout/sampling.py",
     ),
-    "engine": ("rollout/drawing.py", "rollout/engine.py", "rollout/passes.py"),
+    "engine": (
+        "rollout/drawing.py",
+        "rollout/engine.py",
+        "rollout/padded.py",
+        "rollout/passes.py",
+    ),
     "pages": (
         "rollout/decode_attention.py",
         "rollout/decode_kernel.py",

@@ -78,17 +78,19 @@ def complete(
     device: torch.device,
     whole: bool = False,
     listen: Callable[[list[int]], None] | None = None,
+    engine: str = "auto",
 ) -> list[list[Completion]]:
     """All completions of what is `asked`, `rows` of them at a time.
 
     What is sampled depends on the weights as they are, on the seeds and on the tokens alone, but
-    for rounding. Keys and values are in pages where the model is exact with that. On a sharded
-    model every rank must call it, and with the same prompts, unless every rank has gathered the
-    `whole` model for it. `listen` is given the tokens so far, where there is one completion.
+    for rounding. Keys and values are in pages where the model is exact with that, unless the
+    `engine` is "padded". On a sharded model every rank must call it, and with the same prompts,
+    unless the `whole` model is to be gathered on each for it. `listen` is given the tokens so far,
+    where there is one completion.
     """
-    reason = reason_against_pages(model, device)
-    with generating(model, reason is None), gathered(model) if whole else nullcontext():
-        if reason is not None:
+    in_pages = engine != "padded" and reason_against_pages(model, device) is None
+    with generating(model, in_pages), gathered(model) if whole else nullcontext():
+        if not in_pages:
             return complete_padded(model, asked, drawing, ends, rows, device, listen)
         modules = [*model.modules()]
         # Only many completions are worth waiting for the compiler.

@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 
+from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data.mixture import random_key
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.generate import complete
+from lacuna.rollout.paged_probe import reason_against_pages
 
 # Tells the randomness of completions from all other that derives from the seed.
 _STREAM = 2
@@ -35,6 +37,25 @@ def generate(
         )
         for prompt, key in zip(prompts, keys, strict=False)
     ]
-    drawing = Drawing(sampling.temperature)
-    rows = sampling.batch_size
-    return complete(policy.model, asked, drawing, ends, rows, policy.device, whole=True)
+    return complete(
+        policy.model,
+        asked,
+        Drawing(sampling.temperature),
+        ends,
+        sampling.batch_size,
+        policy.device,
+        whole=True,
+        engine=sampling.engine,
+    )
+
+
+def check_engine(policy: BuiltModel, sampling: RolloutConfig) -> None:
+    """Raises `UserError` where pages are asked for that the model is not exact with."""
+    if sampling.engine != "pages":
+        return
+    reason = reason_against_pages(policy.model, policy.device)
+    if reason is not None:
+        raise UserError(
+            f"rollout.engine = pages: {type(policy.model).__name__} is not generated from with its "
+            f"keys and values in pages ({reason}): set auto."
+        )
