@@ -112,8 +112,8 @@ def _pages_for(
     own = sorted((one.own for one in prompts for _ in one.asked.seeds), reverse=True)
     read = sorted((one.read for one in prompts), reverse=True)
     fewest = min(len(one.asked.seeds) for one in prompts if one.asked.seeds)
-    # The first and the last prompt of those under way may have fewer completions running.
-    wanted = 1 + sum(own[:rows]) + sum(read[: rows // fewest + 2])
+    # Prompts of which only a few completions still run keep their pages: there is room for some.
+    wanted = 1 + sum(own[:rows]) + sum(read[: 2 * rows // fewest + 2])
     if device.type != "cuda":
         return wanted
     with Pool(2, size) as pool:

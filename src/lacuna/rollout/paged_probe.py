@@ -44,8 +44,9 @@ def _reason(model: PreTrainedModel, device: torch.device) -> str | None:
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:
             if kind is not None and ("dynamic" in kind or kind == "longrope"):
                 return "its rotations follow the longest position"
-    # A GPU has another kernel for half precision, which errs more, but not by as much as this.
-    bounds = {torch.float32: _EXACT} | ({torch.bfloat16: 0.1} if device.type == "cuda" else {})
+    # A GPU multiplies half precision by other instructions. Rounding, also of what experts are
+    # chosen by, errs less than this, and a wrong product more.
+    bounds = {torch.float32: _EXACT} | ({torch.bfloat16: 0.3} if device.type == "cuda" else {})
     for dtype, bound in bounds.items():
         try:
             difference = _difference(model.config, device, dtype)
