@@ -4,6 +4,9 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,3 +64,11 @@ def test_the_kernel_attends_as_torch_does(case: tuple[int, ...], dtype: torch.dt
     assert torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
     for one, other in zip(ours, plain, strict=True):
         assert torch.equal(one.nan_to_num(), other)
+
+
+def test_the_kernels_compile_for_a_gpu() -> None:
+    """In a process of its own, where Triton compiles. No GPU is needed for that."""
+    variables = {name: one for name, one in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = os.pathsep.join(sys.path)
+    program = Path(__file__).parent.parent / "kernels_for_gpus.py"
+    subprocess.run([sys.executable, str(program)], env=variables, check=True)
