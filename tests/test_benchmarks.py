@@ -140,3 +140,15 @@ def test_a_row_in_turn_with_its_peer_and_one_that_is_stopped(tmp_path: Path) -> 
 def test_a_listed_row_is_a_toml() -> None:
     text = rows.toml(rows.ROWS["half-8b-float8"], "folder")
     assert tomllib.loads(text)["float8"]["enable_fsdp_float8_all_gather"] is True
+
+
+def test_ways_of_generating_are_measured_side_by_side() -> None:
+    """Those that compile take longer than a test may."""
+    ways = ["graph", "eager", "static", "plain"]
+    program = Path(bench.DRIVERS, "generation.py")
+    words = [sys.executable, str(program), "--tiny", "--case", "kernel", "uneven", "--only", *ways]
+    done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=True)
+    said = done.stdout
+    assert said.count("differs by 0.0") == 2, said
+    assert all(f"\n{way} " in said for way in ways) and said.count("tokens/s") == 4, said
+    assert said.count("largest 0.0") == 4, "log-probabilities of both engines in both dtypes"

@@ -135,10 +135,9 @@ def test_what_is_printed_as_it_is_made_is_what_the_whole_decodes_to(
     text = "def read(self):\n    return 'ä 🦊 ' + 1\n\n  中文字 the end"
     tokenizer = tokenizer_like(kind)
     printer, printed = Printer(tokenizer), []
-    printer.put(torch.tensor([[3, 4]]))
     ids = tokenizer(text, add_special_tokens=False).input_ids
-    for token in ids:
-        printer.put(torch.tensor([token]))
+    for count in range(1, len(ids) + 1):
+        printer(ids[:count])
         printed.append(capsys.readouterr().out)
     printer.end()
     assert (

@@ -12,8 +12,10 @@ from lacuna.config.reinforcement import RolloutConfig
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples
 from lacuna.parallel.mesh import Layout
+from lacuna.rollout.drawing import Completion, Drawing, draw
 from lacuna.rollout.groups import Sample
-from lacuna.rollout.sampling import Completion, draw, generate
+from lacuna.rollout.paged_probe import reason_against_pages
+from lacuna.rollout.sampling import check_engine, generate
 from policies import one_rank, policy_of
 from tasks import write_weights
 from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
@@ -27,7 +29,7 @@ ENDS = [2]
 
 def ending_model(architecture: str) -> PreTrainedModel:
     """One that likes to end."""
-    attention = "eager" if architecture == "gemma2" else "sdpa"
+    attention = "eager" if architecture in ("gemma2", "mamba") else "sdpa"
     model = random_model(tiny_config(architecture), attention, seed=3)
     with torch.no_grad():
         model.get_output_embeddings().weight[2] *= 3
@@ -104,19 +106,49 @@ def tokens_of(said: list[list[Completion]]) -> list[list[list[int]]]:
 def test_tokens_are_drawn_with_their_probabilities() -> None:
     logits = torch.tensor([[0.0, -torch.inf, 2.0, 1.0]])
     uniform = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
-    tokens, logprobs = draw(logits.expand(4000, 4), uniform, temperature=2.0)
+    tokens, logprobs = draw(logits.expand(4000, 4), uniform, Drawing(2.0))
     wanted = (logits[0] / 2).softmax(-1)
     shares = torch.bincount(tokens, minlength=4) / 4000
     assert torch.allclose(shares, wanted, atol=1e-3) and shares[1] == 0
     assert torch.allclose(logprobs, wanted.log()[tokens])
     ends = torch.tensor([0.0, 1.0 - 1e-16], dtype=torch.float64)
-    assert draw(logits.expand(2, 4), ends, 1.0)[0].tolist() == [0, 3]
+    assert draw(logits.expand(2, 4), ends, Drawing())[0].tolist() == [0, 3]
 
 
-def test_a_model_without_keys_and_values_is_refused() -> None:
-    policy = policy_of(random_model(tiny_config("mamba"), "eager"), config_of())
-    with pytest.raises(UserError, match="keeps no keys and values"):
-        generate(policy, PROMPTS, KEYS, SAMPLING, ENDS, seed=1)
+def test_both_engines_draw_the_same() -> None:
+    with one_rank():
+        policy = policy_of(ending_model("llama"), config_of())
+        several = []
+        for engine in ("pages", "padded"):
+            sampling = SAMPLING.model_copy(update={"engine": engine})
+            several.append(generate(policy, PROMPTS, KEYS, sampling, ENDS, seed=1))
+    assert tokens_of(several[0]) == tokens_of(several[1])
+    for group, other in zip(*several, strict=True):
+        for one, two in zip(group, other, strict=True):
+            assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
+
+
+def test_pages_that_a_model_is_not_exact_with_are_refused_where_asked_for() -> None:
+    with one_rank():
+        policy = policy_of(ending_model("gemma2"), config_of())
+    check_engine(policy, SAMPLING)
+    asked = SAMPLING.model_copy(update={"engine": "pages"})
+    with pytest.raises(UserError, match=r"Gemma2ForCausalLM .*\(.* a soft cap .*\): set auto"):
+        check_engine(policy, asked)
+
+
+@pytest.mark.parametrize("architecture", ["mamba", "falcon"])
+def test_models_that_cannot_have_pages_draw_by_their_own_probabilities(architecture: str) -> None:
+    model = ending_model(architecture)
+    with one_rank():
+        said = generate(policy_of(model, config_of()), PROMPTS, KEYS, SAMPLING, ENDS, seed=1)
+    for prompt, group in zip(PROMPTS, said, strict=True):
+        for one in group:
+            with torch.no_grad():
+                logits = model(torch.tensor([prompt + one.tokens]), use_cache=False).logits[0]
+            logprobs = (logits / SAMPLING.temperature).log_softmax(-1)[len(prompt) - 1 : -1]
+            own = logprobs.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
+            assert torch.allclose(own, torch.tensor(one.logprobs), atol=1e-4)
 
 
 SECTIONS: dict[str, dict[str, object]] = {
@@ -142,6 +174,7 @@ def of_changing_weights(
     own = {"compile": {"enable": False}, "parallelism": parallelism}
     config = config_of(model={"name_or_path": str(model)}, **own, **sections)
     policy = build_model(config, tokenizer_of_words(), mesh_of(layout), CPU)
+    assert reason_against_pages(policy.model, CPU) is None
     results = []
     # Ranks may generate different numbers of completions.
     prompts = PROMPTS[: 4 - dist.get_rank()]

@@ -79,8 +79,21 @@ EXTENSIONS = {
     "rollouts": (
         "commands/generate.py",
         "rollout/generate.py",
+        "rollout/gathered.py",
         "rollout/groups.py",
         "rollout/sampling.py",
+    ),
+    "engine": (
+        "rollout/drawing.py",
+        "rollout/engine.py",
+        "rollout/padded.py",
+        "rollout/passes.py",
+    ),
+    "pages": (
+        "rollout/decode_attention.py",
+        "rollout/decode_kernel.py",
+        "rollout/paged_probe.py",
+        "rollout/pages.py",
     ),
     "bench": (
         "commands/bench.py",

@@ -82,7 +82,8 @@ def run(words: list[str]) -> None:
         require_questions(tokenizer)
 
     def say(prompt: str | list[dict[str, Any]]) -> str:
-        return generate_text(
+        printer = Printer(tokenizer)
+        text = generate_text(
             model,
             tokenizer,
             prompt,
@@ -91,8 +92,10 @@ def run(words: list[str]) -> None:
             given.seed,
             top_k=given.top_k,
             top_p=given.top_p,
-            streamer=Printer(tokenizer),
+            listen=printer,
         )
+        printer.end()
+        return text
 
     if not given.chat:
         say(_valid_text(given.prompt))

@@ -19,6 +19,9 @@ class RolloutConfig(Section):
     """Longest completion, in tokens; a prompt and a completion must fit into training.seq_len."""
     batch_size: PositiveInt = 64
     """Completions that a rank generates at a time."""
+    engine: Literal["auto", "pages", "padded"] = "auto"
+    """How they are generated: with keys and values in pages, or beside padding by transformers'
+    own generate. auto is pages where the model is exact with them."""
 
 
 class RewardsConfig(Section):

@@ -182,7 +182,7 @@ def runs_by_itself(model: PreTrainedModel) -> Iterator[None]:
         problem = f"{type(model).__name__} does not train by transformers' own code"
         length = f"tried on rows of {LENGTH} tokens"
         raise UserError(
-            f"model: {problem}, {length} ({_in_one_line(fault)}): choose another."
+            f"model: {problem}, {length} ({in_one_line(fault)}): choose another."
         ) from fault
 
 
@@ -265,7 +265,7 @@ def reason_against(
     except torch.OutOfMemoryError:
         raise
     except _FAULTS as fault:
-        return _in_one_line(fault)
+        return in_one_line(fault)
     values = relative_difference(ours.states, own.states)
     if not values < tolerance:
         return f"values differ by {values:.1g}"
@@ -278,6 +278,6 @@ def reason_against(
     return None if gradients < 10 * tolerance else f"gradients differ by {gradients:.1g}"
 
 
-def _in_one_line(fault: Exception) -> str:
+def in_one_line(fault: Exception) -> str:
     """What an error says, in one line."""
     return f"{type(fault).__name__}: {' '.join(str(fault).split())[:200]}"

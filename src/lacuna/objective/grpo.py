@@ -26,6 +26,7 @@ from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, statistics
+from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward, find_rewards
 
 # Beyond this many nats a token's log-probabilities of generating and of training differ.
@@ -114,6 +115,7 @@ class Grpo(LanguageModelling):
                 "model: its head does more than lacuna knows, so that log-probabilities cannot be "
                 "made chunk by chunk for job.task = grpo: choose another model."
             )
+        check_engine(policy, self.config.rollout)
         if self.kind == "copy":
             tokenizer = grown_tokenizer(self.config.model)
             self.reference = build_frozen(self.config, tokenizer, policy.mesh, policy.device)

@@ -1,15 +1,15 @@
-"""Answers to many questions at a time, by transformers' own `generate`."""
+"""Answers to many questions at a time."""
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
-import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.data.chat import end_of_turn
-from lacuna.rollout.generate import generating
+from lacuna.data.mixture import random_key
+from lacuna.rollout.drawing import Asked, Completion, Drawing
+from lacuna.rollout.generate import complete
 
 
 @dataclass(frozen=True)
@@ -44,55 +44,25 @@ def generate_answers(
         min(sampling.max_tokens, (positions or sys.maxsize) - len(prompt)) if prompt else 0
         for prompt in prompts
     ]
-    answers: list[list[str | None]] = [[] for _ in prompts]
-    # Only those with as much room are asked together: else the least would be the room of all.
-    for room in sorted({room for room in rooms if room > 0}):
-        group = [number for number, other in enumerate(rooms) if other == room]
-        asked = [prompts[number] for number in group]
-        found = _answers_of(asked, model, tokenizer, replace(sampling, max_tokens=room))
-        for place, answer in enumerate(found):
-            answers[group[place // sampling.samples]].append(answer)
-    return answers
-
-
-def _answers_of(
-    prompts: Sequence[list[int]],
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    sampling: Sampling,
-) -> list[str | None]:
-    """The answers to the first of the prompts, then to the next; None where one has no end."""
+    asked = [
+        Asked(prompt, [random_key(sampling.seed, place, n) for n in range(sampling.samples)], room)
+        for place, (prompt, room) in enumerate(zip(prompts, rooms, strict=True))
+        if room > 0
+    ]
+    if not asked:
+        return [[] for _ in prompts]
     device = next(model.buffers(), next(model.parameters())).device
-    width = max(map(len, prompts))
-    padding = tokenizer.pad_token_id or tokenizer.eos_token_id or 0
-    ids = torch.full((len(prompts), width), padding)
-    mask = torch.zeros_like(ids)
-    for row, prompt in enumerate(prompts):
-        ids[row, width - len(prompt) :] = torch.tensor(prompt)
-        mask[row, width - len(prompt) :] = 1
-    drawing: dict[str, Any] = {}
-    if sampling.temperature > 0:
-        drawing = {"temperature": sampling.temperature, "top_k": 0, "top_p": 1.0}
     ends = end_of_turn(tokenizer)
-    with generating(model, device, sampling.seed):
-        output = model.generate(  # type: ignore[operator]  # torch calls it a tensor
-            ids.to(device),
-            attention_mask=mask.to(device),
-            use_cache=True,
-            max_new_tokens=sampling.max_tokens,
-            do_sample=sampling.temperature > 0,
-            num_return_sequences=sampling.samples,
-            pad_token_id=padding,
-            eos_token_id=ends,
-            **drawing,
-        )
-    return [_text_before_end(tokens, ends, tokenizer) for tokens in output[:, width:].tolist()]
+    rows = len(asked) * sampling.samples
+    drawing = Drawing(sampling.temperature)
+    found = iter(complete(model, asked, drawing, ends, rows, device))
+    return [
+        [_text_before_end(one, tokenizer) for one in next(found)] if room > 0 else []
+        for room in rooms
+    ]
 
 
-def _text_before_end(
-    tokens: list[int], ends: list[int], tokenizer: PreTrainedTokenizerBase
-) -> str | None:
-    """The text before the first of the tokens that is one of the `ends`; None where none is."""
-    place = next((place for place, token in enumerate(tokens) if token in ends), None)
+def _text_before_end(said: Completion, tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The text before the end of a completion; None where it has none."""
     # Special tokens in it are kept: reasoning may be marked by them.
-    return None if place is None else str(tokenizer.decode(tokens[:place]))
+    return str(tokenizer.decode(said.tokens[:-1])) if said.ended else None

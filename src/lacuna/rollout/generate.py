@@ -1,23 +1,28 @@
-"""Text from a model by transformers' own `generate`, also while it is trained."""
+"""Text from a model, also while it is trained: completions of prompts, and one as it is made."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from os.path import commonprefix
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
 
 from lacuna.config import UserError, logger
 from lacuna.data.chat import end_of_turn
 from lacuna.data.template import ask
 from lacuna.model.attention import BOUNDS, UNTOLD
 from lacuna.parallel.fsdp import inference
+from lacuna.rollout.drawing import Asked, Completion, Drawing
+from lacuna.rollout.engine import complete_in_pages
+from lacuna.rollout.gathered import cast_once, gathered
+from lacuna.rollout.padded import complete_padded
+from lacuna.rollout.paged_probe import reason_against_pages
+from lacuna.rollout.pages import PAGED
 
 
-class Printer(BaseStreamer):
+class Printer:
     """Prints a completion while it is made, except for what its newest token may still change.
 
     transformers' TextStreamer does not print what `decode` makes of the whole: with tokenizers that
@@ -26,17 +31,12 @@ class Printer(BaseStreamer):
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
-        self.tokens: list[int] | None = None  # None: the prompt is still to come
         self.text = self.shown = ""
 
-    def put(self, value: Tensor) -> None:
-        """Takes the prompt, then token by token."""
-        if self.tokens is None:
-            self.tokens = []
-            return
-        self.tokens += value.flatten().tolist()
+    def __call__(self, tokens: list[int]) -> None:
+        """Takes all tokens so far."""
         before = self.text
-        self.text = str(self.tokenizer.decode(self.tokens, skip_special_tokens=True))
+        self.text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
         self._print_up_to(commonprefix([before, self.text]).rstrip("\N{REPLACEMENT CHARACTER}"))
 
     def end(self) -> None:
@@ -50,26 +50,65 @@ class Printer(BaseStreamer):
 
 
 @contextmanager
-def generating(model: PreTrainedModel, device: torch.device, seed: int) -> Iterator[None]:
-    """A context in which a model can generate, and draws tokens by the seed.
+def generating(model: PreTrainedModel, in_pages: bool) -> Iterator[None]:
+    """A context in which a model can generate, with its keys and values in pages or not.
 
-    Afterwards its mode, its attention and the random state are as they were.
+    Afterwards its mode and its attention are as they were.
     """
     attention = model.config._attn_implementation
-    devices = [device] if device.type == "cuda" else []
+    chosen = "sdpa" if model._supports_sdpa else "eager"
+    if in_pages:
+        chosen = PAGED
+    elif attention in ("eager", "sdpa", BOUNDS, UNTOLD):
+        chosen = attention
     try:
-        plain = "sdpa" if model._supports_sdpa else "eager"
-        known = ("eager", "sdpa", BOUNDS, UNTOLD)
-        model.set_attn_implementation(attention if attention in known else plain)
-        with (
-            inference(model),
-            torch.random.fork_rng(devices),
-            torch.compiler.set_stance("force_eager"),
-        ):
-            torch.manual_seed(seed)
+        model.set_attn_implementation(chosen)
+        with inference(model), torch.compiler.set_stance("force_eager"):
             yield
     finally:
         model.set_attn_implementation(attention)
+
+
+def complete(
+    model: PreTrainedModel,
+    asked: Sequence[Asked],
+    drawing: Drawing,
+    ends: Sequence[int],
+    rows: int,
+    device: torch.device,
+    whole: bool = False,
+    listen: Callable[[list[int]], None] | None = None,
+    engine: str = "auto",
+) -> list[list[Completion]]:
+    """All completions of what is `asked`, `rows` of them at a time.
+
+    What is sampled depends on the weights as they are, on the seeds and on the tokens alone, but
+    for rounding. Keys and values are in pages where the model is exact with that, unless the
+    `engine` is "padded". On a sharded model every rank must call it, and with the same prompts,
+    unless the `whole` model is to be gathered on each for it. `listen` is given the tokens so far,
+    where there is one completion.
+    """
+    in_pages = engine != "padded" and reason_against_pages(model, device) is None
+    with generating(model, in_pages), gathered(model) if whole else nullcontext():
+        if not in_pages:
+            return complete_padded(model, asked, drawing, ends, rows, device, listen)
+        modules = [*model.modules()]
+        # Only many completions are worth waiting for the compiler.
+        compiled = whole and any(one._compiled_call_impl is not None for one in modules)
+        # Gathering in each pass cannot be part of a graph.
+        graphs = whole or not any(isinstance(one, FSDPModule) for one in modules)
+        with cast_once(model):
+            return complete_in_pages(
+                model,
+                asked,
+                drawing,
+                ends,
+                rows,
+                device,
+                graphs,
+                compiled and device.type == "cuda",
+                listen=listen,
+            )
 
 
 def generate_text(
@@ -82,15 +121,16 @@ def generate_text(
     chat: bool = False,
     top_k: int = 0,
     top_p: float = 1.0,
-    streamer: BaseStreamer | None = None,
+    listen: Callable[[list[int]], None] | None = None,
 ) -> str:
     """The completion of `prompt`, without the prompt, or with `chat` the answer to it.
 
     A prompt may also be the messages of a conversation; the completion is then the next one.
     Temperature 0 is greedy; otherwise tokens are drawn from the `top_k` likeliest (0: from all)
     that have the share `top_p` of the probability together. On a sharded model every rank must call
-    it, and all draw the same tokens. The model is left as it was. A warning is logged when the text
-    ends at the model's last position. Raises `UserError` where the prompt leaves no position.
+    it, and all draw the same tokens. The model is left as it was. `listen` is given the tokens so
+    far. A warning is logged when the text ends at the model's last position. Raises `UserError`
+    where the prompt leaves no position.
     """
     device = next(model.buffers(), next(model.parameters())).device
     messages = [{"role": "user", "content": prompt}] if chat else prompt
@@ -101,26 +141,19 @@ def generate_text(
         raise UserError(
             f"the prompt has {len(tokens)} tokens, and the model {positions} positions: shorten it."
         )
-    ids = torch.tensor([tokens], device=device)
-    ends = end_of_turn(tokenizer)
-    drawing: dict[str, Any] = {}
-    if temperature > 0:
-        drawing = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    with generating(model, device, seed):
-        output = model.generate(  # type: ignore[operator]  # torch calls it a tensor
-            ids,
-            attention_mask=torch.ones_like(ids),
-            use_cache=True,
-            max_new_tokens=min(max_new_tokens, room),
-            do_sample=temperature > 0,
-            pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id or 0,
-            eos_token_id=ends or None,
-            streamer=streamer,
-            **drawing,
-        )
-    if output.shape[1] == positions and room < max_new_tokens and output[0, -1] not in ends:
+    asked = Asked(tokens, [seed], min(max_new_tokens, room))
+    drawing = Drawing(temperature, top_k, top_p)
+    ends = end_of_turn(tokenizer) or _own_ends(model)
+    [[said]] = complete(model, [asked], drawing, ends, 1, device, listen=listen)
+    if len(said.tokens) == room < max_new_tokens and not said.ended:
         logger.warning("the text ends at the last of the model's %d positions", positions)
-    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    return str(tokenizer.decode(said.tokens, skip_special_tokens=True))
+
+
+def _own_ends(model: PreTrainedModel) -> list[int]:
+    """The tokens that end a text by a model's own files."""
+    found = getattr(model.generation_config, "eos_token_id", None)
+    return found if isinstance(found, list) else [] if found is None else [found]
 
 
 def _prompt_tokens(

@@ -15,8 +15,9 @@ from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
 from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
+from lacuna.rollout.drawing import Completion
 from lacuna.rollout.rewards import score, total
-from lacuna.rollout.sampling import Completion, generate
+from lacuna.rollout.sampling import generate
 from lacuna.rollout.verifiers import Answered, Reward
 
 

@@ -1,0 +1,203 @@
+"""The kernel of decode attention for GPUs, in Triton: split over pages, by groups of heads."""
+
+# Triton's arguments have no types but constexpr.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+import math
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+# Programs for each multiprocessor that there should be at least: more are split over pages.
+_PROGRAMS = 4
+_SPLITS = 32
+# The kernel takes powers of 2.
+_LOG2_OF_E = math.log2(math.e)
+
+
+def attend_in_kernel(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pages: Tensor,
+    positions: Tensor,
+    scaling: float,
+    window: int,
+    splits: int | None = None,
+    warps: int = 4,
+    stages: int | None = None,
+) -> Tensor:
+    """The same as `decode_attention`. `splits` are programs for each sequence and key head.
+
+    Unless set, these and the `stages` of reading ahead suit the device and the width of heads.
+    """
+    new = (key.contiguous(), value.contiguous())
+    query = query.contiguous()
+    rows, heads, width = query.shape
+    key_heads, size = keys.shape[1:3]
+    splits = splits or _splits_for(rows * key_heads, query.device)
+    padded = max(triton.next_power_of_2(width), 16)
+    output = torch.empty_like(query)
+    found = (output, output)
+    if splits > 1:
+        parts = query.new_empty(rows, heads, splits, width, dtype=torch.float32)
+        found = (parts, query.new_empty(rows, heads, splits, dtype=torch.float32))
+    group = heads // key_heads
+    known = (pages, pages.stride(0), positions, scaling * _LOG2_OF_E)
+    _attend[(rows, key_heads, splits)](
+        *(query, *new, keys, values, *found, *known),
+        WINDOW=window,
+        GROUP=group,
+        QUERIES=max(triton.next_power_of_2(group), 16),
+        WIDTH=width,
+        PADDED=padded,
+        SIZE=size,
+        SPLITS=splits,
+        num_warps=warps,
+        num_stages=stages or (2 if padded > 128 else 3),
+    )
+    if splits > 1:
+        _merge[(rows * heads,)](*found, output, WIDTH=width, PADDED=padded, SPLITS=splits)
+    return output
+
+
+def _splits_for(programs: int, device: torch.device) -> int:
+    """A power of 2: by how many programs each of as many must be divided to fill the device."""
+    if device.type != "cuda":
+        return 1
+    places = _PROGRAMS * torch.cuda.get_device_properties(device).multi_processor_count
+    return min(int(triton.next_power_of_2(max(places // programs, 1))), _SPLITS)
+
+
+@triton.jit
+def _attend(
+    query,
+    key,
+    value,
+    keys,
+    values,
+    output,
+    lse,
+    pages,
+    pages_of_row,
+    positions,
+    scale,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    QUERIES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    SIZE: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """A split of the pages of one sequence, for the queries of one key head."""
+    of_head = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    position = tl.load(positions + tl.program_id(0)).to(tl.int32)
+    table = pages + tl.program_id(0) * pages_of_row
+    numbers = tl.arange(0, QUERIES)
+    columns = tl.arange(0, PADDED)
+    of_queries = of_head * GROUP + numbers
+    real = (numbers < GROUP)[:, None] & (columns < WIDTH)[None, :]
+    q = tl.load(query + of_queries[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
+    highest, total, sums = _nothing_seen(QUERIES, PADDED)
+    if tl.program_id(2) == 0:
+        new = of_head * WIDTH + columns
+        place = _page(table, position // SIZE, SIZE * WIDTH) + position % SIZE * WIDTH + columns
+        new_key = _write_new(key + new, keys + place, columns < WIDTH)
+        highest = tl.sum(q.to(tl.float32) * new_key[None, :], 1) * scale
+        total += 1.0
+        sums += _write_new(value + new, values + place, columns < WIDTH)[None, :]
+    begin, end = _pages_of_split(position, WINDOW, SIZE, SPLITS)
+    for number in range(begin, end):
+        page = _page(table, number, SIZE * WIDTH)
+        seen = _seen(position, number, WINDOW, SIZE)
+        highest, total, sums = _see_page(
+            q, keys + page, values + page, seen, highest, total, sums, scale, WIDTH
+        )
+    into = of_queries * SPLITS + tl.program_id(2)
+    total = tl.maximum(total, 1e-30)  # it is 0 in a split without pages
+    result = (sums / total[:, None]).to(output.dtype.element_ty)
+    tl.store(output + into[:, None] * WIDTH + columns[None, :], result, mask=real)
+    if SPLITS > 1:
+        tl.store(lse + into, highest + tl.log2(total), mask=numbers < GROUP)
+
+
+@triton.jit
+def _nothing_seen(QUERIES: tl.constexpr, PADDED: tl.constexpr):
+    """The highest score, the total of weights and the weighted values of no keys."""
+    highest = tl.full([QUERIES], -1e30, tl.float32)
+    return highest, tl.zeros([QUERIES], tl.float32), tl.zeros([QUERIES, PADDED], tl.float32)
+
+
+@triton.jit
+def _page(table, number, elements: tl.constexpr):
+    """Where a page of a sequence has what belongs to the key head of this program."""
+    page = tl.load(table + number).to(tl.int64)
+    return (page * tl.num_programs(1) + tl.program_id(1)) * elements
+
+
+@triton.jit
+def _write_new(new, place, inside):
+    """Writes the key or value of the new token into its page; returns it."""
+    found = tl.load(new, mask=inside, other=0.0)
+    tl.store(place, found, mask=inside)
+    return found.to(tl.float32)
+
+
+@triton.jit
+def _seen(position, page, WINDOW: tl.constexpr, SIZE: tl.constexpr):
+    """Which tokens of a page are seen, and so read: the others may be anything, also nan."""
+    places = page * SIZE + tl.arange(0, SIZE)
+    seen = places < position
+    if WINDOW > 0:
+        seen = seen & (places > position - WINDOW)
+    return seen
+
+
+@triton.jit
+def _pages_of_split(position, WINDOW: tl.constexpr, SIZE: tl.constexpr, SPLITS: tl.constexpr):
+    """The first page of a split, and the one beyond: of the tokens before the new one."""
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(position - WINDOW + 1, 0) // SIZE
+    beyond = (position + SIZE - 1) // SIZE
+    each = (beyond - first + SPLITS - 1) // SPLITS
+    begin = first + tl.program_id(2) * each
+    return begin, tl.minimum(begin + each, beyond)
+
+
+@triton.jit
+def _see_page(q, keys, values, seen, highest, total, sums, scale, WIDTH: tl.constexpr):
+    """Attends to a page: the highest score so far, the total of weights, and weighted values."""
+    columns = tl.arange(0, q.shape[1])
+    tile = tl.arange(0, seen.shape[0])[:, None] * WIDTH + columns[None, :]
+    read = seen[:, None] & (columns < WIDTH)[None, :]
+    k = tl.load(keys + tile, mask=read, other=0.0)
+    v = tl.load(values + tile, mask=read, other=0.0)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.where(seen[None, :], scores, -1e30)
+    higher = tl.maximum(highest, tl.max(scores, 1))
+    weights = tl.exp2(scores - higher[:, None])
+    decay = tl.exp2(highest - higher)
+    sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
+    return higher, total * decay + tl.sum(weights, 1), sums
+
+
+@triton.jit
+def _merge(parts, lse, output, WIDTH: tl.constexpr, PADDED: tl.constexpr, SPLITS: tl.constexpr):
+    """The attention of one query, of what its splits have found."""
+    query = tl.program_id(0)
+    splits = tl.arange(0, SPLITS)
+    columns = tl.arange(0, PADDED)
+    inside = columns < WIDTH
+    logs = tl.load(lse + query * SPLITS + splits)
+    weights = tl.exp2(logs - tl.max(logs, 0))
+    tile = (query * SPLITS + splits)[:, None] * WIDTH + columns[None, :]
+    found = tl.load(parts + tile, mask=inside[None, :], other=0.0)
+    merged = tl.sum(found * weights[:, None], 0) / tl.sum(weights, 0)
+    place = query * WIDTH + columns
+    tl.store(output + place, merged.to(output.dtype.element_ty), mask=inside)

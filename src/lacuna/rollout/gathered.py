@@ -1,0 +1,68 @@
+"""The weights of a model in training, made ready once for all forward passes of generating."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from lacuna.model.layers.casting import Cast
+
+
+@contextmanager
+def gathered(model: nn.Module) -> Iterator[None]:
+    """Within it, and within `inference`, every rank has all parameters of `model`.
+
+    Forward passes exchange nothing then, so that ranks may make different numbers of them. Nor is
+    sharding called in them: it would wait for streams, which no CUDA graph may do.
+    """
+    units: list[Any] = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    for unit in units:
+        unit.set_reshard_after_forward(False, recurse=False)
+        unit.unshard()
+    hooks = [dict(table) for unit in units for table in _hooks_of(unit)]
+    for unit in units:
+        state = unit._get_fsdp_state()
+        for table in _hooks_of(unit):
+            own = [key for key, hook in table.items() if getattr(hook, "__self__", None) is state]
+            for key in own:
+                del table[key]
+    try:
+        yield
+    finally:
+        tables = [table for unit in units for table in _hooks_of(unit)]
+        for table, before in zip(tables, hooks, strict=True):
+            table.clear()
+            table.update(before)
+        for unit in units:
+            unit.set_reshard_after_forward(bool(unit.frees_after_forward), recurse=False)
+
+
+def _hooks_of(unit: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The tables of what is called before and after the forward passes of a module."""
+    return unit._forward_pre_hooks, unit._forward_hooks
+
+
+@contextmanager
+def cast_once(model: nn.Module) -> Iterator[None]:
+    """Within it, weights that modules cast whenever they read them are cast already.
+
+    It takes the memory of a copy of these in less precision. What is sharded is left as it is.
+    """
+    stored: list[tuple[nn.Module, str, nn.Parameter]] = []
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            is_cast = isinstance(module, Cast) and isinstance(
+                getattr(type(module), name, None), property
+            )
+            if weight is None or isinstance(weight, DTensor) or not is_cast:
+                continue
+            stored.append((module, name, weight))
+            module._parameters[name] = nn.Parameter(getattr(module, name), requires_grad=False)
+    try:
+        yield
+    finally:
+        for module, name, weight in stored:
+            module._parameters[name] = weight

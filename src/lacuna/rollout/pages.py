@@ -1,0 +1,117 @@
+"""Keys and values of running sequences in pages, and the attention that keeps them there."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._dynamo import maybe_mark_dynamic
+from transformers import AttentionInterface
+
+from lacuna.config import UserError
+from lacuna.model.attention import packed_attention
+from lacuna.parallel.partial_attention import Part
+from lacuna.rollout.decode_attention import decode_attention
+
+PAGED = "lacuna_paged"
+# Tokens of a page.
+SIZE = 64
+
+
+class Pool:
+    """Pages of every attention layer of a model, under the same numbers; page 0 belongs to none.
+
+    A layer's pages are made when it is first called. They are attributes of its module, since that
+    is all that attention is given of a layer.
+    """
+
+    def __init__(self, pages: int, size: int = SIZE) -> None:
+        self.size = size
+        self.pages = pages
+        self.free = list(range(pages - 1, 0, -1))
+        self.modules: dict[nn.Module, None] = {}
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for module in self.modules:
+            del module.rollout_keys, module.rollout_values
+        self.modules.clear()
+
+    def store(self, module: nn.Module, key: Tensor, value: Tensor, places: Tensor) -> None:
+        """Writes keys and values [1, key heads, T, D] of a layer to `places` [T] of the pages."""
+        if module not in self.modules:
+            shape = (self.pages, key.shape[1], self.size, key.shape[3])
+            # Not left as they are found: plain attention reads beyond the end of a sequence.
+            for name in ("rollout_keys", "rollout_values"):
+                setattr(module, name, key.new_zeros(shape))
+                maybe_mark_dynamic(getattr(module, name), 0)
+            self.modules[module] = None
+        page, offset = places // self.size, places % self.size
+        module.rollout_keys[page, :, offset] = key[0].transpose(0, 1)  # type: ignore[operator]
+        module.rollout_values[page, :, offset] = value[0].transpose(0, 1)  # type: ignore[operator]
+
+    def tensors(self) -> list[Tensor]:
+        """The pages of all layers."""
+        names = ("rollout_keys", "rollout_values")
+        return [getattr(module, name) for module in self.modules for name in names]
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Copies pages into others, in place."""
+        for tensor in self.tensors() if sources else []:
+            tensor[list(targets)] = tensor[list(sources)]
+
+    def take(self, count: int) -> list[int]:
+        """So many pages that nobody has."""
+        return [self.free.pop() for _ in range(count)]
+
+    def bytes_per_page(self) -> int:
+        """The memory of a page, of all layers that have been called."""
+        return sum(tensor[0].nbytes for tensor in self.tensors())
+
+
+def paged_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    pool: Pool | None = None,
+    places: Tensor | None = None,
+    parts: tuple[Part, ...] = (),
+    page_table: Tensor | None = None,
+    new_positions: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention to keys and values in pages, for transformers' attention interface.
+
+    Prompts come packed, as `query` [1, heads, T, D], with their `parts` and the `places` of their
+    tokens in the `pool`. A new token of each of B sequences comes as [B, heads, 1, D], with the
+    sequences' pages in the `page_table` and the tokens' `new_positions`. Returns [B, T, heads, D].
+    Raises `UserError` for attention of other kinds.
+    """
+    if attention_mask is not None or softcap is not None or s_aux is not None:
+        raise UserError("its attention has a mask, a soft cap or sinks")
+    if query.shape[-1] != value.shape[-1]:
+        raise UserError("its values have another width than its keys")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if page_table is not None and new_positions is not None:
+        tokens = (each[:, :, 0] for each in (query, key, value))
+        own = (module.rollout_keys, module.rollout_values)
+        where = (page_table, new_positions)
+        output = decode_attention(*tokens, *own, *where, scaling, sliding_window or 0)
+        return output[:, None], None
+    if pool is None or places is None:
+        raise UserError("its attention is not told of pages")
+    pool.store(module, key, value, places)
+    return packed_attention(
+        module, query, key, value, None, scaling, 0.0, sliding_window, parts=parts
+    )
+
+
+AttentionInterface.register(PAGED, paged_attention)

@@ -1,0 +1,53 @@
+"""Weights are gathered and cast once for many passes, and afterwards are what they were."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lacuna.config import Config
+from lacuna.config.sections import ModelConfig
+from lacuna.model.layers.casting import compute_in
+from lacuna.parallel.fsdp import inference
+from lacuna.rollout.gathered import cast_once, gathered
+from tiny import random_model, run_ranks, sharded_model, tiny_config
+
+IDS = torch.arange(5, 13)[None]
+
+
+def test_weights_are_cast_once_and_then_are_the_same_parameters() -> None:
+    model = random_model(tiny_config("llama"))
+    compute_in(model, torch.bfloat16)
+    before = dict(model.named_parameters())
+    product = model.model.layers[0].self_attn.q_proj
+    with torch.no_grad():
+        wanted = model(IDS, use_cache=False).logits
+        with cast_once(model):
+            assert product.weight is product._parameters["weight"], "no cast is left to do"
+            assert product.weight.dtype == torch.bfloat16
+            assert torch.equal(model(IDS, use_cache=False).logits, wanted)
+    after = dict(model.named_parameters())
+    assert before.keys() == after.keys()
+    assert all(after[name] is before[name] for name in before)
+    assert after["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
+
+
+def pass_alone(folder: str) -> torch.Tensor:
+    """Logits by passes that only the first rank makes, and training afterwards."""
+    model = sharded_model(tiny_config("llama"), Config(model=ModelConfig(name_or_path=folder)))
+    with inference(model), gathered(model):
+        logits = torch.zeros(0)
+        for _ in range(1 + 2 * (dist.get_rank() == 0)):
+            logits = model(IDS, use_cache=False).logits
+    assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+    model(IDS, use_cache=False).logits.sum().backward()
+    assert all(isinstance(parameter.grad, DTensor) for parameter in model.parameters())
+    return logits
+
+
+def test_gathered_ranks_pass_by_themselves_and_train_together_again(tmp_path: object) -> None:
+    model = random_model(tiny_config("llama"))
+    model.save_pretrained(tmp_path)
+    with torch.no_grad():
+        wanted = model(IDS, use_cache=False).logits
+    for logits in run_ranks(2, pass_alone, str(tmp_path)):
+        assert torch.allclose(logits, wanted, atol=1e-5)
