@@ -57,6 +57,7 @@ EXTENSIONS = {
         "objective/grpo_losses.py",
     ),
     "rewards": ("rollout/rewards.py", "rollout/verifiers.py"),
+    "reward": ("model/scores.py", "objective/reward.py"),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
     "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),

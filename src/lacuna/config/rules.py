@@ -34,6 +34,14 @@ def is_changed(setting: str, beside: Predicate) -> Predicate:
     return applies
 
 
+def refused_for(task: str, setting: str, reason: str, is_wrong: Predicate | None = None) -> Rule:
+    """A rule that refuses a setting for a task: one that is wrong, or has not its default."""
+    wrong = is_wrong or is_changed(setting, lambda config: True)
+    return Rule(
+        (setting, "job.task"), lambda config: config.job.task == task and wrong(config), reason
+    )
+
+
 def rule_for_each(
     settings: tuple[str, ...], other: str, applies: Predicate, reason: str
 ) -> list[Rule]:

@@ -26,8 +26,8 @@ class JobConfig(Section):
 
     task: Annotated[str, AfterValidator(known_task)] = "pretrain"
     """What is trained for: pretrain on texts, sft on conversations, preference on pairs of answers,
-    distill from a larger model, grpo on rewards of the model's own answers, or an objective of your
-    own, as module:name."""
+    reward to score answers as pairs say, distill from a larger model, grpo on rewards of the
+    model's own answers, or an objective of your own, as module:name."""
 
     name: str = "run"
     """Name of the run. Unset: that of job.dump_folder, else of the TOML file without .toml."""
@@ -195,6 +195,11 @@ class Config(Section):
         """
         may_be_texts = self.trains_on == "prompts" and self.chat.template is None
         return None if self.trains_on == "texts" or may_be_texts else self.chat
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the model gives scores to sequences, and no text."""
+        return self.job.task == "reward"
 
     @property
     def judged_answers(self) -> PreferenceConfig | None:

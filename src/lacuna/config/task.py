@@ -12,6 +12,7 @@ TASKS = {
     "distill": "texts",
     "preference": "preferences",
     "grpo": "prompts",
+    "reward": "preferences",
 }
 # What the loop asks of an objective.
 PARTS = (

@@ -1,9 +1,12 @@
 """Rules for the settings of tasks, such as distillation: which others they do not go with."""
 
+from functools import partial
+
 from lacuna.config.fields import Section
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.reinforcement import GrpoConfig, RewardsConfig, RolloutConfig
-from lacuna.config.rules import Predicate, Rule, is_changed, is_given
+from lacuna.config.rules import Rule, is_changed, is_given, refused_for
+from lacuna.config.scoring_rules import REWARD_RULES
 from lacuna.config.task import TASKS
 
 STORED = "distillation.teacher_logprobs"
@@ -23,15 +26,7 @@ def _only_for(task: str, section: str, kind: type[Section]) -> list[Rule]:
     ]
 
 
-def _not_for_grpo(setting: str, reason: str, is_wrong: Predicate | None = None) -> Rule:
-    """A rule that refuses a setting with grpo: one that is wrong, or has not its default."""
-    wrong = is_wrong or is_changed(setting, lambda config: True)
-    return Rule(
-        (setting, "job.task"),
-        lambda config: config.job.task == "grpo" and wrong(config),
-        reason,
-    )
-
+_not_for_grpo = partial(refused_for, "grpo")
 
 _ROLLOUT_LAYOUT = "every rank generates with a whole model; use data parallelism alone with grpo"
 
@@ -158,6 +153,7 @@ TASK_RULES: tuple[Rule, ...] = (
     *_only_for("distill", "distillation", DistillationConfig),
     *_only_for("preference", "preference", PreferenceConfig),
     *GRPO_RULES,
+    *REWARD_RULES,
     Rule(
         ("distillation.beta", "distillation.divergence"),
         is_changed("distillation.beta", lambda config: config.distillation.divergence != "jsd"),

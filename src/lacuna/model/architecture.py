@@ -38,6 +38,9 @@ _REJECTIONS = (
     ValueError,
 )
 
+# How transformers' classes of models that score are called, with their architecture before.
+_SCORING = "ForSequenceClassification"
+
 # What configurations call the weight of the load-balancing loss of a mixture of experts.
 ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
 
@@ -84,6 +87,7 @@ def load_model_config(
         )
     _grow_vocabulary(text_config, settings, tokenizer)
     model_config.use_cache = False
+    model_config.architectures = None  # the task decides what is made of it
     if settings.output_router_logits is not None or settings.router_aux_loss_coef is not None:
         from lacuna.model.router import set_router_loss
 
@@ -127,6 +131,23 @@ def causal_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
     return cast(type[PreTrainedModel], AutoModelForCausalLM._model_mapping[type(model_config)])
 
 
+def is_scoring(model_config: PretrainedConfig) -> bool:
+    """Whether a configuration is that of a model that gives a sequence scores, and no text."""
+    return any(name.endswith(_SCORING) for name in model_config.architectures or ())
+
+
+def new_model(
+    model_config: PretrainedConfig, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel:
+    """Makes the model of a configuration: a causal LM, or a model that scores."""
+    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    if is_scoring(model_config):
+        from lacuna.model.scores import scoring_model  # an extension
+
+        make = scoring_model
+    return make(model_config, dtype=dtype, attn_implementation=attention)
+
+
 def is_from_fla(model_config: PretrainedConfig) -> bool:
     """Whether a model is one of flash-linear-attention's, for which there is an extension."""
     return type(model_config).__module__.startswith("fla.")
@@ -145,9 +166,7 @@ def meta_model(
         f"{model_config.model_type!r} model"
     )
     with torch.device("meta"), no_init_weights(), _refusals_explained(rejected):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation=attention
-        )
+        model = new_model(model_config, dtype, attention)
     model.train()
     model.tie_weights()  # as initialisation does
     keep_in_float32(model, dtype)

@@ -130,6 +130,10 @@ def build_meta_model(
     if device is not None:
         attention = _tried_attention(names, config, model_config, layout, device)
     stored = stored_dtype(config.training, config.lora, device_type)
+    if config.gives_scores:
+        from lacuna.model.scores import make_scoring  # an extension
+
+        make_scoring(model_config)
     model = architecture.meta_model(model_config, attention, stored)
     if layout.tp > 1:
         check_split(architecture.decoder_layers(model), model_config)
@@ -181,7 +185,10 @@ def build_model(
     router = required_router(config, model.config, mesh.layout, device)
     config = without_vain_compilation(config, model.config, router, device.type)
     compiled = compile_enabled(config.compile, config.parallelism, device.type)
-    head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
+    probe = probe_head
+    if config.gives_scores:
+        from lacuna.model.scores import probe_scores as probe
+    head = replace(probe(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
     flops = architecture.flops_of(model)
     trained = trained_names(model)

@@ -32,7 +32,12 @@ from lacuna.config.adapters import LoraConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data.tokenizer import added_ids
 from lacuna.data.unpacked import hf_folder
-from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
+from lacuna.model.architecture import (
+    is_scoring,
+    meta_model,
+    stored_tensors,
+    vocabulary_weights,
+)
 from lacuna.model.initial import draw_weights, place_buffers
 from lacuna.model.layers.lora import PARTS, adapted_modules
 from lacuna.model.layers.wrapping import stored_parameter, wrapped_modules
@@ -239,6 +244,10 @@ def _slices_to_load(
         for key, stored in slices.items():
             if tuple(key.split(".")[-2:]) in ends:
                 slices[key] = _grow_rows(stored, rows, known, added)
+    if is_scoring(shadow.config):
+        from lacuna.model.scores import with_new_scores  # an extension
+
+        slices = with_new_scores(slices, shadow)
     if any(module.is_packed for module in wrapped_modules(model)):
         from lacuna.model.layers.quantized_files import packed_slices
 

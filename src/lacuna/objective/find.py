@@ -18,6 +18,7 @@ _TASKS = {
     "distill": "lacuna.objective.distillation:Distillation",
     "preference": "lacuna.objective.preference:Preference",
     "grpo": "lacuna.objective.grpo:Grpo",
+    "reward": "lacuna.objective.reward:Reward",
 }
 
 
