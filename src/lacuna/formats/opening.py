@@ -37,8 +37,9 @@ from lacuna.formats.checkpoint import (
     require_complete,
 )
 from lacuna.formats.reader import damage_explained, read_tensors
-from lacuna.model.architecture import is_scoring, load_model_config
+from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_meta_model
+from lacuna.model.kind import is_scoring
 from lacuna.model.layers.adapter_files import load_adapters
 from lacuna.model.layers.casting import compute_in
 from lacuna.model.layers.lora import trained_names

@@ -24,6 +24,7 @@ from lacuna.config import UserError, explained, logger
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
+from lacuna.model.kind import new_model
 from lacuna.parallel.precision import keep_in_float32
 
 # What transformers may raise where it cannot make a model of a configuration.
@@ -37,9 +38,6 @@ _REJECTIONS = (
     TypeError,
     ValueError,
 )
-
-# How transformers' classes of models that score are called, with their architecture before.
-_SCORING = "ForSequenceClassification"
 
 # What configurations call the weight of the load-balancing loss of a mixture of experts.
 ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
@@ -129,23 +127,6 @@ def _grow_vocabulary(
 def causal_class(model_config: PretrainedConfig) -> type[PreTrainedModel]:
     """The class of causal language models that transformers has for a configuration."""
     return cast(type[PreTrainedModel], AutoModelForCausalLM._model_mapping[type(model_config)])
-
-
-def is_scoring(model_config: PretrainedConfig) -> bool:
-    """Whether a configuration is that of a model that gives a sequence scores, and no text."""
-    return any(name.endswith(_SCORING) for name in model_config.architectures or ())
-
-
-def new_model(
-    model_config: PretrainedConfig, dtype: torch.dtype, attention: str | None
-) -> PreTrainedModel:
-    """Makes the model of a configuration: a causal LM, or a model that scores."""
-    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
-    if is_scoring(model_config):
-        from lacuna.model.scores import scoring_model  # an extension
-
-        make = scoring_model
-    return make(model_config, dtype=dtype, attn_implementation=attention)
 
 
 def is_from_fla(model_config: PretrainedConfig) -> bool:

@@ -185,10 +185,7 @@ def build_model(
     router = required_router(config, model.config, mesh.layout, device)
     config = without_vain_compilation(config, model.config, router, device.type)
     compiled = compile_enabled(config.compile, config.parallelism, device.type)
-    probe = probe_head
-    if config.gives_scores:
-        from lacuna.model.scores import probe_scores as probe
-    head = replace(probe(specimen(model.config, device=device), compiled), router=router)
+    head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
     flops = architecture.flops_of(model)
     trained = trained_names(model)

@@ -8,7 +8,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from lacuna.model.architecture import new_model
+from lacuna.model.kind import new_model
 from lacuna.model.layers.wrapping import Wrapper
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import keep_in_float32

@@ -32,13 +32,9 @@ from lacuna.config.adapters import LoraConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data.tokenizer import added_ids
 from lacuna.data.unpacked import hf_folder
-from lacuna.model.architecture import (
-    is_scoring,
-    meta_model,
-    stored_tensors,
-    vocabulary_weights,
-)
+from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
 from lacuna.model.initial import draw_weights, place_buffers
+from lacuna.model.kind import is_scoring
 from lacuna.model.layers.lora import PARTS, adapted_modules
 from lacuna.model.layers.wrapping import stored_parameter, wrapped_modules
 from lacuna.parallel.fsdp import local, own_part
@@ -240,7 +236,11 @@ def _slices_to_load(
         rows = shadow.config.get_text_config().vocab_size
         known, added = added_ids(settings)
         # How the names begin may differ between files and model, so that only their ends count.
-        ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}
+        ends = {
+            tuple(name.split(".")[-2:])
+            for name, weight in vocabulary_weights(shadow).items()
+            if len(weight) == rows  # scores have no row for each token
+        }
         for key, stored in slices.items():
             if tuple(key.split(".")[-2:]) in ends:
                 slices[key] = _grow_rows(stored, rows, known, added)
