@@ -56,7 +56,7 @@ EXTENSIONS = {
         "objective/grpo_batches.py",
         "objective/grpo_losses.py",
     ),
-    "rewards": ("rollout/rewards.py", "rollout/verifiers.py"),
+    "rewards": ("rollout/reward_models.py", "rollout/rewards.py", "rollout/verifiers.py"),
     "reward": ("model/scores.py", "objective/reward.py"),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),

@@ -25,10 +25,11 @@ class RewardsConfig(Section):
     """What completions are worth (job.task = grpo)."""
 
     functions: Names = ()
-    """Functions of the rows of data and their completions, as module:function, or of those that
-    come with lacuna: exact (the answer is the row's), math (it is equal to the row's, by
-    math-verify), pattern (the row's regular expression is found), format (the completion is as
-    rewards.format says), length (it does not come near rollout.max_tokens)."""
+    """Functions of the rows of data and their completions, as module:function; folders or Hub ids
+    of models that score, as reward trains them; or those that come with lacuna: exact (the answer
+    is the row's), math (it is equal to the row's, by math-verify), pattern (the row's regular
+    expression is found), format (the completion is as rewards.format says), length (it does not
+    come near rollout.max_tokens)."""
     weights: Shares = ()
     """Weight of each function in the reward. Unset: 1 each."""
     on_error: Literal["stop", "skip"] = "stop"

@@ -23,6 +23,7 @@ from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, statistics
+from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.verifiers import Reward, find_rewards
 
 # Beyond this many nats a token's log-probabilities of generating and of training differ.
@@ -78,7 +79,15 @@ class Grpo(LanguageModelling):
         """Raises `UserError` for rewards, ends or a reference that cannot be had."""
         self.config = config
         self.tokenizer = tokenizer
-        self.functions = find_rewards(config.rewards)
+        self.functions = find_rewards(
+            config.rewards,
+            partial(
+                RewardModel,
+                chat=config.chat,
+                batch_size=config.rollout.batch_size,
+                trust_remote_code=config.model.trust_remote_code,
+            ),
+        )
         self.ends = end_of_turn(tokenizer)
         self.kind = reference_kind(config)
         settings = config.grpo
@@ -100,12 +109,13 @@ class Grpo(LanguageModelling):
         return {"grpo.reference": FrozenModel(config)} if reference_kind(config) == "copy" else {}
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
-        """Builds the reference, where there is one that is a copy."""
+        """Loads models that score, and builds the reference where that is a copy."""
         if not policy.head.chunked:
             raise UserError(
                 "model: its head does more than lacuna knows, so that log-probabilities cannot be "
                 "made chunk by chunk for job.task = grpo: choose another model."
             )
+        load_models([*self.functions.values()], policy.device)
         if self.kind == "copy":
             tokenizer = grown_tokenizer(self.config.model)
             self.reference = build_frozen(self.config, tokenizer, policy.mesh, policy.device)
