@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lacuna.config.fields import Section
 from lacuna.config.sections import Config
+from lacuna.config.task import TASKS
 
 Predicate = Callable[[Config], object]
 
@@ -40,6 +42,19 @@ def refused_for(task: str, setting: str, reason: str, is_wrong: Predicate | None
     return Rule(
         (setting, "job.task"), lambda config: config.job.task == task and wrong(config), reason
     )
+
+
+def only_for(tasks: tuple[str, ...], section: str, kind: type[Section]) -> list[Rule]:
+    """A rule for each setting of a section: it is refused with other tasks of lacuna's own."""
+    others = {*TASKS} - {*tasks}
+    return [
+        Rule(
+            (f"{section}.{name}", "job.task"),
+            is_changed(f"{section}.{name}", lambda config: config.job.task in others),
+            f"only {' or '.join(tasks)} takes the first; set the second to it, or drop the first",
+        )
+        for name in kind.model_fields
+    ]
 
 
 def rule_for_each(

@@ -17,7 +17,7 @@ from lacuna.config.documents import (
 from lacuna.config.fields import Names, Path, Section, packaged
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.optimizers import LRSchedulerConfig, OptimizerConfig
-from lacuna.config.reinforcement import GrpoConfig, RewardsConfig, RolloutConfig
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.task import known_task, trains_on
 
 
@@ -26,7 +26,7 @@ class JobConfig(Section):
 
     task: Annotated[str, AfterValidator(known_task)] = "pretrain"
     """What is trained for: pretrain on texts, sft on conversations, preference on pairs of answers,
-    reward to score answers as pairs say, distill from a larger model, grpo on rewards of the
+    reward to score answers as pairs say, distill from a larger model, grpo or ppo on rewards of the
     model's own answers, or an objective of your own, as module:name."""
 
     name: str = "run"
@@ -167,6 +167,7 @@ class Config(Section):
     preference: PreferenceConfig = PreferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
     grpo: GrpoConfig = GrpoConfig()
+    ppo: PpoConfig = PpoConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()

@@ -13,6 +13,7 @@ TASKS = {
     "preference": "preferences",
     "grpo": "prompts",
     "reward": "preferences",
+    "ppo": "prompts",
 }
 # What the loop asks of an objective.
 PARTS = (

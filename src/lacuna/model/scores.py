@@ -95,8 +95,9 @@ def with_new_scores(slices: dict[str, Any], shadow: PreTrainedModel) -> dict[str
 def scores_at(model: PreTrainedModel, states: Tensor, places: Tensor) -> Tensor:
     """The scores, float32 [places], at these places of the hidden states [tokens, width]."""
     layer = model.get_output_embeddings()
-    return run_forward(layer, _scores_of, states[places])
+    return run_forward(layer, scores_of, states[places])
 
 
-def _scores_of(layer: nn.Linear, states: Tensor) -> Tensor:
+def scores_of(layer: nn.Linear, states: Tensor) -> Tensor:
+    """The scores, float32 [places], of hidden states [places, width]."""
     return F.linear(states.to(layer.weight.dtype), layer.weight, layer.bias)[:, 0].float()

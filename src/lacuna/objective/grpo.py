@@ -5,20 +5,29 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig
 from lacuna.data import Batch, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.layers.lora import without_adapters
 from lacuna.model.loss import Loss, TokenLoss
-from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples, with_log_ratios
+from lacuna.objective.critic import SecondModel
+from lacuna.objective.grpo_batches import (
+    LaidOut,
+    Targets,
+    grpo_targets,
+    lay_out,
+    logprobs_of_samples,
+    with_log_ratios,
+)
 from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
@@ -30,26 +39,27 @@ from lacuna.rollout.verifiers import Reward, find_rewards
 _MISMATCH = 0.1
 
 
-def reference_kind(config: Config) -> str | None:
-    """Where the reference comes from (base or copy), or None without a divergence from one.
+def reference_kind(config: Config, task: Literal["grpo", "ppo"] = "grpo") -> str | None:
+    """Where the reference of a task comes from: base or copy; None without a divergence from one.
 
     Raises `UserError` where it would not be what training begins with.
     """
     lora = config.lora
-    asked = config.grpo.reference
-    if not config.grpo.beta:
+    settings: GrpoConfig | PpoConfig = getattr(config, task)
+    asked = settings.reference
+    if not settings.beta:
         return None
     is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
         raise UserError(
-            "grpo.reference = base: without its adapters the model is not what training begins "
+            f"{task}.reference = base: without its adapters the model is not what training begins "
             "with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use copy."
         )
     checkpoints = Path(str(config.job.dump_folder), config.checkpoint.folder)
     start = config.checkpoint.initial_load_path
     if start or (checkpoints / "step-0").exists():
         raise UserError(
-            "grpo.beta: the run begins with the weights of a checkpoint "
+            f"{task}.beta: the run begins with the weights of a checkpoint "
             f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
             "files: convert the checkpoint with lacuna convert --to hf and give that as "
             "model.name_or_path."
@@ -71,12 +81,29 @@ class Grpo(LanguageModelling):
     config: Config
     tokenizer: PreTrainedTokenizerBase
     functions: dict[str, Reward]
+    targets: Targets
     ends: list[int]
     reference: BuiltModel | None = None
     kind: str | None = None
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for rewards, ends or a reference that cannot be had."""
+        settings = config.grpo
+        self.begin(config, tokenizer, reference_kind(config), settings.updates)
+        self.targets = grpo_targets(settings, config.rollout)
+        is_by_tokens = settings.loss in ("dapo", "cispo")
+        self.denominator = "trained_tokens" if is_by_tokens else "sequences"
+        of = partial(grpo_sums, settings=settings, temperature=config.rollout.temperature)
+        self.loss = TokenLoss(of, NAMES)
+        self.held_out_loss = self.loss
+
+    def begin(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, kind: str | None, updates: int
+    ) -> None:
+        """Begins with no completions; raises `UserError` for rewards that cannot be had.
+
+        `kind` is that of the reference, and `updates` are made on the same completions.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.functions = find_rewards(
@@ -89,13 +116,8 @@ class Grpo(LanguageModelling):
             ),
         )
         self.ends = end_of_turn(tokenizer)
-        self.kind = reference_kind(config)
-        settings = config.grpo
-        is_by_tokens = settings.loss in ("dapo", "cispo")
-        self.denominator = "trained_tokens" if is_by_tokens else "sequences"
-        of = partial(grpo_sums, settings=settings, temperature=config.rollout.temperature)
-        self.loss = TokenLoss(of, NAMES)
-        self.held_out_loss = self.loss
+        self.kind = kind
+        self.updates = updates
         self.steps = 0  # of the run so far
         self.updates_left = 0
         self.own: list[list[Sample]] = []  # this rank's groups
@@ -108,17 +130,20 @@ class Grpo(LanguageModelling):
         """The frozen copy, where that is the reference."""
         return {"grpo.reference": FrozenModel(config)} if reference_kind(config) == "copy" else {}
 
-    def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
+    def prepare(
+        self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
+    ) -> SecondModel | None:
         """Loads models that score, and builds the reference where that is a copy."""
         if not policy.head.chunked:
             raise UserError(
                 "model: its head does more than lacuna knows, so that log-probabilities cannot be "
-                "made chunk by chunk for job.task = grpo: choose another model."
+                f"made chunk by chunk for job.task = {self.config.job.task}: choose another model."
             )
         load_models([*self.functions.values()], policy.device)
         if self.kind == "copy":
             tokenizer = grown_tokenizer(self.config.model)
             self.reference = build_frozen(self.config, tokenizer, policy.mesh, policy.device)
+        return None
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
         """This rank's completions in micro-batches, newly made unless updates are left for them."""
@@ -127,9 +152,9 @@ class Grpo(LanguageModelling):
         self.is_under_way = True
         is_new = not self.updates_left
         if is_new:
-            groups = [group.samples for group in self._roll_out(policy, source)]
+            groups = [group.samples for group in self.roll_out(policy, source)]
             self.own = _part_of_rank(groups, policy)
-            self.updates_left = self.config.grpo.updates
+            self.updates_left = self.updates
         elif self.resumed:
             self.own = _part_of_rank(self.resumed, policy)
         self.resumed = []
@@ -137,10 +162,14 @@ class Grpo(LanguageModelling):
         self.updates_left -= 1
         own = [sample for group in self.own for sample in group]
         if is_new:
-            self._note_logprobs(policy, own)
-        return lay_out(own, self.config, self.tokenizer.eos_token_id or 0).batches
+            self.note_findings(policy, own)
+        return self.laid_out(own).batches
 
-    def _roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
+    def laid_out(self, samples: Sequence[Sample]) -> LaidOut:
+        """Samples in this rank's micro-batches, as many as on all others."""
+        return lay_out(samples, self.config, self.tokenizer.eos_token_id or 0, self.targets)
+
+    def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New groups of all ranks, on every rank: one for each prompt of a step.
 
         Where prompts may be drawn again, groups whose rewards vary come first.
@@ -164,10 +193,10 @@ class Grpo(LanguageModelling):
             drawn.sort(key=lambda group: not group.varies)
         return drawn[:wanted]
 
-    def _note_logprobs(self, policy: BuiltModel, own: list[Sample]) -> None:
+    def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""
         temperature = self.config.rollout.temperature
-        laid = lay_out(own, self.config, self.tokenizer.eos_token_id or 0)
+        laid = self.laid_out(own)
         found = logprobs_of_samples(policy, laid, own, temperature)
         for sample, old in zip(own, found, strict=True):
             sample.old = old
@@ -180,7 +209,7 @@ class Grpo(LanguageModelling):
                 reference = logprobs_of_samples(asked, laid, own, temperature)
             for sample, values in zip(own, reference, strict=True):
                 sample.reference = values
-        trained = [one for one in own if one.ended or not self.config.grpo.mask_truncated]
+        trained = [one for one in own if self.targets.is_trained(one)]
         pairs = [pair for one in trained for pair in zip(one.sampled, one.old, strict=True)]
         apart = torch.tensor(pairs, device=policy.device).view(-1, 2).diff(dim=1).abs()
         largest = apart.max() if len(apart) else apart.sum()
