@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lacuna.config import Config, UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.model.build import BuiltModel, build_model
-from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples
+from lacuna.objective.grpo_batches import grpo_targets, lay_out, logprobs_of_samples
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
 from lacuna.rollout.sampling import Completion, draw, generate
@@ -43,7 +43,8 @@ def differences(
         for prompt, group in zip(prompts, said, strict=True)
         for one in group
     ]
-    laid = lay_out(samples, policy.config, padding=0)
+    targets = grpo_targets(policy.config.grpo, policy.config.rollout)
+    laid = lay_out(samples, policy.config, padding=0, targets=targets)
     found = logprobs_of_samples(policy, laid, samples, SAMPLING.temperature)
     pairs = zip(samples, found, strict=True)
     return max(
