@@ -1,97 +1,73 @@
 """Rules for the tasks whose models learn from their own completions."""
 
-from functools import partial
-
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
-from lacuna.config.rules import Rule, is_changed, is_given, only_for, refused_for
+from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
 
 _TASKS = ("grpo", "ppo")
 
 
-def _rules_of(task: str) -> tuple[Rule, ...]:
-    """What a task that generates cannot have."""
-    wrong = partial(refused_for, task)
-    return (
-        *(
-            wrong(
-                f"parallelism.{name}",
-                f"every rank generates with a whole model; use data parallelism alone with {task}",
-            )
-            for name in (
-                "tensor_parallel_degree",
-                "context_parallel_degree",
-                "pipeline_parallel_degree",
-            )
+# Settings that a task which generates cannot have unless they are at their defaults, and why.
+_REFUSED = {
+    "training.enable_cpu_offload": "generating needs the weights on the device; drop the first",
+    "optimizer.early_step_in_backward": "how many micro-batches completions make is not known "
+    "before; drop the first",
+    "float8.enable_float8_linear": "one token at a time has no shape that float8 takes; drop the "
+    "first",
+    "lora.dropout": "ratios to old probabilities would be those of dropout; set the first to 0",
+    "data.streaming": "prompts are read from the cache; drop the first",
+    "data.document_mask": "completions must not see each other; leave the first on",
+    "data.predict_across_documents": "completions do not go on in others; drop the first",
+    "packing.long_examples": "prompts that are too long are refused; drop the first",
+    "curriculum.rank_every": "prompts have no loss to be ranked by; drop the first",
+    "curriculum.stages": "a stage cannot change rollouts; drop the first",
+    **dict.fromkeys(
+        (
+            "parallelism.tensor_parallel_degree",
+            "parallelism.context_parallel_degree",
+            "parallelism.pipeline_parallel_degree",
         ),
-        wrong(
-            "training.enable_cpu_offload",
-            f"generating needs the weights on the device; drop the first with {task}",
-        ),
-        wrong(
-            "optimizer.early_step_in_backward",
-            "how many micro-batches completions make is not known before; drop the first with "
-            f"{task}",
-        ),
-        wrong(
-            "float8.enable_float8_linear",
-            f"one token at a time has no shape that float8 takes; drop the first with {task}",
-        ),
-        wrong(
-            "lora.dropout",
-            "ratios to old probabilities would be those of dropout; set the first to 0",
-        ),
-        wrong(
-            "validation.dataset",
-            "what completions of held-out prompts are worth is not measured yet; drop the first",
-            is_given("validation.dataset"),
-        ),
-        wrong("data.streaming", f"prompts are read from the cache; drop the first with {task}"),
-        wrong(
-            "data.tokenization",
-            f"prompts are read from the cache; drop the first with {task}",
-            lambda config: config.data.tokenization == "online",
-        ),
-        wrong(
-            "data.document_mask",
-            f"completions must not see each other; leave the first on with {task}",
-        ),
-        wrong(
-            "data.predict_across_documents", "completions do not go on in others; drop the first"
-        ),
-        wrong(
-            "packing.mode",
-            "completions are not cut; set the first to best_fit or none",
-            lambda config: config.packing.mode == "concatenate",
-        ),
-        wrong(
-            "packing.long_examples",
-            f"prompts that are too long are refused; drop the first with {task}",
-        ),
-        wrong(
-            "training.context_len",
-            f"completions are not cut; set the first to training.seq_len with {task}",
-            lambda config: config.training.context_len < config.training.seq_len,
-        ),
-        wrong(
-            "curriculum.rank_every",
-            f"prompts have no loss to be ranked by; drop the first with {task}",
-        ),
-        wrong("curriculum.stages", f"a stage cannot change rollouts; drop the first with {task}"),
-        wrong(
-            "rollout.max_tokens",
-            "a prompt and the longest completion must fit into training.seq_len; lower the first",
-            lambda config: config.rollout.max_tokens >= config.training.seq_len,
-        ),
-    )
-
+        "every rank generates with a whole model; use data parallelism alone",
+    ),
+}
+# The same of settings that cannot have some values.
+_REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
+    "validation.dataset": (
+        is_given("validation.dataset"),
+        "what completions of held-out prompts are worth is not measured yet; drop the first",
+    ),
+    "data.tokenization": (
+        lambda config: config.data.tokenization == "online",
+        "prompts are read from the cache; drop the first",
+    ),
+    "packing.mode": (
+        lambda config: config.packing.mode == "concatenate",
+        "completions are not cut; set the first to best_fit or none",
+    ),
+    "training.context_len": (
+        lambda config: config.training.context_len < config.training.seq_len,
+        "completions are not cut; set the first to training.seq_len",
+    ),
+    "rollout.max_tokens": (
+        lambda config: config.rollout.max_tokens >= config.training.seq_len,
+        "a prompt and the longest completion must fit into training.seq_len; lower the first",
+    ),
+}
 
 ROLLOUT_RULES: tuple[Rule, ...] = (
     *only_for(("grpo",), "grpo", GrpoConfig),
     *only_for(("ppo",), "ppo", PpoConfig),
     *only_for(_TASKS, "rollout", RolloutConfig),
     *only_for(_TASKS, "rewards", RewardsConfig),
-    *_rules_of("grpo"),
-    *_rules_of("ppo"),
+    *(
+        refused_for(task, setting, f"{reason} with {task}")
+        for task in _TASKS
+        for setting, reason in _REFUSED.items()
+    ),
+    *(
+        refused_for(task, setting, f"{reason} with {task}", is_wrong)
+        for task in _TASKS
+        for setting, (is_wrong, reason) in _REFUSED_VALUES.items()
+    ),
     Rule(
         ("job.task", "rewards.functions"),
         lambda config: config.job.task in _TASKS and not config.rewards.functions,

@@ -86,10 +86,9 @@ def loss_sums(
     states = _hidden_states(head, output, inputs)
     columns = {name: column.flatten(0, 1) for name, column in inputs.columns.items()}
     if isinstance(loss, SequenceLoss) and loss.of_scores:
-        from lacuna.model.scores import scores_at  # an extension
+        from lacuna.model.scores import score_sums  # an extension
 
-        scores = scores_at(model, states, inputs.sequence_columns["last"])
-        sums = stacked(loss.of(scores, inputs.sequence_columns), loss.names)
+        sums = score_sums(model, loss, inputs, states)
     elif isinstance(loss, SequenceLoss):
         found = _sums_by_sequence(model, head, inputs, states)
         logprobs = found.pop("logprobs")

@@ -12,6 +12,8 @@ from lacuna.config import UserError
 from lacuna.model.architecture import asks_for_router_loss
 from lacuna.model.forward import run_forward
 from lacuna.model.head import Head, relative_difference
+from lacuna.model.inputs import Inputs
+from lacuna.model.loss import SequenceLoss, stacked
 from lacuna.parallel.backbone import backbone
 
 # What transformers calls the layer that makes scores, where lacuna knows how it is used.
@@ -92,10 +94,13 @@ def with_new_scores(slices: dict[str, Any], shadow: PreTrainedModel) -> dict[str
     return slices | new
 
 
-def scores_at(model: PreTrainedModel, states: Tensor, places: Tensor) -> Tensor:
-    """The scores, float32 [places], at these places of the hidden states [tokens, width]."""
-    layer = model.get_output_embeddings()
-    return run_forward(layer, scores_of, states[places])
+def score_sums(
+    model: PreTrainedModel, loss: SequenceLoss, inputs: Inputs, states: Tensor
+) -> Tensor:
+    """The sums of a loss of scores, float32 [names], by the hidden states [tokens, width]."""
+    columns = inputs.sequence_columns
+    scores = run_forward(model.get_output_embeddings(), scores_of, states[columns["last"]])
+    return stacked(loss.of(scores, columns), loss.names)
 
 
 def scores_of(layer: nn.Linear, states: Tensor) -> Tensor:
