@@ -18,7 +18,19 @@ from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
 from policies import one_rank
 from rewarded import completions, flags, write_prompts
-from runs import checkpoint, curve, lacuna, rows, train, weights, write_model
+from runs import (
+    checkpoint,
+    curve,
+    ended,
+    lacuna,
+    rows,
+    start,
+    steps,
+    train,
+    wait_until,
+    weights,
+    write_model,
+)
 from tiny import CPU, mesh_of
 
 KEYS = (
@@ -133,6 +145,20 @@ def test_a_run_goes_on_with_its_critic_on_another_number_of_ranks(
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
 
 
+def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_path: Path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    own = ppo(prompts, *CASES["adaptive"], "--training.steps", 12, "--checkpoint.interval", 2)
+    train(world, straight, *own)
+    with ended(start("train", world / "run.toml", "--job.dump_folder", killed, *own)) as process:
+        wait_until(lambda: bool(steps(killed)), process)
+        process.kill()
+    assert steps(killed)[-1] < 12
+    assert "resum" in train(world, killed, *own)
+    assert curve(straight, *KEYS) == curve(killed, *KEYS)
+    assert completions(straight) == completions(killed)
+    assert weights(straight) == weights(killed)
+
+
 def test_a_critic_that_expects_nothing_learns_the_rewards(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -152,8 +178,8 @@ def test_a_critic_that_expects_nothing_learns_the_rewards(
     assert "advantage" not in found[0]
     later = [row["critic_loss"] for row in rows(tmp_path / "run") if "loss" in row]
     assert later[-1] < first["critic_loss"]
-    steps = [step for step, _ in groupby(completions(tmp_path / "run"), lambda row: row["step"])]
-    assert steps == [1, 3], "two steps for each batch of prompts"
+    begun = [step for step, _ in groupby(completions(tmp_path / "run"), lambda row: row["step"])]
+    assert begun == [1, 3], "two steps for each batch of prompts"
 
 
 def test_values_are_what_is_expected_before_each_token(world: Path, judge: Path) -> None:
