@@ -12,9 +12,9 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from lacuna.config import Config, UserError
 from lacuna.config.contradictions import contradictions_of
 from lacuna.model.build import build_model
-from lacuna.objective.reward import padding_of, reward_sums, with_last_places
+from lacuna.objective.reward import Reward, padding_of, reward_sums, with_last_places
 from lacuna.parallel.mesh import Layout
-from policies import batch_of, one_rank
+from policies import batch_of, one_rank, policy_of
 from runs import curve, lacuna, refused, rows, train, weights, write_pairs
 from tiny import CPU, mesh_of, random_model, tiny_config, tokenizer_of_words
 
@@ -181,6 +181,13 @@ def test_a_model_that_scores_makes_no_text(world: Path, scored: tuple[Path, str]
         assert "is a model that scores" in refused("generate", place, "--prompt", "the")
     said = refused("convert", scored[0] / "checkpoint" / "step-8", world / "no", "--to", "hf")
     assert "is a model that scores" in said
+
+
+def test_an_objective_that_inherits_needs_a_model_that_scores() -> None:
+    objective = Reward()
+    objective.check(Config(), tokenizer_of_words())
+    with one_rank(), pytest.raises(UserError, match="made for reward alone"):
+        objective.prepare(policy_of(random_model(tiny_config("llama"))), lambda: [])
 
 
 def test_the_memory_of_a_run_is_planned(world: Path, data: Path, tmp_path: Path) -> None:

@@ -104,5 +104,9 @@ def score_sums(
 
 
 def scores_of(layer: nn.Linear, states: Tensor) -> Tensor:
-    """The scores, float32 [places], of hidden states [places, width]."""
-    return F.linear(states.to(layer.weight.dtype), layer.weight, layer.bias)[:, 0].float()
+    """The scores, float32 [places], of hidden states [places, width].
+
+    The product is float32 whatever these are: in bfloat16 near scores would be the same.
+    """
+    bias = None if layer.bias is None else layer.bias.float()
+    return F.linear(states.float(), layer.weight.float(), bias)[:, 0]

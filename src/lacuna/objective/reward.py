@@ -8,9 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.data import Batch
 from lacuna.model.build import BuiltModel
+from lacuna.model.kind import is_scoring
 from lacuna.model.loss import Columns, Loss, SequenceLoss, Sums
 from lacuna.objective.language_modelling import LanguageModelling
 
@@ -73,7 +74,15 @@ class Reward(LanguageModelling):
         self.tokenizer = tokenizer
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
-        """Notes in the model's configuration what padding is, by which transformers scores."""
+        """Notes in the model's configuration what padding is, by which transformers scores.
+
+        Raises `UserError` for a model that makes text, which the task of another name would have.
+        """
+        if not is_scoring(policy.model.config):
+            raise UserError(
+                "job.task: a model that scores is made for reward alone: set it to reward, or do "
+                "not inherit from its objective."
+            )
         # Only now: a model that is made with it would not learn the embedding of this token.
         text_config = policy.model.config.get_text_config()
         self.padding = padding_of(text_config.pad_token_id, self.tokenizer)
