@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import PeftModel
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from lacuna.config import Config, UserError
@@ -15,6 +16,7 @@ from lacuna.model.build import build_model
 from lacuna.objective.reward import Reward, padding_of, reward_sums, with_last_places
 from lacuna.parallel.mesh import Layout
 from policies import batch_of, one_rank, policy_of
+from rewarded import CHAT
 from runs import curve, lacuna, refused, rows, train, weights, write_pairs
 from tiny import CPU, mesh_of, random_model, tiny_config, tokenizer_of_words
 
@@ -138,6 +140,52 @@ def test_a_causal_model_begins_with_scores_of_0_and_one_that_scores_with_its_own
     assert first["val_loss"] == pytest.approx(last["val_loss"], rel=1e-5)
 
 
+@pytest.fixture(scope="module")
+def base(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A causal model with weights, whose tokenizer has its chat template."""
+    folder = tmp_path_factory.mktemp("base")
+    train(world, folder, "--training.steps", 2)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "hf")
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder / "hf")
+    return folder / "hf"
+
+
+@pytest.mark.parametrize("bits", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
+def test_adapters_learn_beside_the_layer_that_scores(
+    bits: str, world: Path, data: Path, base: Path, tmp_path: Path
+) -> None:
+    beside = ("--model.config", "none", "--model.name_or_path", base, "--model.new_tokens", "none")
+    learning = ("--lora.rank", 4, "--lora.modules", "score", "--optimizer.lr", 0.01)
+    own = flags(data, *beside, *learning, "--quantization.base", bits, "--chat.template", "none")
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    said = train(world, straight, *own)
+    train(world, resumed, *own, "--training.steps", 4)
+    train(world, resumed, *own)
+    assert curve(straight, *LOGGED) == curve(resumed, *LOGGED)
+    assert weights(straight) == weights(resumed)
+    assert "lacuna convert" not in said
+    train(world, tmp_path / "shards", *own, *LAYOUTS["shards"])
+    pairs = zip(curve(straight, *LOGGED), curve(tmp_path / "shards", *LOGGED), strict=True)
+    for row, other in pairs:
+        assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
+    [last] = [row for row in rows(straight) if "val_loss" in row and row["step"] == 8]
+    assert last["val_score_margin"] > 0.1
+    adapter = straight / "hf" / "adapter"
+    assert "lora.modules: 'score' matches no module" in refused(
+        "generate", adapter, "--prompt", "the"
+    )
+    if bits == "none":
+        ids = torch.tensor([[5, 6, 7, 8]])
+        merged = AutoModelForSequenceClassification.from_pretrained(straight / "hf", num_labels=1)
+        whole = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1)
+        beside_base = PeftModel.from_pretrained(whole, adapter)
+        with torch.no_grad():
+            assert merged(ids).logits.item() == pytest.approx(
+                beside_base(ids).logits.item(), abs=1e-5
+            )
+
+
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "gpt2", "gemma2", "qwen3_moe"])
 def test_transformers_own_classes_score_as_lacuna_does(kind: str, tmp_path: Path) -> None:
     # `build_model` refuses a class whose scores are not those that it reads.
@@ -165,8 +213,8 @@ def test_a_model_without_a_classifier_is_refused(tmp_path: Path) -> None:
         ({"parallelism": {"context_parallel_degree": 2}}, "parallelism.context_parallel_degree"),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "parallelism.pipeline_parallel_degree"),
         ({"parallelism": {"expert_parallel_degree": 2}}, "parallelism.expert_parallel_degree"),
-        ({"lora": {"rank": 4}}, "lora.rank"),
-        ({"quantization": {"base": "nf4"}}, "quantization.base"),
+        ({"lora": {"rank": 4}}, "lora.modules"),
+        ({"model": {"train_new_tokens_only": True}}, "model.train_new_tokens_only"),
         ({"validation": {"prompts": ("The",)}}, "validation.prompts"),
         ({"preference": {"beta": 0.5}}, "preference.beta"),
     ],

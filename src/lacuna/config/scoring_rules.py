@@ -3,16 +3,25 @@
 from lacuna.config.rules import Rule, is_given, refused_for
 
 _WHOLE = "a sequence is scored by one rank; use data parallelism alone with reward"
-_ADAPTERS = "a model that scores is trained whole so far; drop the first with reward"
+_LAYER = "score"
 
 REWARD_RULES: tuple[Rule, ...] = (
     *(
         refused_for("reward", f"parallelism.{name}_parallel_degree", _WHOLE)
         for name in ("tensor", "context", "pipeline", "expert")
     ),
-    refused_for("reward", "lora.rank", _ADAPTERS),
-    refused_for("reward", "quantization.base", _ADAPTERS),
-    refused_for("reward", "model.train_new_tokens_only", _ADAPTERS),
+    Rule(
+        ("lora.modules", "job.task"),
+        lambda config: (
+            config.job.task == "reward" and config.lora.rank and _LAYER not in config.lora.modules
+        ),
+        f"the layer that scores has to learn too; name it in the first: {_LAYER}",
+    ),
+    refused_for(
+        "reward",
+        "model.train_new_tokens_only",
+        "the layer that scores has no rows of tokens; drop the first with reward",
+    ),
     refused_for(
         "reward",
         "validation.prompts",

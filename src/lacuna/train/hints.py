@@ -53,7 +53,7 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     lines["curves"] = f"{folder}/metrics.jsonl; tensorboard --logdir {shlex.quote(folder)}"
     if not config.gives_scores:
         lines["try it"] = _shell_command("generate", adapter or folder, *how)
-    if adapter:
+    if adapter and not config.gives_scores:
         merged = os.path.join(folder, "merged")
         lines["merge"] = _shell_command("convert", adapter, merged, "--to", "hf")
     lines["train on"] = _shell_command("train", os.path.join(folder, "config.toml"), *longer)
