@@ -55,8 +55,13 @@ def check_critic(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
     """Raises `UserError` for a critic that has other tokens than the model."""
     if config.ppo.critic is None:
         return
-    with explained("ppo.critic", UserError, mend=_MEND):
+    try:
         theirs = grown_tokenizer(critic_config(config).model).get_vocab()
+    except UserError as error:
+        reason = str(error).rpartition(";")[0]  # what would mend it is for the model's own
+        raise UserError(
+            f"ppo.critic: {reason}; give a Hub id or a folder that has a tokenizer."
+        ) from error
     differing = theirs.items() ^ tokenizer.get_vocab().items()
     if differing:
         token, number = min(differing, key=lambda pair: (pair[1], pair[0]))

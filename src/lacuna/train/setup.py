@@ -95,8 +95,8 @@ class Run:
         if second is not None:
             from lacuna.train.second import open_learner  # an extension
 
-            going_on = None if saved is None else start
-            self.second = open_learner(second, config.optimizer, going_on, process)
+            saved_in = start if saved is not None else None
+            self.second = open_learner(second, config.optimizer, saved_in, process)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
         step = self.state.step
         self.metrics = MetricWriter(self.config, process.rank, console, step, self.total_steps)
