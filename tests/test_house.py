@@ -57,7 +57,10 @@ GIVEN_ALL_SETTINGS = {
     "objective/language_modelling.py": ("check", "frozen_models"),
     "objective/distillation.py": ("check", "frozen_models"),
     "objective/preference.py": ("check", "frozen_models"),
-    "objective/grpo.py": ("check", "frozen_models"),
+    "objective/grpo.py": ("check", "frozen_models", "begin"),
+    "objective/ppo.py": ("check", "frozen_models", "_kind"),
+    "objective/reward.py": ("check",),
+    "objective/critic.py": ("critic_config", "check_critic", "build_critic"),
 }
 """The functions that are given the whole `Config`, by their file, and why."""
 
@@ -172,7 +175,7 @@ def test_functions_take_what_they_read_and_not_the_whole_configuration() -> None
 
 def test_core_and_extensions_stay_below_their_limits() -> None:
     core, extensions = bloat.counts(PACKAGE)
-    assert sum(core.values()) < bloat.CORE_LIMIT == 7300
+    assert sum(core.values()) < bloat.CORE_LIMIT == 7450
     assert max(extensions.values()) <= bloat.EXTENSION_LIMIT == 400
     assert bloat.run([]) == 0
 

@@ -162,7 +162,11 @@ def error_of(flags="", **kwargs):
             "lr_scheduler.warmup_steps",
             "more than the 10 steps",
         ),
-        ("--job.task ppo", "job.task", "only pretrain, sft, distill, preference, grpo"),
+        (
+            "--job.task rlhf",
+            "job.task",
+            "only pretrain, sft, distill, preference, grpo, reward, ppo",
+        ),
         (
             "--activation_checkpoint.mode memory_budget --compile.enable false",
             "activation_checkpoint.mode",

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.model.loss import TokenLoss
-from lacuna.objective.grpo_batches import lay_out, with_log_ratios
+from lacuna.objective.grpo_batches import grpo_targets, lay_out, with_log_ratios
 from lacuna.objective.grpo_losses import NAMES, grpo_sums
 from lacuna.rollout.groups import Sample
 from lacuna.train.step import accumulate_gradients, total_counts
@@ -109,8 +109,8 @@ def by_lacuna(
             Sample(one.prompt, one.tokens, one.old, True, 0, one.advantage, one.old, one.reference)
             for one in samples
         ]
-        settings_of_rows = (config.training, config.row_form, config.data)
-        batches = lay_out(own, *settings_of_rows, config.grpo, config.rollout, padding=0).batches
+        rows = (config.training, config.row_form, config.data)
+        batches = lay_out(own, *rows, 0, grpo_targets(config.grpo, config.rollout)).batches
         assert len(batches) > 1
         if config.grpo.loss == "gspo":
             batches = [with_log_ratios(policy, batch, temperature) for batch in batches]

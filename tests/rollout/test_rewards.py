@@ -20,9 +20,13 @@ ANSWERS = [
 ]
 
 
+def no_model(name: str) -> Reward:
+    raise AssertionError(f"{name} is no model")
+
+
 def scores(**settings: object) -> dict[str, list[float]]:
     own = RewardsConfig(**settings)
-    return score(find_rewards(own), ANSWERS, own)
+    return score(find_rewards(own, no_model), ANSWERS, own)
 
 
 def test_exact_compares_the_last_answer_with_that_of_the_row() -> None:
@@ -50,17 +54,17 @@ def test_formulas_are_equal_as_mathematics_has_it() -> None:
     answers = [
         Answered({"answer": wanted}, "data", text, left=1) for wanted, (text, _) in cases.items()
     ]
-    found = score(find_rewards(settings), answers, settings)
+    found = score(find_rewards(settings, no_model), answers, settings)
     assert found["math"] == [value for _, value in cases.values()]
     unclear = [Answered({"answer": "?!"}, "data, row 9", "4", left=1)]
     with pytest.raises(UserError, match="row 9 .* is no formula"):
-        score(find_rewards(settings), unclear, settings)
+        score(find_rewards(settings, no_model), unclear, settings)
 
 
 def test_formulas_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with pytest.raises(UserError, match=r"pip install 'lacuna-train\[math\]'"):
-        find_rewards(RewardsConfig(functions=("math",)))
+        find_rewards(RewardsConfig(functions=("math",)), no_model)
 
 
 def test_length_falls_over_the_margin() -> None:
@@ -69,7 +73,7 @@ def test_length_falls_over_the_margin() -> None:
 
 def test_rewards_are_weighted_where_they_apply() -> None:
     settings = RewardsConfig(functions=("exact", "length"), weights=(2.0, 0.5), length_margin=16)
-    found = total(score(find_rewards(settings), ANSWERS, settings), settings)
+    found = total(score(find_rewards(settings, no_model), ANSWERS, settings), settings)
     assert found == [0, 2 - 0.25, -0.5]
     assert math.isnan(total({"exact": [math.nan]}, RewardsConfig(functions=("exact",)))[0])
 
@@ -123,7 +127,7 @@ def test_a_failing_function_is_named_with_its_sample(
     name = f"{__name__}:{function.__name__}"
     settings = RewardsConfig(functions=(name,), timeout_seconds=0.2)
     with pytest.raises(UserError, match=said) as caught:
-        score(find_rewards(settings), ANSWERS, settings)
+        score(find_rewards(settings, no_model), ANSWERS, settings)
     assert name in str(caught.value)
 
 
@@ -135,7 +139,7 @@ def test_a_failing_function_is_left_out_of_the_sample_where_that_is_set(
 ) -> None:
     name = f"{__name__}:{function.__name__}"
     settings = RewardsConfig(functions=(name,), timeout_seconds=0.2, on_error="skip")
-    found = score(find_rewards(settings), ANSWERS, settings)[name]
+    found = score(find_rewards(settings, no_model), ANSWERS, settings)[name]
     assert found == pytest.approx(wanted, nan_ok=True)
 
 
@@ -158,11 +162,13 @@ number = 3
 )
 def test_rewards_that_cannot_be_had_are_refused(settings: dict, said: str) -> None:
     with pytest.raises(UserError, match=said):
-        find_rewards(RewardsConfig(**settings))
+        find_rewards(RewardsConfig(**settings), no_model)
 
 
 def test_a_function_of_ones_own_is_given_rows_and_completions() -> None:
-    found: dict[str, Reward] = find_rewards(RewardsConfig(functions=(f"{__name__}:same",)))
+    found: dict[str, Reward] = find_rewards(
+        RewardsConfig(functions=(f"{__name__}:same",)), no_model
+    )
     assert found[f"{__name__}:same"](ANSWERS) == [False, True, False]
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from lacuna.config import Config, UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.model.build import BuiltModel, build_model
-from lacuna.objective.grpo_batches import lay_out, logprobs_of_samples
+from lacuna.objective.grpo_batches import grpo_targets, lay_out, logprobs_of_samples
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.drawing import Completion, Drawing, draw
 from lacuna.rollout.groups import Sample
@@ -46,15 +46,8 @@ def differences(
         for one in group
     ]
     config = config_of()
-    laid = lay_out(
-        samples,
-        config.training,
-        config.row_form,
-        config.data,
-        config.grpo,
-        config.rollout,
-        padding=0,
-    )
+    targets = grpo_targets(config.grpo, config.rollout)
+    laid = lay_out(samples, config.training, config.row_form, config.data, 0, targets)
     found = logprobs_of_samples(policy, laid, samples, SAMPLING.temperature)
     pairs = zip(samples, found, strict=True)
     return max(

@@ -11,12 +11,13 @@ from runs import curve, train, weights
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize("task", ["grpo", "ppo"])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_killed_at_random_ends_as_the_straight_run(
-    ranks: int, world: Path, tmp_path: Path
+    ranks: int, task: str, world: Path, tmp_path: Path
 ) -> None:
-    more = ("--grpo.updates", 2, "--training.steps", 40, "--checkpoint.keep_latest_k", 2)
-    own = flags(write_prompts(tmp_path), *more)
+    more = ("--training.steps", 40, "--checkpoint.keep_latest_k", 2, f"--{task}.updates", 2)
+    own = flags(write_prompts(tmp_path), *more, "--job.task", task)
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     train(world, straight, *own, "--cpus", ranks)
     kill_until_done(world, killed, ranks, "async", tuple(own), 3)

@@ -8,7 +8,7 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 7300  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7450  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
 # Name of an extension -> its modules in the package.
@@ -53,12 +53,23 @@ EXTENSIONS = {
     "experts": ("model/router.py", "parallel/experts.py"),
     "offload": ("parallel/offload.py",),
     "grpo": (
-        "data/prompts.py",
         "objective/grpo.py",
         "objective/grpo_batches.py",
         "objective/grpo_losses.py",
     ),
-    "rewards": ("rollout/rewards.py", "rollout/verifiers.py"),
+    "rewards": (
+        "data/prompts.py",
+        "rollout/reward_models.py",
+        "rollout/rewards.py",
+        "rollout/verifiers.py",
+    ),
+    "reward": ("model/scores.py", "objective/reward.py"),
+    "ppo": (
+        "objective/critic.py",
+        "objective/ppo.py",
+        "objective/ppo_losses.py",
+        "train/second.py",
+    ),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
     "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),

@@ -28,10 +28,11 @@ class RewardsConfig(Section):
     """What completions are worth (job.task = grpo)."""
 
     functions: Names = ()
-    """Functions of the rows of data and their completions, as module:function, or of those that
-    come with lacuna: exact (the answer is the row's), math (it is equal to the row's, by
-    math-verify), pattern (the row's regular expression is found), format (the completion is as
-    rewards.format says), length (it does not come near rollout.max_tokens)."""
+    """Functions of the rows of data and their completions, as module:function; folders or Hub ids
+    of models that score, as reward trains them; or those that come with lacuna: exact (the answer
+    is the row's), math (it is equal to the row's, by math-verify), pattern (the row's regular
+    expression is found), format (the completion is as rewards.format says), length (it does not
+    come near rollout.max_tokens)."""
     weights: Shares = ()
     """Weight of each function in the reward. Unset: 1 each."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -93,6 +94,38 @@ class GrpoConfig(Section):
         """How far below and above 1 ratios count, as set or by the loss."""
         below, above = _CLIPS.get(self.loss, (0.2, 0.2))
         return self.epsilon or below, self.epsilon_high or above
+
+
+class PpoConfig(Section):
+    """How a model and its critic learn from the rewards of completions (job.task = ppo)."""
+
+    critic: str | None = None
+    """Folder or Hub id of the model that the critic begins as, such as a model that scores; it must
+    have the same tokens. Unset: as the model itself, expecting 0."""
+    critic_lr: PositiveFloat | None = None
+    """Learning rate of the critic at the end of the warmup. Unset: optimizer.lr."""
+    updates: PositiveInt = 4
+    """Steps that train on the same completions."""
+    epsilon: float = Field(default=0.2, gt=0, lt=1)
+    """How far from 1 the ratio of new to old probability counts."""
+    value_epsilon: PositiveFloat = 0.2
+    """How far the critic's values may move on the same completions and still be learnt freely."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """What a reward one token later is worth."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """Share of later surprises in an advantage: 0 trusts the critic, 1 the rewards."""
+    beta: NonNegativeFloat = 0.05
+    """What each nat of divergence from what the model was before training costs in the reward; 0
+    needs no reference."""
+    kl_target: PositiveFloat | None = None
+    """Divergence of a completion, in nats, towards which beta is adapted. Unset: beta is fixed."""
+    reference: Literal["auto", "base", "copy"] = "auto"
+    """The reference: the model with its adapters switched off, or a frozen copy. auto is base where
+    only new adapters are trained, else copy."""
+    reward_clip: PositiveFloat | None = None
+    """Largest reward of a completion that counts, and with a minus the smallest. Unset: any."""
+    unended_penalty: NonNegativeFloat = 0.0
+    """What completions lose that did not end within rollout.max_tokens."""
 
 
 # Loss -> how far below and above 1 ratios count, where it is not 0.2 both: by the papers, for cispo

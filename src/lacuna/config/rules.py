@@ -3,7 +3,9 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from lacuna.config.fields import Section
 from lacuna.config.sections import Config
+from lacuna.config.task import TASKS
 
 Predicate = Callable[[Config], object]
 
@@ -32,6 +34,27 @@ def is_changed(setting: str, beside: Predicate) -> Predicate:
         return getattr(table, name) != getattr(type(table)(), name) and beside(config)
 
     return applies
+
+
+def refused_for(task: str, setting: str, reason: str, is_wrong: Predicate | None = None) -> Rule:
+    """A rule that refuses a setting for a task: one that is wrong, or has not its default."""
+    wrong = is_wrong or is_changed(setting, lambda config: True)
+    return Rule(
+        (setting, "job.task"), lambda config: config.job.task == task and wrong(config), reason
+    )
+
+
+def only_for(tasks: tuple[str, ...], section: str, kind: type[Section]) -> list[Rule]:
+    """A rule for each setting of a section: it is refused with other tasks of lacuna's own."""
+    others = {*TASKS} - {*tasks}
+    return [
+        Rule(
+            (f"{section}.{name}", "job.task"),
+            is_changed(f"{section}.{name}", lambda config: config.job.task in others),
+            f"only {' or '.join(tasks)} takes the first; set the second to it, or drop the first",
+        )
+        for name in kind.model_fields
+    ]
 
 
 def rule_for_each(

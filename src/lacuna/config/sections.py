@@ -17,7 +17,7 @@ from lacuna.config.documents import (
 from lacuna.config.fields import Names, Path, Section, packaged
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.optimizers import LRSchedulerConfig, OptimizerConfig
-from lacuna.config.reinforcement import GrpoConfig, RewardsConfig, RolloutConfig
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.row_form import RowForm
 from lacuna.config.task import known_task, trains_on
 
@@ -27,8 +27,8 @@ class JobConfig(Section):
 
     task: Annotated[str, AfterValidator(known_task)] = "pretrain"
     """What is trained for: pretrain on texts, sft on conversations, preference on pairs of answers,
-    distill from a larger model, grpo on rewards of the model's own answers, or an objective of your
-    own, as module:name."""
+    reward to score answers as pairs say, distill from a larger model, grpo or ppo on rewards of the
+    model's own answers, or an objective of your own, as module:name."""
 
     name: str = "run"
     """Name of the run. Unset: that of job.dump_folder, else of the TOML file without .toml."""
@@ -168,6 +168,7 @@ class Config(Section):
     preference: PreferenceConfig = PreferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
     grpo: GrpoConfig = GrpoConfig()
+    ppo: PpoConfig = PpoConfig()
     rollout: RolloutConfig = RolloutConfig()
     rewards: RewardsConfig = RewardsConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -196,6 +197,11 @@ class Config(Section):
         """
         may_be_texts = self.trains_on == "prompts" and self.chat.template is None
         return None if self.trains_on == "texts" or may_be_texts else self.chat
+
+    @property
+    def gives_scores(self) -> bool:
+        """Whether the model gives scores to sequences, and no text."""
+        return self.job.task == "reward"
 
     @property
     def judged_answers(self) -> PreferenceConfig | None:

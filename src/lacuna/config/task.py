@@ -12,6 +12,8 @@ TASKS = {
     "distill": "texts",
     "preference": "preferences",
     "grpo": "prompts",
+    "reward": "preferences",
+    "ppo": "prompts",
 }
 # What the loop asks of an objective.
 PARTS = (

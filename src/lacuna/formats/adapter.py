@@ -19,6 +19,7 @@ from lacuna.data.disk import whole_folder
 from lacuna.data.unpacked import hf_folder
 from lacuna.formats.huggingface import gathered, is_writer, save_tokenizer
 from lacuna.model.architecture import meta_model
+from lacuna.model.kind import is_scoring
 from lacuna.model.layers.adapter_files import file_name
 from lacuna.model.layers.lora import adapted_modules, add_adapters
 
@@ -71,7 +72,8 @@ def export_adapter(
     if not is_writer():
         return
     about = {theirs: getattr(settings, ours) for ours, theirs in ADAPTER_FIELDS.items()}
-    about |= {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
+    task = "SEQ_CLS" if is_scoring(model.config) else "CAUSAL_LM"
+    about |= {"peft_type": "LORA", "task_type": task, "bias": "none"}
     about |= {"base_model_name_or_path": _absolute_base(base), "inference_mode": True}
     layers = adapted_modules(shadow).values()
     about["fan_in_fan_out"] = any(isinstance(layer, Conv1D) for layer in layers)

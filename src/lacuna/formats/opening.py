@@ -40,6 +40,7 @@ from lacuna.formats.checkpoint import (
 from lacuna.formats.reader import damage_explained, read_tensors
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_meta_model
+from lacuna.model.kind import is_scoring
 from lacuna.model.layers.adapter_files import load_adapters
 from lacuna.model.layers.casting import compute_in
 from lacuna.model.layers.lora import trained_names
@@ -137,6 +138,11 @@ def open_model(source: str, base: str | None = None, trust_remote_code: bool = F
         mend="check the files, the name, and whether the Hub can be reached",
     ):
         model_config = open_with(AutoConfig, description, trust_remote_code)
+        if is_scoring(model_config):
+            raise UserError(
+                f"{source}: is a model that scores, and makes no text: open the hf folder of its "
+                "run with transformers' AutoModelForSequenceClassification."
+            )
         tokenizer = open_with(AutoTokenizer, description, trust_remote_code)
         if run is None and not is_checkpoint:
             model = _open_whole(source, path, model_config, trust_remote_code)

@@ -127,16 +127,18 @@ def _from_before_version_0_2(state: dict[str, Any]) -> dict[str, Any]:
     return parts | {"source": state["data"]} if "data" in state else parts
 
 
-def read_tensors(path: str, tensors: dict[str, Tensor], process: Process) -> None:
+def read_tensors(
+    path: str, tensors: dict[str, Tensor], process: Process, model: str = "model."
+) -> None:
     """Fills `tensors` in place from the checkpoint at `path`, whatever layout wrote it.
 
-    Raises `UserError` when it holds other tensors (the model's configuration is another one), or
-    more than tensors.
+    The names of all tensors of a model there begin with `model`. Raises `UserError` when it holds
+    other tensors (the model's configuration is another one), or more than tensors.
     """
     with damage_explained(f"checkpoint {path}: {METADATA}"):
         saved = Reader(path).read_metadata().state_dict_metadata
     known = {name for held in gather_objects(process, [*tensors]) for name in held}
-    unknown = sorted(name for name in saved if name.startswith("model.") and name not in known)
+    unknown = sorted(name for name in saved if name.startswith(model) and name not in known)
     if unknown:
         raise UserError(
             f"checkpoint {path}: {unknown[0]!r} is not among what is trained: give the settings "

@@ -24,6 +24,7 @@ from lacuna.config import UserError, explained, logger
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
+from lacuna.model.kind import new_model
 from lacuna.parallel.precision import keep_in_float32
 
 # What transformers may raise where it cannot make a model of a configuration.
@@ -84,6 +85,7 @@ def load_model_config(
         )
     _grow_vocabulary(text_config, settings, tokenizer)
     model_config.use_cache = False
+    model_config.architectures = None  # the task decides what is made of it
     if settings.output_router_logits is not None or settings.router_aux_loss_coef is not None:
         from lacuna.model.router import set_router_loss
 
@@ -145,9 +147,7 @@ def meta_model(
         f"{model_config.model_type!r} model"
     )
     with torch.device("meta"), no_init_weights(), _refusals_explained(rejected):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation=attention
-        )
+        model = new_model(model_config, dtype, attention)
     model.train()
     model.tie_weights()  # as initialisation does
     keep_in_float32(model, dtype)

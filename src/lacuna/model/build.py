@@ -22,6 +22,7 @@ from lacuna.model.checks import (
     check_dtypes,
     check_layout,
     check_lengths,
+    check_spread_layers,
     check_ties,
     is_compiled,
     required_router,
@@ -50,7 +51,6 @@ from lacuna.parallel.parallelize import parallelize
 from lacuna.parallel.pipeline import Pipeline
 from lacuna.parallel.precision import casts_by_itself, compute_dtype, stored_dtype
 from lacuna.parallel.stages import Stage
-from lacuna.parallel.tensor import check_split
 
 logger = logging.getLogger(__name__)
 
@@ -140,14 +140,14 @@ def build_meta_model(
         longest = config.longest_piece
         attention = tried_attention(names, model_config, rows, longest, dtype, layout, device)
     stored = stored_dtype(config.training, config.lora, device_type)
-    model = architecture.meta_model(model_config, attention, stored)
-    if layout.tp > 1:
-        check_split(architecture.decoder_layers(model), model_config)
-    if layout.ep > 1:
-        from lacuna.parallel.experts import check_experts
+    if config.gives_scores:
+        from lacuna.model.scores import make_scoring  # an extension
 
-        layers = architecture.decoder_layers(model)
-        check_experts(layers, model_config.model_type, layout, config.parallelism)
+        make_scoring(model_config)
+    model = architecture.meta_model(model_config, attention, stored)
+    check_spread_layers(
+        architecture.decoder_layers(model), model_config, config.parallelism, layout
+    )
     replace_layers(model, config, is_packed, unquantised, layout, device)
     if not is_alone(config.training, layout):
         check_dtypes(model, config.training)

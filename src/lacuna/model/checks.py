@@ -3,6 +3,7 @@
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError, logger
@@ -17,10 +18,25 @@ from lacuna.parallel.mesh import Layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.precision import kept_in_float32, named_dtype
 from lacuna.parallel.stages import check_pipeline
-from lacuna.parallel.tensor import check_tensor_parallel
+from lacuna.parallel.tensor import check_split, check_tensor_parallel
 
 if TYPE_CHECKING:
     from lacuna.model.router import Router
+
+
+def check_spread_layers(
+    layers: nn.ModuleList,
+    model_config: PretrainedConfig,
+    parallelism: ParallelismConfig,
+    layout: Layout,
+) -> None:
+    """Raises `UserError` for layers whose matrices or experts cannot be spread over ranks."""
+    if layout.tp > 1:
+        check_split(layers, model_config)
+    if layout.ep > 1:
+        from lacuna.parallel.experts import check_experts  # an extension
+
+        check_experts(layers, model_config.model_type, layout, parallelism)
 
 
 def check_lengths(training: TrainingConfig, model_config: PretrainedConfig, layout: Layout) -> None:

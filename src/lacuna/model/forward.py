@@ -85,7 +85,11 @@ def loss_sums(
     output = _run_backbone(model, head, inputs)
     states = _hidden_states(head, output, inputs)
     columns = {name: column.flatten(0, 1) for name, column in inputs.columns.items()}
-    if isinstance(loss, SequenceLoss):
+    if isinstance(loss, SequenceLoss) and loss.of_scores:
+        from lacuna.model.scores import score_sums  # an extension
+
+        sums = score_sums(model, loss, inputs, states)
+    elif isinstance(loss, SequenceLoss):
         found = _sums_by_sequence(model, head, inputs, states)
         logprobs = found.pop("logprobs")
         sums = stacked(loss.of(logprobs, inputs.sequence_columns | found), loss.names)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lacuna.config import logger
+from lacuna.model.kind import is_scoring
 from lacuna.parallel.backbone import backbone
 
 if TYPE_CHECKING:  # an extension
@@ -54,6 +55,10 @@ def probe_head(model: PreTrainedModel, compiled: bool) -> Head:
     Granite's scales. A few tokens are compared with the head's weight as it is, and once more with
     it enlarged, since near zero a soft cap would not show.
     """
+    if is_scoring(model.config):
+        from lacuna.model.scores import probe_scores  # an extension
+
+        return probe_scores(model, compiled)
     text_config = model.config.get_text_config()
     linear = model.get_output_embeddings()
     multiplied = getattr(text_config, "logit_scale", None) or 1.0

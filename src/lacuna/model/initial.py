@@ -5,9 +5,10 @@ from collections.abc import Iterator, Set
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
+from lacuna.model.kind import new_model
 from lacuna.model.layers.wrapping import Wrapper
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import keep_in_float32
@@ -34,20 +35,14 @@ def construct_model(
         registered.append(made)
         return made
 
-    def construct() -> PreTrainedModel:
-        made: PreTrainedModel = AutoModelForCausalLM.from_config(
-            model_config, dtype=dtype, attn_implementation=attention
-        )
-        return made
-
     # torch's types forget that what the hook returns is registered.
     with register_module_parameter_registration_hook(without_memory):  # type: ignore[arg-type]
-        model = construct()
+        model = new_model(model_config, dtype, attention)
         if real:  # now it is known as which of all each of them is made
             names = {id(one): name for name, one in model.named_parameters()}
             kept = {place for place, one in enumerate(registered) if names.get(id(one)) in real}
             registered.clear()
-            model = construct()
+            model = new_model(model_config, dtype, attention)
     keep_in_float32(model, dtype)
     return model
 

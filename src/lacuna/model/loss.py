@@ -47,10 +47,13 @@ class SequenceLoss:
             where batches have a column of `prompt_labels`, also `prompt_logprobs` and
             `prompt_tokens`.
         names: the names of the sums, as in `TokenLoss`.
+        of_scores: whether `of` takes scores instead, of a model that scores, each at the place in
+            the flattened batch that the column `last` says.
     """
 
     of: Callable[[Tensor, Columns], Sums]
     names: tuple[str, ...] = ("loss",)
+    of_scores: bool = False
 
 
 Loss = TokenLoss | SequenceLoss

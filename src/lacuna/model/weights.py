@@ -34,6 +34,7 @@ from lacuna.data.tokenizer import added_ids
 from lacuna.data.unpacked import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors, vocabulary_weights
 from lacuna.model.initial import draw_weights, place_buffers
+from lacuna.model.kind import is_scoring
 from lacuna.model.layers.lora import PARTS, adapted_modules
 from lacuna.model.layers.wrapping import stored_parameter, wrapped_modules
 from lacuna.parallel.fsdp import local, own_part
@@ -235,10 +236,18 @@ def _slices_to_load(
         rows = shadow.config.get_text_config().vocab_size
         known, added = added_ids(settings)
         # How the names begin may differ between files and model, so that only their ends count.
-        ends = {tuple(name.split(".")[-2:]) for name in vocabulary_weights(shadow)}
+        ends = {
+            tuple(name.split(".")[-2:])
+            for name, weight in vocabulary_weights(shadow).items()
+            if len(weight) == rows  # scores have no row for each token
+        }
         for key, stored in slices.items():
             if tuple(key.split(".")[-2:]) in ends:
                 slices[key] = _grow_rows(stored, rows, known, added)
+    if is_scoring(shadow.config):
+        from lacuna.model.scores import with_new_scores  # an extension
+
+        slices = with_new_scores(slices, shadow)
     if any(module.is_packed for module in wrapped_modules(model)):
         from lacuna.model.layers.quantized_files import packed_slices
 

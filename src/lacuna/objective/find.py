@@ -1,7 +1,7 @@
 """Which objective a run has, by its task."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from transformers import PreTrainedTokenizerBase
 
@@ -12,12 +12,17 @@ from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Loss
 from lacuna.objective.language_modelling import FrozenModel
 
+if TYPE_CHECKING:  # an extension
+    from lacuna.objective.critic import SecondModel
+
 _TASKS = {
     "pretrain": "lacuna.objective.language_modelling:LanguageModelling",
     "sft": "lacuna.objective.language_modelling:ChatModelling",
     "distill": "lacuna.objective.distillation:Distillation",
     "preference": "lacuna.objective.preference:Preference",
     "grpo": "lacuna.objective.grpo:Grpo",
+    "reward": "lacuna.objective.reward:Reward",
+    "ppo": "lacuna.objective.ppo:Ppo",
 }
 
 
@@ -45,10 +50,13 @@ class Objective(Protocol):
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
         """The models that `prepare` will build, by the setting that asks for each."""
 
-    def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
+    def prepare(
+        self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
+    ) -> "SecondModel | None":
         """Called once the model has its weights; may build other models.
 
-        `all_batches` goes over all training and held-out data once, in this rank's micro-batches.
+        One that is returned is trained, saved and resumed beside the first. `all_batches` goes
+        over all training and held-out data once, in this rank's micro-batches.
         """
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:

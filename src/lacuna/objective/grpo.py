@@ -5,7 +5,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -14,18 +14,27 @@ from transformers import PreTrainedTokenizerBase
 from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import CheckpointConfig
-from lacuna.config.reinforcement import GrpoConfig
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig
 from lacuna.data import Batch, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.layers.lora import without_adapters
 from lacuna.model.loss import Loss, TokenLoss
-from lacuna.objective.grpo_batches import LaidOut, lay_out, logprobs_of_samples, with_log_ratios
+from lacuna.objective.critic import SecondModel
+from lacuna.objective.grpo_batches import (
+    LaidOut,
+    Targets,
+    grpo_targets,
+    lay_out,
+    logprobs_of_samples,
+    with_log_ratios,
+)
 from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, statistics
+from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward, find_rewards
 
@@ -34,9 +43,13 @@ _MISMATCH = 0.1
 
 
 def reference_kind(
-    settings: GrpoConfig, lora: LoraConfig, checkpoint: CheckpointConfig, folder: str
+    settings: GrpoConfig | PpoConfig,
+    lora: LoraConfig,
+    checkpoint: CheckpointConfig,
+    folder: str,
+    task: Literal["grpo", "ppo"] = "grpo",
 ) -> str | None:
-    """Where the reference comes from (base or copy), or None without a divergence from one.
+    """Where the reference of a task comes from: base or copy; None without a divergence from one.
 
     `folder` is that of the run. Raises `UserError` where the reference would not be what training
     begins with.
@@ -47,14 +60,14 @@ def reference_kind(
     is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
         raise UserError(
-            "grpo.reference = base: without its adapters the model is not what training begins "
+            f"{task}.reference = base: without its adapters the model is not what training begins "
             "with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use copy."
         )
     checkpoints = Path(folder, checkpoint.folder)
     start = checkpoint.initial_load_path
     if start or (checkpoints / "step-0").exists():
         raise UserError(
-            "grpo.beta: the run begins with the weights of a checkpoint "
+            f"{task}.beta: the run begins with the weights of a checkpoint "
             f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
             "files: convert the checkpoint with lacuna convert --to hf and give that as "
             "model.name_or_path."
@@ -76,31 +89,52 @@ class Grpo(LanguageModelling):
     config: Config
     tokenizer: PreTrainedTokenizerBase
     functions: dict[str, Reward]
+    targets: Targets
     ends: list[int]
     reference: BuiltModel | None = None
     kind: str | None = None
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for rewards, ends or a reference that cannot be had."""
-        self.config = config
-        self.tokenizer = tokenizer
-        self.functions = find_rewards(config.rewards)
-        self.ends = end_of_turn(tokenizer)
         settings = config.grpo
         folder = str(config.job.dump_folder)
-        self.kind = reference_kind(settings, config.lora, config.checkpoint, folder)
+        kind = reference_kind(settings, config.lora, config.checkpoint, folder)
+        self.begin(config, tokenizer, kind, settings.updates)
+        self.targets = grpo_targets(settings, config.rollout)
         is_by_tokens = settings.loss in ("dapo", "cispo")
         self.denominator = "trained_tokens" if is_by_tokens else "sequences"
         of = partial(grpo_sums, settings=settings, temperature=config.rollout.temperature)
         self.loss = TokenLoss(of, NAMES)
         self.held_out_loss = self.loss
+
+    def begin(
+        self, config: Config, tokenizer: PreTrainedTokenizerBase, kind: str | None, updates: int
+    ) -> None:
+        """Begins with no completions; raises `UserError` for rewards that cannot be had.
+
+        `kind` is that of the reference, and `updates` are made on the same completions.
+        """
+        self.config = config
+        self.tokenizer = tokenizer
+        self.functions = find_rewards(
+            config.rewards,
+            partial(
+                RewardModel,
+                chat=config.chat,
+                batch_size=config.rollout.batch_size,
+                trust_remote_code=config.model.trust_remote_code,
+            ),
+        )
+        self.ends = end_of_turn(tokenizer)
+        self.kind = kind
+        self.updates = updates
         self.steps = 0  # of the run so far
         self.updates_left = 0
         self.own: list[list[Sample]] = []  # this rank's groups
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}  # of the newest completions
         self.is_under_way = False  # whether this process has made a step
-        self.file = CompletionsFile(folder)
+        self.file = CompletionsFile(str(config.job.dump_folder))
 
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
         """The frozen copy, where that is the reference."""
@@ -108,17 +142,21 @@ class Grpo(LanguageModelling):
         kind = reference_kind(config.grpo, config.lora, config.checkpoint, folder)
         return {"grpo.reference": FrozenModel(config)} if kind == "copy" else {}
 
-    def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
-        """Builds the reference, where there is one that is a copy."""
+    def prepare(
+        self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
+    ) -> SecondModel | None:
+        """Loads models that score, and builds the reference where that is a copy."""
         if not policy.head.chunked:
             raise UserError(
                 "model: its head does more than lacuna knows, so that log-probabilities cannot be "
-                "made chunk by chunk for job.task = grpo: choose another model."
+                f"made chunk by chunk for job.task = {self.config.job.task}: choose another model."
             )
         check_engine(policy, self.config.rollout)
+        load_models([*self.functions.values()], policy.device)
         if self.kind == "copy":
             tokenizer = grown_tokenizer(self.config.model)
             self.reference = build_frozen(self.config, tokenizer, policy.mesh, policy.device)
+        return None
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
         """This rank's completions in micro-batches, newly made unless updates are left for them."""
@@ -127,9 +165,9 @@ class Grpo(LanguageModelling):
         self.is_under_way = True
         is_new = not self.updates_left
         if is_new:
-            groups = [group.samples for group in self._roll_out(policy, source)]
+            groups = [group.samples for group in self.roll_out(policy, source)]
             self.own = _part_of_rank(groups, policy)
-            self.updates_left = self.config.grpo.updates
+            self.updates_left = self.updates
         elif self.resumed:
             self.own = _part_of_rank(self.resumed, policy)
         self.resumed = []
@@ -137,23 +175,24 @@ class Grpo(LanguageModelling):
         self.updates_left -= 1
         own = [sample for group in self.own for sample in group]
         if is_new:
-            self._note_logprobs(policy, own)
-        return self._lay_out(own).batches
+            self.note_findings(policy, own)
+        return self.laid_out(own).batches
 
-    def _lay_out(self, own: list[Sample]) -> LaidOut:
-        """Samples in micro-batches like those of the settings."""
+    def laid_out(self, samples: Sequence[Sample]) -> LaidOut:
+        """Samples in this rank's micro-batches, as many as on all others."""
         config = self.config
+        padding = self.tokenizer.eos_token_id or 0
         return lay_out(
-            own,
-            config.training,
-            config.row_form,
-            config.data,
-            config.grpo,
-            config.rollout,
-            padding=self.tokenizer.eos_token_id or 0,
+            samples, config.training, config.row_form, config.data, padding, self.targets
         )
 
-    def _roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
+    def draw(self, policy: BuiltModel, source: Loader) -> list[Group]:
+        """The groups of the next prompts of all ranks, on every rank."""
+        config = self.config
+        how = (config.rollout, config.rewards, config.training.seed)
+        return draw_groups(policy, source, self.functions, self.ends, *how)
+
+    def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New groups of all ranks, on every rank: one for each prompt of a step.
 
         Where prompts may be drawn again, groups whose rewards vary come first.
@@ -162,15 +201,7 @@ class Grpo(LanguageModelling):
         drawn: list[Group] = []
         wanted = 0
         for _ in range(1 + settings.resample):
-            drawn += draw_groups(
-                policy,
-                source,
-                self.functions,
-                self.ends,
-                self.config.rollout,
-                self.config.rewards,
-                self.config.training.seed,
-            )
+            drawn += self.draw(policy, source)
             wanted = wanted or len(drawn)
             if sum(group.varies for group in drawn) >= wanted:
                 break
@@ -185,10 +216,10 @@ class Grpo(LanguageModelling):
             drawn.sort(key=lambda group: not group.varies)
         return drawn[:wanted]
 
-    def _note_logprobs(self, policy: BuiltModel, own: list[Sample]) -> None:
+    def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""
         temperature = self.config.rollout.temperature
-        laid = self._lay_out(own)
+        laid = self.laid_out(own)
         found = logprobs_of_samples(policy, laid, own, temperature)
         for sample, old in zip(own, found, strict=True):
             sample.old = old
@@ -201,7 +232,7 @@ class Grpo(LanguageModelling):
                 reference = logprobs_of_samples(asked, laid, own, temperature)
             for sample, values in zip(own, reference, strict=True):
                 sample.reference = values
-        trained = [one for one in own if one.ended or not self.config.grpo.mask_truncated]
+        trained = [one for one in own if self.targets.is_trained(one)]
         pairs = [pair for one in trained for pair in zip(one.sampled, one.old, strict=True)]
         apart = torch.tensor(pairs, device=policy.device).view(-1, 2).diff(dim=1).abs()
         largest = apart.max() if len(apart) else apart.sum()

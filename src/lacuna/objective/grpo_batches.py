@@ -1,7 +1,8 @@
 """Completions to batches, and what a model finds of their tokens."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -27,8 +28,22 @@ from lacuna.objective.grpo_losses import corrections_of
 from lacuna.parallel.fsdp import inference
 from lacuna.rollout.groups import Sample
 
-_COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
-_KINDS = {name: np.zeros(0, dtype=np.float32) for name in _COLUMNS}
+COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
+
+
+@dataclass(frozen=True)
+class Targets:
+    """What a loss takes of a sample.
+
+    Attributes:
+        names: the columns of its tokens.
+        of: gives them, [tokens] each.
+        is_trained: whether a sample is trained at all.
+    """
+
+    names: Sequence[str]
+    of: Callable[[Sample], dict[str, Tensor]]
+    is_trained: Callable[[Sample], bool]
 
 
 @dataclass(frozen=True)
@@ -47,9 +62,8 @@ def lay_out(
     training: TrainingConfig,
     form: RowForm,
     data: DataConfig,
-    grpo: GrpoConfig,
-    rollout: RolloutConfig,
     padding: int,
+    targets: Targets,
 ) -> LaidOut:
     """Packs samples into micro-batches, as many on this rank as on all others.
 
@@ -67,11 +81,12 @@ def lay_out(
     batches = []
     places = [(0, 0)] * len(samples)
     sources = len(data.resolved_sources())
+    kinds = {name: np.zeros(0, dtype=np.float32) for name in targets.names}
     for number in range(int(count)):
         rows = bins[number * size : (number + 1) * size]
         rows += [[]] * (size - len(rows))
-        spans = [[_span(samples[index], grpo, rollout.max_tokens) for index in row] for row in rows]
-        batch = pack(spans, form, max(sources, 1), padding, _KINDS)
+        spans = [[_span(samples[index], targets) for index in row] for row in rows]
+        batch = pack(spans, form, max(sources, 1), padding, kinds)
         counts = batch.counts | {"sequences": float(sum(map(len, rows)))}
         batches.append(replace(batch, counts=counts))
         for place, row in enumerate(rows):
@@ -82,32 +97,39 @@ def lay_out(
     return LaidOut(batches, places)
 
 
-def _span(sample: Sample, settings: GrpoConfig, most: int) -> Span:
-    """The prompt and the completion as a document whose columns are those of the loss.
-
-    A completion has at most so many tokens.
-    """
-    count = len(sample.tokens)
-    shares = {"dr_grpo": 1 / most, "grpo": 1 / count, "gspo": 1 / count}
-    columns = {
-        "advantages": torch.full((count,), sample.advantage),
-        "shares": torch.full((count,), shares.get(settings.loss, 1.0)),
-        "old_logprobs": torch.tensor(sample.old or [0.0] * count),
-        "reference_logprobs": torch.tensor(sample.reference or [0.0] * count),
-    }
-    sampled = torch.tensor(sample.sampled)
-    columns["corrections"] = corrections_of(columns["old_logprobs"], sampled, settings)
+def _span(sample: Sample, targets: Targets) -> Span:
+    """The prompt and the completion as a document whose columns are those of the loss."""
     asked = len(sample.prompt)
-    is_trained = sample.ended or not settings.mask_truncated
-    trained = np.zeros(asked + count, dtype=bool)
-    trained[asked:] = is_trained
+    whole = asked + len(sample.tokens)
     document = Document(
         np.array(sample.prompt + sample.tokens, dtype=np.int64),
         float("nan"),
-        trained=trained,
-        columns={name: F.pad(one, (asked, 0)).numpy() for name, one in columns.items()},
+        trained=(np.arange(whole) >= asked) & targets.is_trained(sample),
+        columns={name: F.pad(one, (asked, 0)).numpy() for name, one in targets.of(sample).items()},
     )
-    return Span(document, sample.source, 0, asked + count)
+    return Span(document, sample.source, 0, whole)
+
+
+def grpo_targets(settings: GrpoConfig, rollout: RolloutConfig) -> Targets:
+    """What the losses of GRPO and its kin take of a sample."""
+    return Targets(
+        COLUMNS,
+        partial(_grpo_columns, settings=settings, longest=rollout.max_tokens),
+        lambda sample: sample.ended or not settings.mask_truncated,
+    )
+
+
+def _grpo_columns(sample: Sample, settings: GrpoConfig, longest: int) -> dict[str, Tensor]:
+    count = len(sample.tokens)
+    shares = {"dr_grpo": 1 / longest, "grpo": 1 / count, "gspo": 1 / count}
+    old = torch.tensor(sample.old or [0.0] * count)
+    return {
+        "advantages": torch.full((count,), sample.advantage),
+        "shares": torch.full((count,), shares.get(settings.loss, 1.0)),
+        "old_logprobs": old,
+        "reference_logprobs": torch.tensor(sample.reference or [0.0] * count),
+        "corrections": corrections_of(old, torch.tensor(sample.sampled), settings),
+    }
 
 
 @dataclass(frozen=True)
@@ -152,6 +174,13 @@ def logprobs_of_samples(
 ) -> list[list[float]]:
     """The log-probabilities of the tokens of each sample, by a model; 0 where not trained."""
     found = [read_logprobs(asked, batch, temperature)[0].cpu() for batch in laid.batches]
+    return of_samples(found, laid, samples)
+
+
+def of_samples(
+    found: Sequence[Tensor], laid: LaidOut, samples: Sequence[Sample]
+) -> list[list[float]]:
+    """The part of each sample in what was `found` of the batches, [tokens] each, by labels."""
     return [
         found[number][start : start + len(sample.tokens)].tolist()
         for sample, (number, start) in zip(samples, laid.places, strict=True)

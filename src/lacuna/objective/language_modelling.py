@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,6 +14,9 @@ from lacuna.data import Batch, Loader
 from lacuna.data.packing import IGNORED
 from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Columns, Loss, Sums, TokenLoss
+
+if TYPE_CHECKING:  # an extension
+    from lacuna.objective.critic import SecondModel
 
 
 def cross_entropy(logits: Tensor, columns: Columns) -> Sums:
@@ -30,16 +33,18 @@ def judged_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
 
 @dataclass(frozen=True)
 class FrozenModel:
-    """A model that a run asks and does not train.
+    """A model that a run has beside the one that it is for, and mostly does not train.
 
     Attributes:
         config: the settings of a run that would train it.
         keeps_states: whether its hidden states are kept for a whole step, and its head is whole on
             every rank.
+        is_trained: whether it is trained as well.
     """
 
     config: Config
     keeps_states: bool = False
+    is_trained: bool = False
 
 
 class LanguageModelling:
@@ -57,8 +62,11 @@ class LanguageModelling:
         """None: the model itself is all that there is."""
         return {}
 
-    def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
+    def prepare(
+        self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
+    ) -> "SecondModel | None":
         """Needs nothing but the model itself."""
+        return None
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
         """The next micro-batches of the data, whatever the model is by now."""

@@ -188,15 +188,20 @@ def estimate_memory(
 def frozen_memory(
     frozen: FrozenModel, layout: Layout, batch: BatchSizes, device: str, here: torch.device | None
 ) -> float:
-    """Bytes that a model which is not trained takes on the rank that needs most.
+    """Bytes that a second model takes on the rank that needs most; one that is trained, to learn.
 
     It is spread like the one that is trained, and its layers are gathered when the other's are not.
     Its attention is tried out where there is a device `here` to try it on. Raises `UserError` for a
     model that cannot be spread or quantised so.
     """
-    training = frozen_training(frozen.config.training, device)
-    config = frozen.config.model_copy(update={"training": training})
+    config = frozen.config
+    if not frozen.is_trained:
+        training = frozen_training(config.training, device)
+        config = config.model_copy(update={"training": training})
     model = build_meta_model(config, grown_tokenizer(config.model), layout, device, here)
+    if frozen.is_trained:
+        estimate = estimate_memory(config, layout, batch, model, device)
+        return sum(estimate[part] for part in ("weights", "gradients", "optimizer"))
     weights = estimate_memory(config, layout, batch, model, device)["weights"]
     if not frozen.keeps_states:
         return weights

@@ -33,6 +33,10 @@ class Sample:
         advantage: how much better it is than the others of its group.
         old: log-probabilities as training finds them before the first step on it.
         reference: those of the reference; empty without one.
+        reward: what it is worth; nan where nothing says so.
+        values: what the critic expects before each token; empty without one, as are
+        advantages: how much better each token is than the critic expected;
+        returns: what the critic should have expected.
     """
 
     prompt: list[int]
@@ -43,6 +47,10 @@ class Sample:
     advantage: float = 0.0
     old: list[float] = field(default_factory=list)
     reference: list[float] = field(default_factory=list)
+    reward: float = 0.0
+    values: list[float] = field(default_factory=list)
+    advantages: list[float] = field(default_factory=list)
+    returns: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -198,9 +206,11 @@ class CompletionsFile:
         new.write_bytes(b"".join(line for line in whole if json.loads(line)["step"] <= step))
         os.replace(new, self.path)
 
-    def write(self, groups: Sequence[Group], step: int) -> None:
-        """Adds the completions that a step begins with."""
+    def write(self, groups: Sequence[Group], step: int, leave_out: Sequence[str] = ()) -> None:
+        """Adds the completions that a step begins with; what is not known of them is left out."""
         with open(self.path, "a", encoding="utf-8") as file:
             for group in groups:
                 for row in group.rows(step):
+                    for name in leave_out:
+                        del row[name]
                     file.write(json.dumps(row, ensure_ascii=False) + "\n")

@@ -2,6 +2,7 @@
 
 import logging
 import math
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -104,10 +105,11 @@ _OWN = {
 }
 
 
-def find_rewards(settings: RewardsConfig) -> dict[str, Reward]:
+def find_rewards(settings: RewardsConfig, open_model: Callable[[str], Reward]) -> dict[str, Reward]:
     """The functions of `rewards.functions`, by their names.
 
-    Raises `UserError` where there is none, one cannot be imported, or its settings are missing.
+    `open_model` makes one of the folder or the Hub id of a model. Raises `UserError` where there is
+    none, one cannot be imported, or its settings are missing.
     """
     if settings.weights and len(settings.weights) != len(settings.functions):
         raise UserError(
@@ -123,7 +125,7 @@ def find_rewards(settings: RewardsConfig) -> dict[str, Reward]:
             import_module("math_verify")
         # It says at each call that its timeouts are off.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return {name: _find(name, settings) for name in settings.functions}
+    return {name: _find(name, settings, open_model) for name in settings.functions}
 
 
 def _check_patterns(settings: RewardsConfig) -> None:
@@ -141,13 +143,16 @@ def _check_patterns(settings: RewardsConfig) -> None:
         )
 
 
-def _find(name: str, settings: RewardsConfig) -> Reward:
+def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward]) -> Reward:
     """The function of this name, which takes completions with their rows."""
     if name in _OWN:
         own = _OWN[name]
         return lambda answers: [own(answer, settings) for answer in answers]
+    if os.path.isdir(name) or "/" in name:
+        return open_model(name)
     if ":" not in name:
-        hint = did_you_mean(name, _OWN) or f"; give {', '.join(_OWN)}, or module:function."
+        known = f"{', '.join(_OWN)}, module:function, or a folder or Hub id of a model that scores"
+        hint = did_you_mean(name, _OWN) or f"; give {known}."
         raise UserError(f"rewards.functions: there is no {name}{hint}")
     with explained(f"rewards.functions: {name}", ValueError, mend="give it as module:function"):
         found = import_attribute(name)

@@ -45,13 +45,15 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     wanted = " and ".join(columns) if config.conversations else "a text column"
     if config.trains_on == "prompts":
         wanted = "a prompt, or messages"
-    lines = {"model": f"{model}, which transformers' AutoModelForCausalLM.from_pretrained opens"}
+    kind = "SequenceClassification" if config.gives_scores else "CausalLM"
+    lines = {"model": f"{model}, which transformers' AutoModelFor{kind}.from_pretrained opens"}
     if adapter:
         peft = "which peft's PeftModel.from_pretrained opens; the model has it merged"
         lines["adapter"] = f"{adapter}, {peft}"
     lines["curves"] = f"{folder}/metrics.jsonl; tensorboard --logdir {shlex.quote(folder)}"
-    lines["try it"] = _shell_command("generate", adapter or folder, *how)
-    if adapter:
+    if not config.gives_scores:
+        lines["try it"] = _shell_command("generate", adapter or folder, *how)
+    if adapter and not config.gives_scores:
         merged = os.path.join(folder, "merged")
         lines["merge"] = _shell_command("convert", adapter, merged, "--to", "hf")
     lines["train on"] = _shell_command("train", os.path.join(folder, "config.toml"), *longer)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -35,6 +35,9 @@ from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start, goes_back
 from lacuna.train.state import Interval, Start, TrainState
 
+if TYPE_CHECKING:  # an extension
+    from lacuna.train.second import Learner
+
 
 class Run:
     """The parts of a run, as the newest checkpoint left them, and what its loop changes.
@@ -47,6 +50,7 @@ class Run:
     stopping = False
     save_wanted = False
     after_checkpoint: Callable[[], None] | None = None
+    second: "Learner | None" = None
     skipped_in_a_row = 0
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
@@ -87,7 +91,12 @@ class Run:
         if config.validation.resolved_source():
             parts = (self.config, self.tokenizer, self.batch, self.data_rank)
             self.validation = build_validation(*parts)
-        self.objective.prepare(self.built, self.all_batches)
+        second = self.objective.prepare(self.built, self.all_batches)
+        if second is not None:
+            from lacuna.train.second import open_learner  # an extension
+
+            saved_in = start if saved is not None else None
+            self.second = open_learner(second, config.optimizer, saved_in, process)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
         self.open_metrics(console)
         self.first_step = self.state.step + 1

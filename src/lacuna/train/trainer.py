@@ -95,6 +95,8 @@ def train_step(run: Run, stop: bool) -> None:
     _seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
     sums = accumulate_gradients(run.built, batches, objective.loss, divisor)
     norm, skip = update(run.built, run.optimizer, divisor)
+    if run.second is not None:
+        sums, norm, skip = run.second.train(batches, divisor, rate, (sums, norm, skip))
     state.step += 1
     send_to_host(run, totals | {"finite": torch.isfinite(norm).double(), "skipped": skip.double()})
     run.metrics.advance(completed=state.step)
@@ -170,7 +172,7 @@ def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, ra
     summed = torch.cat([own_sums, own_sums.new_tensor([interval.waited])])
     dist.all_reduce(summed)
     act_on_numbers(run)
-    names = run.objective.loss.names
+    names = run.objective.loss.names + (() if run.second is None else run.second.names)
     # One wait for a GPU.
     numbers = torch.cat([torch.stack([*totals.values()]), summed, norm[None].to(summed)])
     *over_ranks, waited, grad_norm = numbers.tolist()
@@ -262,5 +264,7 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     else:
         tensors = model_tensors(model) | optimizer_tensors(model, run.optimizer)
         saved = run.state_dict()
+        if run.second is not None:
+            tensors |= run.second.tensors()
     run.saver.save(state.step, tensors, saved, wait)
     run.saved_step = state.step

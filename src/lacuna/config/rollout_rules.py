@@ -1,0 +1,139 @@
+"""Rules for the tasks whose models learn from their own completions."""
+
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
+from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
+
+_TASKS = ("grpo", "ppo")
+
+
+# Settings that a task which generates cannot have unless they are at their defaults, and why.
+_REFUSED = {
+    "training.enable_cpu_offload": "generating needs the weights on the device; drop the first",
+    "optimizer.early_step_in_backward": "how many micro-batches completions make is not known "
+    "before; drop the first",
+    "float8.enable_float8_linear": "one token at a time has no shape that float8 takes; drop the "
+    "first",
+    "lora.dropout": "ratios to old probabilities would be those of dropout; set the first to 0",
+    "data.streaming": "prompts are read from the cache; drop the first",
+    "data.document_mask": "completions must not see each other; leave the first on",
+    "data.predict_across_documents": "completions do not go on in others; drop the first",
+    "packing.long_examples": "prompts that are too long are refused; drop the first",
+    "curriculum.rank_every": "prompts have no loss to be ranked by; drop the first",
+    "curriculum.stages": "a stage cannot change rollouts; drop the first",
+    **dict.fromkeys(
+        (
+            "parallelism.tensor_parallel_degree",
+            "parallelism.context_parallel_degree",
+            "parallelism.pipeline_parallel_degree",
+        ),
+        "every rank generates with a whole model; use data parallelism alone",
+    ),
+}
+# The same of settings that cannot have some values.
+_REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
+    "validation.dataset": (
+        is_given("validation.dataset"),
+        "what completions of held-out prompts are worth is not measured yet; drop the first",
+    ),
+    "data.tokenization": (
+        lambda config: config.data.tokenization == "online",
+        "prompts are read from the cache; drop the first",
+    ),
+    "packing.mode": (
+        lambda config: config.packing.mode == "concatenate",
+        "completions are not cut; set the first to best_fit or none",
+    ),
+    "training.context_len": (
+        lambda config: config.training.context_len < config.training.seq_len,
+        "completions are not cut; set the first to training.seq_len",
+    ),
+    "rollout.max_tokens": (
+        lambda config: config.rollout.max_tokens >= config.training.seq_len,
+        "a prompt and the longest completion must fit into training.seq_len; lower the first",
+    ),
+}
+
+ROLLOUT_RULES: tuple[Rule, ...] = (
+    *only_for(("grpo",), "grpo", GrpoConfig),
+    *only_for(("ppo",), "ppo", PpoConfig),
+    *only_for(_TASKS, "rollout", RolloutConfig),
+    *only_for(_TASKS, "rewards", RewardsConfig),
+    *(
+        refused_for(task, setting, f"{reason} with {task}")
+        for task in _TASKS
+        for setting, reason in _REFUSED.items()
+    ),
+    *(
+        refused_for(task, setting, f"{reason} with {task}", is_wrong)
+        for task in _TASKS
+        for setting, (is_wrong, reason) in _REFUSED_VALUES.items()
+    ),
+    Rule(
+        ("job.task", "rewards.functions"),
+        lambda config: config.job.task in _TASKS and not config.rewards.functions,
+        "nothing says what completions are worth; give exact, math, pattern, format, length, "
+        "a model that scores, or functions of your own as module:function",
+    ),
+    refused_for(
+        "grpo",
+        "rollout.samples",
+        "one completion has no other to be compared with; set the first to 2 or more",
+        lambda config: config.rollout.samples == 1,
+    ),
+    *(
+        Rule(
+            (setting, "grpo.loss"),
+            is_changed(setting, lambda config: config.grpo.loss == "cispo"),
+            "cispo clips above alone, and keeps the gradient; drop the first",
+        )
+        for setting in ("grpo.epsilon", "grpo.dual_clip")
+    ),
+    *(
+        Rule(
+            (setting, "grpo.beta"),
+            is_changed(setting, lambda config: not config.grpo.beta),
+            "without the second nothing is compared with a reference; set it, or drop the first",
+        )
+        for setting in ("grpo.kl", "grpo.reference")
+    ),
+    Rule(
+        ("grpo.importance_bound", "grpo.importance"),
+        is_changed("grpo.importance_bound", lambda config: config.grpo.importance == "none"),
+        "none has no bound; set the second, or drop the first",
+    ),
+    Rule(
+        ("grpo.resample", "training.epochs"),
+        lambda config: config.grpo.resample and config.training.epochs,
+        "prompts that are drawn again have no common end; use training.steps, or drop the first",
+    ),
+    Rule(
+        ("grpo.updates", "training.epochs"),
+        lambda config: config.grpo.updates > 1 and config.training.epochs,
+        "an epoch is one step for each batch of prompts; use training.steps, or drop the first",
+    ),
+    refused_for(
+        "ppo",
+        "parallelism.expert_parallel_degree",
+        "a critic scores on one rank; use data parallelism alone with ppo",
+    ),
+    Rule(
+        ("ppo.updates", "training.epochs"),
+        lambda config: (
+            config.job.task == "ppo" and config.ppo.updates > 1 and config.training.epochs
+        ),
+        "an epoch is one step for each batch of prompts; use training.steps, or set the first to 1",
+    ),
+    *(
+        Rule(
+            (setting, "ppo.beta"),
+            is_changed(setting, lambda config: not config.ppo.beta),
+            "without the second nothing is compared with a reference; set it, or drop the first",
+        )
+        for setting in ("ppo.kl_target", "ppo.reference")
+    ),
+    Rule(
+        ("ppo.critic_lr", "optimizer.lr"),
+        lambda config: config.ppo.critic_lr and not config.optimizer.lr,
+        "the schedule is one for both; set the second above 0, or drop the first",
+    ),
+)

@@ -1,0 +1,26 @@
+"""Which of transformers' classes a configuration becomes: a causal LM, or a model that scores."""
+
+from collections.abc import Callable
+
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+# How transformers' classes of models that score are called, with their architecture before.
+_SCORING = "ForSequenceClassification"
+
+
+def is_scoring(model_config: PretrainedConfig) -> bool:
+    """Whether a configuration is that of a model that gives a sequence scores, and no text."""
+    return any(name.endswith(_SCORING) for name in model_config.architectures or ())
+
+
+def new_model(
+    model_config: PretrainedConfig, dtype: torch.dtype, attention: str | None
+) -> PreTrainedModel:
+    """Makes the model of a configuration: a causal LM, or a model that scores."""
+    make: Callable[..., PreTrainedModel] = AutoModelForCausalLM.from_config
+    if is_scoring(model_config):
+        from lacuna.model.scores import scoring_model  # an extension
+
+        make = scoring_model
+    return make(model_config, dtype=dtype, attn_implementation=attention)

@@ -1,0 +1,195 @@
+"""PPO: the model learns its own completions by what they are worth beyond what a critic expects."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerBase
+
+from lacuna.config import Config
+from lacuna.data import Batch, Loader
+from lacuna.data.tokenizer import grown_tokenizer
+from lacuna.model.build import BuiltModel
+from lacuna.model.loss import TokenLoss
+from lacuna.objective.critic import (
+    SecondModel,
+    build_critic,
+    check_critic,
+    critic_config,
+    values_of_samples,
+)
+from lacuna.objective.grpo import Grpo, reference_kind
+from lacuna.objective.grpo_batches import Targets
+from lacuna.objective.language_modelling import FrozenModel
+from lacuna.objective.ppo_losses import (
+    NAMES,
+    VALUE_NAMES,
+    advantages_and_returns,
+    next_coefficient,
+    ppo_sums,
+    token_rewards,
+    value_sums,
+)
+from lacuna.rollout.groups import Group, Sample, statistics
+
+_COLUMNS = ("advantages", "old_logprobs", "values", "returns")
+# Keeps advantages finite where all of them are the same.
+_SMALLEST_DEVIATION = 1e-8
+
+
+def _columns_of(sample: Sample) -> dict[str, Tensor]:
+    nothing = [0.0] * len(sample.tokens)
+    values = (sample.advantages, sample.old, sample.values, sample.returns)
+    return {name: torch.tensor(one or nothing) for name, one in zip(_COLUMNS, values, strict=True)}
+
+
+def _is_judged(sample: Sample) -> bool:
+    return not math.isnan(sample.reward)
+
+
+def whitened(values: Tensor) -> Tensor:
+    """Values less the mean of all ranks' values, divided by their deviation, [values]."""
+    sums = torch.stack([values.sum(), values.new_tensor(len(values))])
+    dist.all_reduce(sums)
+    count = sums[1].clamp(min=1)
+    centred = values - sums[0] / count
+    square = centred.square().sum()
+    dist.all_reduce(square)
+    return centred / ((square / count).sqrt() + _SMALLEST_DEVIATION)
+
+
+class Ppo(Grpo):
+    """Trains on the model's own completions, by their rewards and a critic, which is trained too.
+
+    Attributes:
+        coefficient: what a nat of divergence from the reference costs now.
+    """
+
+    coefficient: float
+    critic: BuiltModel
+
+    def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raises `UserError` for rewards, ends, a reference or a critic that cannot be had."""
+        settings = config.ppo
+        self.begin(config, tokenizer, self._kind(config), settings.updates)
+        check_critic(config, tokenizer)
+        self.targets = Targets(_COLUMNS, _columns_of, _is_judged)
+        of = partial(ppo_sums, settings=settings, temperature=config.rollout.temperature)
+        self.loss = TokenLoss(of, NAMES)
+        self.held_out_loss = self.loss
+        self.coefficient = settings.beta
+
+    def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
+        """The critic, which is trained, and the frozen copy where that is the reference."""
+        found = {"ppo.critic": FrozenModel(critic_config(config), is_trained=True)}
+        if self._kind(config) == "copy":
+            found["ppo.reference"] = FrozenModel(config)
+        return found
+
+    @staticmethod
+    def _kind(config: Config) -> str | None:
+        folder = str(config.job.dump_folder)
+        return reference_kind(config.ppo, config.lora, config.checkpoint, folder, "ppo")
+
+    def prepare(
+        self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
+    ) -> SecondModel | None:
+        """Builds the critic, and what else completions are judged by."""
+        super().prepare(policy, all_batches)
+        settings = self.config.ppo
+        tokenizer = grown_tokenizer(self.config.model)
+        self.critic = build_critic(self.config, tokenizer, policy.mesh, policy.device)
+        loss = TokenLoss(partial(value_sums, settings=settings), VALUE_NAMES)
+        first = self.config.optimizer.lr
+        rate = settings.critic_lr / first if settings.critic_lr else 1.0
+        return SecondModel("critic", self.critic, loss, rate)
+
+    def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
+        """New completions of all ranks, on every rank."""
+        groups = self.draw(policy, source)
+        for group in groups:
+            for sample, reward in zip(group.samples, group.rewards, strict=True):
+                sample.reward = reward
+        self.told = statistics(groups)
+        for name in ("reward_deviation", "flat_groups"):
+            del self.told[name]
+        if dist.get_rank() == 0:
+            self.file.write(groups, self.steps + 1, leave_out=("advantage",))
+        return groups
+
+    def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
+        """Notes log-probabilities and values, and what follows: advantages and returns."""
+        super().note_findings(policy, own)
+        values = values_of_samples(self.critic, self.laid_out(own), own)
+        for sample, found in zip(own, values, strict=True):
+            sample.values = found
+        judged = [sample for sample in own if _is_judged(sample)]
+        self._note_advantages(judged, policy.device)
+        apart = [sum(sample.old) - sum(sample.reference) for sample in judged if sample.reference]
+        sums = torch.tensor([sum(apart), len(apart)], dtype=torch.float64, device=policy.device)
+        dist.all_reduce(sums)
+        if self.kind is not None:
+            divergence = (sums[0] / sums[1].clamp(min=1)).item()
+            self.told |= {"divergence": divergence, "beta": self.coefficient}
+            target = self.config.ppo.kl_target
+            if target is not None and sums[1]:
+                self.coefficient = next_coefficient(self.coefficient, divergence, target)
+
+    def _note_advantages(self, judged: list[Sample], device: torch.device) -> None:
+        settings = self.config.ppo
+        rewards = []
+        values = []
+        for sample in judged:
+            old = torch.tensor(sample.old, dtype=torch.float64)
+            apart = torch.zeros_like(old)
+            if sample.reference:
+                apart = old - torch.tensor(sample.reference, dtype=torch.float64)
+            worth = (sample.reward, sample.ended)
+            rewards.append(token_rewards(*worth, apart, self.coefficient, settings))
+            values.append(torch.tensor(sample.values, dtype=torch.float64))
+        flat = torch.zeros(0, dtype=torch.float64)
+        lengths = [len(sample.tokens) for sample in judged]
+        if judged:
+            earned, expected = (pad_sequence(one, batch_first=True) for one in (rewards, values))
+            advantages, returns = advantages_and_returns(
+                earned, expected, settings.gamma, settings.gae_lambda
+            )
+            for sample, row in zip(judged, returns, strict=True):
+                sample.returns = row[: len(sample.tokens)].tolist()
+            pairs = zip(advantages, lengths, strict=True)
+            flat = torch.cat([row[:length] for row, length in pairs])
+        for sample, part in zip(judged, whitened(flat.to(device)).split(lengths), strict=True):
+            sample.advantages = part.tolist()
+
+    def annotate(
+        self, policy: BuiltModel, batches: Sequence[Batch], loss: object
+    ) -> Sequence[Batch]:
+        """The batches as they are: all that the losses take is in them."""
+        return batches
+
+    def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
+        """The losses, what the newest completions are worth, and means over trained tokens."""
+        trained = max(counts["trained_tokens"], 1)
+        means = {name: value / trained for name, value in sums.items()}
+        return {
+            "loss": means["loss"],
+            "critic_loss": means["critic_loss"],
+            **self.told,
+            **{name: means[name] for name in ("entropy", "clipped", "moved")},
+            "critic_clipped": means["critic_clipped"],
+            "critic_grad_norm": sums["critic_norm"],
+        }
+
+    def state_dict(self) -> dict[str, object]:
+        """What GRPO keeps of completions, and what a nat of divergence costs."""
+        return super().state_dict() | {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, object]) -> None:
+        """Goes on from what `state_dict` gave."""
+        super().load_state_dict(state)
+        self.coefficient = cast(float, state["coefficient"])

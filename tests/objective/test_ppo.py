@@ -1,0 +1,304 @@
+"""Runs of PPO: alike in every layout, resumed to the bit with their critic, refused by name."""
+
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
+
+from lacuna.config import Config
+from lacuna.config.contradictions import contradictions_of
+from lacuna.data.tokenizer import load_tokenizer
+from lacuna.objective.critic import build_critic, critic_config, values_of_samples
+from lacuna.objective.grpo_batches import lay_out
+from lacuna.objective.ppo import Ppo
+from lacuna.parallel.mesh import Layout
+from lacuna.rollout.groups import Sample
+from policies import one_rank
+from rewarded import completions, flags, write_prompts
+from runs import (
+    checkpoint,
+    curve,
+    ended,
+    lacuna,
+    rows,
+    start,
+    steps,
+    train,
+    wait_until,
+    weights,
+    write_model,
+)
+from tiny import CPU, mesh_of
+
+KEYS = (
+    *("loss", "critic_loss", "grad_norm", "critic_grad_norm", "reward", "entropy", "clipped"),
+    *("moved", "critic_clipped", "mismatch_mean", "tokens"),
+)
+"""What two runs that are the same have in common in their log."""
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_prompts(tmp_path_factory.mktemp("prompts"))
+
+
+@pytest.fixture(scope="module")
+def judge(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that scores, with the tokens of the world's model."""
+    folder = write_model(tmp_path_factory.mktemp("judge"), num_labels=1)
+    torch.manual_seed(5)
+    model_config = LlamaConfig.from_pretrained(folder)
+    AutoModelForSequenceClassification.from_config(model_config).save_pretrained(folder)
+    return folder
+
+
+def ppo(prompts: Path, *more: object) -> list[object]:
+    return flags(prompts, "--job.task", "ppo", "--ppo.updates", 2, *more)
+
+
+CASES: dict[str, tuple[object, ...]] = {
+    "plain": ("--ppo.beta", 0),
+    "adaptive": ("--ppo.kl_target", 0.01, "--ppo.updates", 3, "--ppo.unended_penalty", 0.5),
+    "adapters": ("--lora.rank", 4, "--ppo.beta", 0.2, "--rollout.samples", 1),
+    "temperature": (
+        "--rollout.temperature",
+        0.7,
+        "--ppo.reward_clip",
+        0.5,
+        "--ppo.critic_lr",
+        0.01,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_stopped_run_goes_on_to_the_bit(
+    case: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
+    own = ppo(prompts, *CASES[case], "--checkpoint.interval", 2)
+    keys = KEYS if case == "plain" else (*KEYS, "divergence", "beta")
+    train(world, straight, *own, "--training.steps", 7)
+    train(world, resumed, *own, "--training.steps", 4)
+    train(world, resumed, *own, "--training.steps", 7)
+    assert curve(straight, *keys) == curve(resumed, *keys)
+    assert completions(straight) == completions(resumed)
+    assert weights(straight) == weights(resumed)
+    files = ["critic.model.score.weight", "critic.optimizer.score.weight.exp_avg"]
+    saved = torch.distributed.checkpoint.FileSystemReader(checkpoint(straight, 6)).read_metadata()
+    assert {*files} <= saved.state_dict_metadata.keys()
+    if case == "adaptive":
+        assert len({row["beta"] for row in rows(straight)}) == 3
+
+
+LAYOUTS = {
+    "shards": ("--cpus", 2, "--training.batch_size", 2),
+    "replicas": (
+        *("--cpus", 2, "--training.batch_size", 2),
+        *("--parallelism.data_parallel_replicate_degree", 2),
+        *("--parallelism.data_parallel_shard_degree", 1),
+    ),
+    "zero 1": (
+        *("--cpus", 2, "--training.batch_size", 2, "--parallelism.zero_stage", 1),
+        *("--packing.mode", "none"),
+    ),
+    "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
+}
+
+
+def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
+    """Runs a case in each layout, and compares what is logged with one process's."""
+    own = ppo(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
+    train(world, folder / "alone", *own)
+    wanted = curve(folder / "alone", *KEYS)
+    for name in layouts:
+        train(world, folder / name, *own, *LAYOUTS[name])
+        for row, other in zip(curve(folder / name, *KEYS), wanted, strict=True):
+            assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
+
+
+def test_shards_train_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
+    check_layouts("adaptive", ["shards"], world, prompts, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_every_layout_trains_as_one_process_does(
+    case: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    check_layouts(case, [*LAYOUTS], world, prompts, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_its_critic_on_another_number_of_ranks(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
+    train(world, tmp_path / "straight", *own, "--training.steps", 7)
+    train(world, tmp_path / "moved", *own, "--training.steps", 4)
+    train(world, tmp_path / "moved", *own, *LAYOUTS["shards"], "--training.steps", 7)
+    pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
+    for row, other in pairs:
+        assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
+
+
+def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_path: Path) -> None:
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    own = ppo(prompts, *CASES["adaptive"], "--training.steps", 12, "--checkpoint.interval", 2)
+    train(world, straight, *own)
+    with ended(start("train", world / "run.toml", "--job.dump_folder", killed, *own)) as process:
+        wait_until(lambda: bool(steps(killed)), process)
+        process.kill()
+    assert steps(killed)[-1] < 12
+    assert "resum" in train(world, killed, *own)
+    assert curve(straight, *KEYS) == curve(killed, *KEYS)
+    assert completions(straight) == completions(killed)
+    assert weights(straight) == weights(killed)
+
+
+def test_a_critic_that_expects_nothing_learns_the_rewards(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    train(world, tmp_path / "base", "--training.steps", 1)
+    base = ("--model.config", "none", "--model.name_or_path", tmp_path / "base" / "hf")
+    own = ppo(prompts, *base, "--ppo.beta", 0, "--ppo.gae_lambda", 0.5, "--training.steps", 4)
+    train(world, tmp_path / "run", *own)
+    [first, *_] = [row for row in rows(tmp_path / "run") if "loss" in row]
+    found = [row for row in completions(tmp_path / "run") if row["step"] == 1]
+    squares = [
+        (0.5 ** (row["tokens"] - 1 - place) * row["reward"]) ** 2
+        for row in found
+        for place in range(row["tokens"])
+    ]
+    assert first["critic_loss"] == pytest.approx(sum(squares) / len(squares) / 2, rel=1e-5)
+    assert first["loss"] == pytest.approx(0, abs=1e-6) and first["clipped"] == 0
+    assert "advantage" not in found[0]
+    later = [row["critic_loss"] for row in rows(tmp_path / "run") if "loss" in row]
+    assert later[-1] < first["critic_loss"]
+    begun = [step for step, _ in groupby(completions(tmp_path / "run"), lambda row: row["step"])]
+    assert begun == [1, 3], "two steps for each batch of prompts"
+
+
+def test_values_are_what_is_expected_before_each_token(world: Path, judge: Path) -> None:
+    model = {"config": str(world / "model")}
+    settings = {"model": model, "training": {"seq_len": 16, "batch_size": 2}}
+    rewards = {"functions": ("length",)}
+    task = {"task": "ppo"}
+    config = Config(job=task, ppo={"critic": str(judge)}, rewards=rewards, **settings)
+    tokenizer = load_tokenizer(str(world / "model"))
+    samples = [
+        Sample([5, 6, 7], [8, 9, 256], [0.0] * 3, ended=True),
+        Sample([1], [2, 3, 4, 5], [0.0] * 4, ended=False),
+        Sample([11, 12], [13], [0.0], ended=False),
+    ]
+    objective = Ppo()
+    objective.check(config, tokenizer)
+    with one_rank():
+        critic = build_critic(config, tokenizer, mesh_of(Layout()), CPU)
+        laid = lay_out(samples, config.training, config.row_form, config.data, 0, objective.targets)
+        found = values_of_samples(critic, laid, samples)
+    own = AutoModelForSequenceClassification.from_pretrained(judge, num_labels=1)
+    for sample, values in zip(samples, found, strict=True):
+        for place, value in enumerate(values):
+            before = torch.tensor([[*sample.prompt, *sample.tokens[:place]]])
+            with torch.no_grad():
+                assert value == pytest.approx(own(before).logits.item(), abs=1e-5)
+
+
+def test_the_critic_is_trained_whole_beside_adapters_and_frozen_rows() -> None:
+    sections: dict[str, Any] = {"lora": {"rank": 4}, "quantization": {"base": "nf4"}}
+    config = Config(job={"task": "ppo"}, model={"name_or_path": "base"}, **sections)
+    own = critic_config(config)
+    assert (own.lora.rank, own.quantization.base, own.gives_scores) == (0, "none", True)
+    assert own.model.name_or_path == "base"
+
+
+def test_a_critic_of_other_tokens_is_refused(
+    world: Path, prompts: Path, judge: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(judge)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(tmp_path)
+    LlamaConfig.from_pretrained(judge).save_pretrained(tmp_path)
+    own = ppo(prompts, "--ppo.critic", tmp_path)
+    said = train(world, tmp_path / "run", *own, status=2)
+    assert "ppo.critic" in said and "token 257 is '<more>' for the critic alone" in said
+    own = ppo(prompts, "--ppo.critic", tmp_path / "nowhere")
+    said = train(world, tmp_path / "run", *own, status=2)
+    assert "ppo.critic: no tokenizer can be loaded" in said and "that has a tokenizer" in said
+
+
+def test_a_critic_may_be_a_model_that_scores(
+    world: Path, prompts: Path, judge: Path, tmp_path: Path
+) -> None:
+    own = ppo(prompts, "--training.steps", 2)
+    train(world, tmp_path / "judged", *own, "--ppo.critic", judge)
+    train(world, tmp_path / "plain", *own)
+    judged, plain = (curve(tmp_path / name, "critic_loss") for name in ("judged", "plain"))
+    assert judged != plain
+
+
+def test_a_tokenizer_without_an_end_and_long_prompts_are_refused(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(world / "model")
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    own = ppo(prompts, "--model.tokenizer_path", tmp_path / "tokenizer")
+    said = train(world, tmp_path, *own, "--chat.template", "none", status=2)
+    assert "the tokenizer has no token that ends a text" in said
+    said = lacuna("data", world / "run.toml", *ppo(prompts, "--training.seq_len", 18), status=2)
+    assert "prompts have more than 18 - 5 = 13 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("sections", "setting"),
+    [
+        ({"parallelism": {"tensor_parallel_degree": 2}}, "parallelism.tensor_parallel_degree"),
+        ({"parallelism": {"context_parallel_degree": 2}}, "parallelism.context_parallel_degree"),
+        ({"parallelism": {"pipeline_parallel_degree": 2}}, "parallelism.pipeline_parallel_degree"),
+        ({"parallelism": {"expert_parallel_degree": 2}}, "parallelism.expert_parallel_degree"),
+        ({"training": {"enable_cpu_offload": True}}, "training.enable_cpu_offload"),
+        ({"lora": {"rank": 2, "dropout": 0.1}}, "lora.dropout"),
+        ({"data": {"streaming": True}}, "data.streaming"),
+        ({"grpo": {"beta": 0.1}}, "grpo.beta"),
+        ({"preference": {"beta": 0.5}}, "preference.beta"),
+        ({"validation": {"dataset": "held_out"}}, "validation.dataset"),
+    ],
+)
+def test_what_ppo_cannot_have_is_refused(sections: dict, setting: str) -> None:
+    found = contradictions_of(Config(job={"task": "ppo"}, **sections))
+    assert any(one.startswith(f"{setting}, job.task") for one in found), found
+
+
+@pytest.mark.parametrize(
+    ("sections", "settings"),
+    [
+        ({"ppo": {"beta": 0.0, "kl_target": 1.0}}, "ppo.kl_target, ppo.beta"),
+        ({"ppo": {"beta": 0.0, "reference": "copy"}}, "ppo.reference, ppo.beta"),
+        ({"training": {"epochs": 1}}, "ppo.updates, training.epochs"),
+        ({"ppo": {"critic_lr": 0.1}, "optimizer": {"lr": 0.0}}, "ppo.critic_lr, optimizer.lr"),
+    ],
+)
+def test_settings_of_ppo_that_say_nothing_are_refused(sections: dict, settings: str) -> None:
+    found = contradictions_of(Config(job={"task": "ppo"}, **sections))
+    assert any(one.startswith(settings) for one in found), found
+    other = contradictions_of(Config(job={"task": "grpo"}, ppo={"gamma": 0.5}))
+    assert any(one.startswith("ppo.gamma, job.task: only ppo takes the first") for one in other)
+
+
+def test_the_memory_of_the_critic_is_planned(world: Path, prompts: Path, tmp_path: Path) -> None:
+    run = ("plan", world / "run.toml", "--job.dump_folder", tmp_path)
+    said = lacuna(*run, *ppo(prompts))
+    assert "critic" in said and "reference" in said
+    assert "critic" not in lacuna(*run, *flags(prompts))
+
+
+@pytest.mark.slow
+def test_the_recipe_learns_in_a_few_minutes(tmp_path: Path) -> None:
+    lacuna("train", "ppo.toml", "--job.dump_folder", tmp_path, timeout=600)
+    rewards = [row["reward"] for row in rows(tmp_path)]
+    assert rewards[0] < 0.1 and rewards[-1] > 0.8
