@@ -57,6 +57,12 @@ EXTENSIONS = {
         "objective/grpo_losses.py",
     ),
     "rewards": ("rollout/rewards.py", "rollout/verifiers.py"),
+    "own-attention": (
+        "model/merged_attention.py",
+        "model/own_attention.py",
+        "model/own_attention_choice.py",
+        "model/softpick.py",
+    ),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
     "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),

@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
+from lacuna.config.attentions import is_own
 from lacuna.config.objectives import DistillationConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import fingerprint
@@ -91,7 +92,8 @@ def teacher_config(config: Config) -> Config:
     model = ModelConfig(
         name_or_path=settings.teacher,
         trust_remote_code=config.model.trust_remote_code,
-        attention=config.model.attention,
+        # A teacher has the attention that its own configuration says.
+        attention="auto" if is_own(config.model.attention) else config.model.attention,
     )
     base = QuantizationConfig(base=settings.teacher_base)
     return config.model_copy(update={"model": model, "lora": LoraConfig(), "quantization": base})

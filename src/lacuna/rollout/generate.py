@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from lacuna.config import UserError, logger
+from lacuna.config.attentions import TRAINED, is_own
 from lacuna.data.chat import end_of_turn
 from lacuna.data.template import ask
 from lacuna.model.attention import BOUNDS, UNTOLD
@@ -59,8 +60,9 @@ def generating(model: PreTrainedModel, device: torch.device, seed: int) -> Itera
     devices = [device] if device.type == "cuda" else []
     try:
         plain = "sdpa" if model._supports_sdpa else "eager"
-        known = ("eager", "sdpa", BOUNDS, UNTOLD)
-        model.set_attn_implementation(attention if attention in known else plain)
+        name = attention.removeprefix(TRAINED)
+        known = is_own(name) or name in ("eager", "sdpa", BOUNDS, UNTOLD)
+        model.set_attn_implementation(name if known else plain)
         with (
             inference(model),
             torch.random.fork_rng(devices),
