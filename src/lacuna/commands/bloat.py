@@ -63,6 +63,12 @@ EXTENSIONS = {
         "model/own_attention_choice.py",
         "model/softpick.py",
     ),
+    "softpick-kernels": (
+        "model/softpick_backward.py",
+        "model/softpick_blocks.py",
+        "model/softpick_forward.py",
+        "model/softpick_kernels.py",
+    ),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
     "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),

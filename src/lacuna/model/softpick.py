@@ -6,11 +6,14 @@ score is positive. Its numerators and denominators are sums over keys, so that r
 the keys are merged as softmax's are, by the logarithms of their denominators.
 """
 
+import os
 from functools import partial
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from lacuna.model.attention import HALF
 from lacuna.model.own_attention import of_parts
 from lacuna.parallel.partial_attention import Part, visible
 
@@ -19,8 +22,23 @@ from lacuna.parallel.partial_attention import Part, visible
 EPSILON = 1e-6
 # So many queries at a time have the scores of their keys in memory.
 _QUERIES = 512
+_WIDEST = 256  # heads that the kernels take
 
 _Heads = tuple[Tensor, Tensor, Tensor]
+
+
+def _takes_kernel(query: Tensor, value: Tensor) -> bool:
+    """Whether the Triton kernels compute this: half precision on a GPU, heads of up to 256.
+
+    TRITON_INTERPRET=1 has them interpreted on a CPU, where bfloat16 is not computed right.
+    """
+    widest = max(query.shape[-1], value.shape[-1])
+    if widest > _WIDEST or find_spec("triton") is None:
+        return False
+    if query.is_cuda:
+        return query.dtype in HALF
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    return interpreted and query.dtype in (torch.float16, torch.float32)
 
 
 def _compute(
@@ -38,6 +56,11 @@ def _compute(
     For a query that sees no key, or for rectified softmax no score that is not negative, results
     are 0 and -inf.
     """
+    if _takes_kernel(query, value):
+        from lacuna.model.softpick_kernels import attend  # imports triton
+
+        rectified = kind == "rectified"
+        return attend(query, key, value, part, scaling, window, rectified, EPSILON)
     seen = visible(part, query.shape[0], query.shape[1], window)
     query, key, value = _by_key_head(key.shape[2], query, key, value)
     pieces = []
@@ -85,6 +108,11 @@ def _differentiate(
     With D the denominator, w the weights, g their gradient and o the output, the gradient of a
     score x is e^x / D · ([x > 0] · g - sign(x) · Σ g·w), where Σ g·w = Σ do·o.
     """
+    if _takes_kernel(query, value):
+        from lacuna.model.softpick_kernels import differentiate
+
+        known = (grad, output, lse, query, key, value)
+        return differentiate(*known, part, scaling, window, kind == "rectified")
     seen = visible(part, query.shape[0], query.shape[1], window)
     tensors = _by_key_head(key.shape[2], grad, output, lse, query, key, value)
     grad, output, lse, query, key, value = tensors
