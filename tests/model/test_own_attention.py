@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from lacuna.config import UserError
 from lacuna.config.attentions import TRAINED
+from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model import own_attention, softpick
 from lacuna.model.architecture import attention_widths, flops_of, meta_model
 from lacuna.model.attention_choice import attention_choices
@@ -243,6 +244,20 @@ def test_every_layout_trains_as_one_process(
         check_nearly_same(outcome, alone)
     [merged] = outcomes(model, [Case(Layout(cp=2, ring=True), parallelism=ring)])
     check_nearly_same(merged, alone)
+
+
+def test_recomputation_changes_nothing(folder: Callable[[str, str], Path]) -> None:
+    modes = [ActivationCheckpointConfig(mode=mode) for mode in ("full", "selective")]
+    cases = [Case(), *(Case(recompute=mode) for mode in modes)]
+    alone, *others = outcomes(folder("llama", "softpick"), cases)
+    for other in others:
+        check_nearly_same(other, alone)
+
+
+@pytest.mark.slow
+def test_compilation_changes_nothing(folder: Callable[[str, str], Path]) -> None:
+    alone, compiled = outcomes(folder("llama", "softpick"), [Case(), Case(compiled=True)])
+    check_nearly_same(compiled, alone)
 
 
 def test_a_run_exports_a_model_that_says_its_attention(tmp_path: Path) -> None:

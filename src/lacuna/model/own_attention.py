@@ -79,21 +79,21 @@ def register(name: str) -> OwnAttention:
         )
     if own.merged is not None:
         PARTIAL_ATTENTIONS[name] = own.merged
-    AttentionInterface.register(TRAINED + name, partial(_attend_in_training, name))
-    AttentionInterface.register(name, partial(_attend_to_mask, name))
+    AttentionInterface.register(TRAINED + name, partial(_attend_in_training, name, own))
+    AttentionInterface.register(name, partial(_attend_to_mask, name, own))
     AttentionMaskInterface.register(name, _whole_mask)
     return own
 
 
-def _refuse(
+def _refuse_what_is_lacking(
     name: str,
+    own: OwnAttention,
     dropout: float,
     softcap: float | None,
     sinks: Tensor | None,
     window: int | None,
-) -> OwnAttention:
-    """The attention of that name. Raises `UserError` for what a layer asks for that it has not."""
-    own = register(name)
+) -> None:
+    """Raises `UserError` for what a layer asks for and the attention has not."""
     problem = None
     if dropout:
         problem = "has no dropout"
@@ -108,11 +108,11 @@ def _refuse(
             f'model.attention: "{name}" {problem}, which the model asks for: choose another model '
             "or attention."
         )
-    return own
 
 
 def _attend_in_training(
     name: str,
+    own: OwnAttention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -130,7 +130,7 @@ def _attend_in_training(
 ) -> tuple[Tensor, None]:
     """Computes the attention of documents in rows; arguments are those of `packed_attention`."""
     assert parts, f"{type(module).__name__} dropped what it was told of the documents"
-    own = _refuse(name, dropout, softcap, s_aux, sliding_window)
+    _refuse_what_is_lacking(name, own, dropout, softcap, s_aux, sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if ring is not None and group is not None and sliding_window is None:
         width = value.shape[-1]
@@ -154,6 +154,7 @@ def _whole_mask(*arguments: Any, **named: Any) -> Tensor | None:
 
 def _attend_to_mask(
     name: str,
+    own: OwnAttention,
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -167,7 +168,7 @@ def _attend_to_mask(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention as transformers' own code asks for it, in generation with a cache too."""
-    own = _refuse(name, dropout, softcap, s_aux, sliding_window)
+    _refuse_what_is_lacking(name, own, dropout, softcap, s_aux, sliding_window)
     CALLED.add(name)
     if attention_mask is None:
         raise NotImplementedError(f"{type(module).__name__} makes no mask for {name}")
