@@ -61,6 +61,7 @@ EXTENSIONS = {
         "model/merged_attention.py",
         "model/own_attention.py",
         "model/own_attention_choice.py",
+        "model/scaled_attention.py",
         "model/softpick.py",
     ),
     "softpick-kernels": (

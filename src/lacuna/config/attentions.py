@@ -17,7 +17,10 @@ SOFTMAX = (
 OTHER = {
     "softpick": "lacuna.model.softpick:SOFTPICK",
     "rectified": "lacuna.model.softpick:RECTIFIED",
+    "scaled_softmax": "lacuna.model.softpick:SCALED_SOFTMAX",
+    "scaled_softpick": "lacuna.model.softpick:SCALED_SOFTPICK",
 }
+SCALE = "attention_scale"  # the parameter of attentions that are scaled
 # How transformers' name of one of these begins while a model is trained.
 TRAINED = "lacuna_own:"
 
@@ -27,6 +30,11 @@ def is_own(attention: str | None) -> bool:
     name = attention or ""
     # Names of kernels on the Hub have a slash, and may have a colon.
     return name in OTHER or (":" in name and "/" not in name)
+
+
+def is_scaled(attention: str | None) -> bool:
+    """Whether an attention has a parameter, by which it multiplies queries."""
+    return (attention or "").startswith("scaled_")
 
 
 def known_attention(name: str) -> str:

@@ -81,8 +81,8 @@ class ModelConfig(Section):
     attention: Annotated[str, AfterValidator(known_attention)] = "auto"
     """How attention is computed: auto (the fastest that is exact on this machine), sdpa, eager,
     varlen (FlashAttention of the newest kind that is installed), flex_attention,
-    flash_attention_2, flash_attention_3; or what it is: softpick or rectified in the place of
-    softmax, or an attention of your own, as module:name."""
+    flash_attention_2, flash_attention_3; or what it is in the place of softmax: softpick,
+    rectified, scaled_softmax, scaled_softpick, or an attention of your own, as module:name."""
 
 
 class TrainingConfig(Section):

@@ -16,6 +16,7 @@ from lacuna.config.attentions import OTHER, TRAINED
 from lacuna.config.user_code import import_attribute
 from lacuna.model.attention import of_one_width
 from lacuna.model.merged_attention import merged_attention
+from lacuna.model.scaled_attention import scale_new_models, scaled_queries
 from lacuna.parallel.context import gather_sequence, ring_attention
 from lacuna.parallel.partial_attention import PARTIAL_ATTENTIONS, Part, visible
 
@@ -41,6 +42,8 @@ class OwnAttention:
             and `attend_backward` in `parallel/partial_attention.py`, where results over parts are
             merged by their log-sum-exps. The ring of context parallelism needs that.
         relative_flops: its FLOPs for a pair of query and key, relative to softmax attention's.
+        scaled: whether queries are first multiplied by the logarithm of the keys that they see, and
+            by a learned number of their head; only for lacuna's own.
     """
 
     function: Callable[[Tensor, Tensor, Tensor, Part, float, int | None], Tensor]
@@ -48,6 +51,7 @@ class OwnAttention:
     windows: bool
     merged: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     relative_flops: float = 1.0
+    scaled: bool = False
 
 
 def of_parts(kind: str, attend: Callable[..., Any], backward: Callable[..., Any]) -> OwnAttention:
@@ -77,6 +81,8 @@ def register(name: str) -> OwnAttention:
             f'model.attention: transformers would take "{name}" for one of its own: leave '
             f"{', '.join(_TAKEN)} out of the name."
         )
+    if own.scaled:
+        scale_new_models()
     if own.merged is not None:
         PARTIAL_ATTENTIONS[name] = own.merged
     AttentionInterface.register(TRAINED + name, partial(_attend_in_training, name, own))
@@ -132,6 +138,8 @@ def _attend_in_training(
     assert parts, f"{type(module).__name__} dropped what it was told of the documents"
     _refuse_what_is_lacking(name, own, dropout, softcap, s_aux, sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if own.scaled:
+        query = scaled_queries(name, module, query, parts, sliding_window)
     if ring is not None and group is not None and sliding_window is None:
         width = value.shape[-1]
         tensors = of_one_width(query, key, value)
@@ -173,6 +181,8 @@ def _attend_to_mask(
     if attention_mask is None:
         raise NotImplementedError(f"{type(module).__name__} makes no mask for {name}")
     part = _part_of(attention_mask, sliding_window)
+    if own.scaled:
+        query = scaled_queries(name, module, query, (part,), sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (one.transpose(1, 2).contiguous() for one in (query, key, value))
     output = own.function(query, key, value, part, scaling, sliding_window)

@@ -7,6 +7,7 @@ the keys are merged as softmax's are, by the logarithms of their denominators.
 """
 
 import os
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from lacuna.model.attention import HALF
 from lacuna.model.own_attention import of_parts
-from lacuna.parallel.partial_attention import Part, visible
+from lacuna.parallel.partial_attention import PARTIAL_ATTENTIONS, Part, visible
 
 # Added to softpick's denominator over e to the largest score (but at least 0), as in the paper's
 # kernel: else a row whose scores are all 0 would be 0 / 0.
@@ -165,3 +166,5 @@ SOFTPICK = of_parts("softpick", partial(_compute, "softpick"), partial(_differen
 RECTIFIED = of_parts(
     "rectified", partial(_compute, "rectified"), partial(_differentiate, "rectified")
 )
+SCALED_SOFTPICK = replace(SOFTPICK, scaled=True)
+SCALED_SOFTMAX = replace(of_parts("softmax", *PARTIAL_ATTENTIONS["softmax"]), scaled=True)
