@@ -64,6 +64,7 @@ EXTENSIONS = {
         "model/scaled_attention.py",
         "model/softpick.py",
     ),
+    "inspection": ("commands/inspect.py", "rollout/inspection.py"),
     "softpick-kernels": (
         "model/softpick_backward.py",
         "model/softpick_blocks.py",

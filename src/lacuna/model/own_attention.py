@@ -86,8 +86,8 @@ def register(name: str) -> OwnAttention:
     if own.merged is not None:
         PARTIAL_ATTENTIONS[name] = own.merged
     AttentionInterface.register(TRAINED + name, partial(_attend_in_training, name, own))
-    AttentionInterface.register(name, partial(_attend_to_mask, name, own))
-    AttentionMaskInterface.register(name, _whole_mask)
+    AttentionInterface.register(name, partial(attend_to_mask, name, own))
+    AttentionMaskInterface.register(name, whole_mask)
     return own
 
 
@@ -155,12 +155,12 @@ def _attend_in_training(
     return torch.cat(outputs, dim=1), None
 
 
-def _whole_mask(*arguments: Any, **named: Any) -> Tensor | None:
+def whole_mask(*arguments: Any, **named: Any) -> Tensor | None:
     """The mask [B, 1, T, keys] of what each query sees, which transformers might leave out."""
     return sdpa_mask(*arguments, **(named | {"allow_is_causal_skip": False}))
 
 
-def _attend_to_mask(
+def attend_to_mask(
     name: str,
     own: OwnAttention,
     module: nn.Module,
