@@ -22,11 +22,11 @@ from lacuna.model.merged_attention import merged_attention
 from lacuna.model.own_attention import OwnAttention, register
 from lacuna.model.own_attention_choice import require_exact
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.partial_attention import Part, visible
+from lacuna.parallel.partial_attention import PARTIAL_ATTENTIONS, Part, visible
 from lacuna.rollout.generate import generate_text
-from layouts import Case, Outcome, outcomes, pipelined
+from layouts import Case, Outcome, outcomes, pipelined, steps
 from runs import environment, lacuna, make_world, refused, rows, train
-from tiny import CPU, random_model, relative_error, tiny_config, tokenizer_of_words
+from tiny import CPU, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words
 
 HERE = Path(__file__).name.removesuffix(".py")
 KINDS = ("softpick", "rectified")
@@ -246,6 +246,35 @@ def test_every_layout_trains_as_one_process(
         check_nearly_same(outcome, alone)
     [merged] = outcomes(model, [Case(Layout(cp=2, ring=True), parallelism=ring)])
     check_nearly_same(merged, alone)
+
+
+def computed_once(model: Path) -> list[Outcome]:
+    """A step whose backward pass computes no attention again."""
+    register("softpick")
+    attend, differentiate = PARTIAL_ATTENTIONS["softpick"]
+    counted = []
+
+    def counting(*given: Any) -> Any:
+        counted.append(1)
+        return attend(*given)
+
+    settings = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+    PARTIAL_ATTENTIONS["softpick"] = (counting, differentiate)
+    [outcome] = steps(model, [Case(accumulation=2, recompute=settings)])
+    whole = len(counted)
+    counted.clear()
+    steps(model, [Case(accumulation=2)])
+    assert len(counted) == whole
+    return [outcome]
+
+
+def test_selective_recomputation_keeps_what_attention_made(
+    folder: Callable[[str, str], Path],
+) -> None:
+    model = folder("llama", "softpick")
+    [alone] = outcomes(model, [Case()])
+    [[outcome]] = run_ranks(1, computed_once, model)
+    check_nearly_same(outcome, alone)
 
 
 def test_recomputation_changes_nothing(folder: Callable[[str, str], Path]) -> None:
