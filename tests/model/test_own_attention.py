@@ -304,7 +304,8 @@ def test_a_run_exports_a_model_that_says_its_attention(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "hf")
     assert model.config._attn_implementation == "softpick"
     # Where nobody has made it known, transformers refuses it.
-    code = f"from transformers import *; AutoModelForCausalLM.from_pretrained({str(run / 'hf')!r})"
+    name = "AutoModelForCausalLM"
+    code = f"from transformers import {name}; {name}.from_pretrained({str(run / 'hf')!r})"
     plain = subprocess.run(
         [sys.executable, "-c", code], env=environment(), capture_output=True, text=True, timeout=60
     )
