@@ -4,6 +4,9 @@
 
 import importlib.util
 import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -148,3 +151,17 @@ def test_no_score_makes_a_number_that_is_none(kind: str) -> None:
     assert all(one.isfinite().all() for one in (output, *grads))
     assert not output[0].any() and output[1].any()
     assert not any(one[0].any() for one in grads)
+
+
+@pytest.mark.slow
+def test_the_kernels_compile_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+    script = Path(__file__).parent.parent / "compiled_kernels.py"
+    told = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    told["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, script], env=told, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    products = {name: int(count) for name, count in map(str.split, done.stdout.splitlines())}
+    assert {"forward_kernel", "keys_kernel", "queries_kernel"} <= products.keys()
+    assert min(products[name] for name in ("forward_kernel", "keys_kernel")) > 0
