@@ -8,6 +8,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from lacuna.config import Config, UserError
+from lacuna.config.attentions import SOFTMAX
 from lacuna.parallel.mesh import resolve_layout
 
 # Settings that a peer is given as well, or that change nothing of what is measured. Any other must
@@ -44,7 +45,7 @@ SHARED = (
     "training.epochs=*",
 )
 SHARED_WITH = {
-    "transformers": (*SHARED, "model.attention=*"),
+    "transformers": (*SHARED, *(f"model.attention={name}" for name in SOFTMAX)),
     "torchtitan": (
         *SHARED,
         "model.attention=sdpa",

@@ -12,7 +12,7 @@ from lacuna.config.cores import thread_settings
 from lacuna.config.errors import LAUNCHED, RunError, UnansweredError, UserError, did_you_mean
 from lacuna.launch import GAVE_UP, RUN_FAILED, die_with_launcher
 
-COMMANDS = ("train", "plan", "data", "teach", "generate", "convert", "bench", "bloat")
+COMMANDS = ("train", "plan", "data", "teach", "generate", "convert", "bench", "inspect", "bloat")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

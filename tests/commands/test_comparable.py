@@ -26,6 +26,7 @@ def refusal(world: Path, folder: Path, *flags: object) -> str:
             "offl",
         ),
         ((*WHOLE, "--model.attention", "eager"), "has nothing like model.attention=eager"),
+        ((*WHOLE, "--model.attention", "softpick"), "has nothing like model.attention=softpick"),
         ((*WHOLE, "--optimizer.name", "Muon"), "has nothing like optimizer.name=Muon"),
         ((*WHOLE, "--float8.enable_float8_linear", "--float8.filter_fqns", "mlp"), "filter_fqns"),
         (

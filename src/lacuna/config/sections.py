@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field, NonNegativeFloat, NonNegativeInt, Po
 
 from lacuna.config import machine
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
+from lacuna.config.attentions import known_attention
 from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import (
     CurriculumConfig,
@@ -78,17 +79,11 @@ class ModelConfig(Section):
     """Run the Python code that a model or tokenizer comes with. Otherwise models and tokenizers
     with code of their own are refused."""
 
-    attention: Literal[
-        "auto",
-        "sdpa",
-        "eager",
-        "varlen",
-        "flex_attention",
-        "flash_attention_2",
-        "flash_attention_3",
-    ] = "auto"
-    """How attention is computed; auto takes the fastest that is exact on this machine, varlen is
-    FlashAttention of the newest kind that is installed."""
+    attention: Annotated[str, AfterValidator(known_attention)] = "auto"
+    """How attention is computed: auto (the fastest that is exact on this machine), sdpa, eager,
+    varlen (FlashAttention of the newest kind that is installed), flex_attention,
+    flash_attention_2, flash_attention_3; or what it is in the place of softmax: softpick,
+    rectified, scaled_softmax, scaled_softpick, or an attention of your own, as module:name."""
 
 
 class TrainingConfig(Section):

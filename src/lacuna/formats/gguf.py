@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import UserError, explained
+from lacuna.config.attentions import is_own
 from lacuna.data.gguf import (
     ARCHITECTURES,
     ROPE_FACTORS,
@@ -58,6 +59,12 @@ def export_gguf(
     The type is one of `TYPES` or of llama-quantize's. The file appears whole or not at all. Raises
     `UserError` when GGUF or the type of weights cannot hold the model or its tokenizer.
     """
+    attention = getattr(model.config, "attn_implementation", None)
+    if is_own(attention):
+        raise UserError(
+            f"GGUF: the model was trained with the attention {attention}, and llama.cpp has only "
+            "softmax: convert it --to hf."
+        )
     unfinished = f"{file}.unfinished"
     quantised = f"{file}.quantised"
     written = kind

@@ -5,7 +5,7 @@ import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import cast
+from typing import Any, cast
 
 import torch
 from huggingface_hub import model_info, try_to_load_from_cache
@@ -25,6 +25,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import ADAPTER_FILE, QuantizationConfig, described_adapter
+from lacuna.config.attentions import is_own
 from lacuna.config.errors import nearby
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
@@ -144,6 +145,10 @@ def open_model(source: str, base: str | None = None, trust_remote_code: bool = F
                 "run with transformers' AutoModelForSequenceClassification."
             )
         tokenizer = open_with(AutoTokenizer, description, trust_remote_code)
+        if is_own(model_config._attn_implementation):
+            from lacuna.model.own_attention_choice import restore_attention  # an extension
+
+            restore_attention(model_config, trust_remote_code)
         if run is None and not is_checkpoint:
             model = _open_whole(source, path, model_config, trust_remote_code)
             return Opened(model, tokenizer, description, None)
@@ -225,7 +230,10 @@ def _open_whole(
     with damage_explained(
         f"{source}: its file of weights", (UnpicklingError, EOFError, RuntimeError)
     ):
-        model = open_with(AutoModelForCausalLM, path, trust_remote_code, dtype="auto")
+        settings: dict[str, Any] = {"dtype": "auto"}
+        if is_own(model_config._attn_implementation):
+            settings["config"] = model_config  # which says so, also when it is written again
+        model = open_with(AutoModelForCausalLM, path, trust_remote_code, **settings)
         return cast(PreTrainedModel, model)
 
 

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from lacuna.config import UserError, explained, logger
+from lacuna.config.attentions import TRAINED
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
@@ -292,4 +293,8 @@ def flops_of(model: PreTrainedModel) -> Callable[[int, Tensor], float]:
 
         return partial(step_flops, *products_and_widths(model))
     widths = attention_widths(model.config)
+    if model.config._attn_implementation.startswith(TRAINED):
+        from lacuna.model.own_attention_choice import scaled_widths  # an extension
+
+        widths = scaled_widths(model.config, widths)
     return partial(step_flops, non_embedding_parameters(model), widths)

@@ -56,7 +56,7 @@ def packed_attention(
     if ring is not None and group is not None and bare:
         bounds, longest = ring
         width = value.shape[-1]
-        query, key, value = _of_one_width(query, key, value)
+        query, key, value = of_one_width(query, key, value)
         output = ring_attention(query, key, value, bounds, longest, group, scaling)
         return output[..., :width].transpose(1, 2), None
     if group is not None:
@@ -81,7 +81,7 @@ for name in (BOUNDS, UNTOLD):  # by name only: such models never call it
     AttentionInterface.register(name, packed_attention)
 
 
-def _of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def of_one_width(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Pads the heads of all three with zeros to the width of the widest.
 
     Kernels take no values that are narrower than the keys, as MLA's are. The scores stay the same,
@@ -104,7 +104,7 @@ def _with_sinks(
 ) -> Tensor:
     """Computes attention beside sinks. Returns [B, T, heads, width of values]."""
     width = value.shape[-1]
-    query, key, value = (one.transpose(1, 2) for one in _of_one_width(query, key, value))
+    query, key, value = (one.transpose(1, 2) for one in of_one_width(query, key, value))
     return sink_attention(query, key, value, sinks, part, scaling, window)[..., :width]
 
 
@@ -121,7 +121,7 @@ def _flash_attention(
     if _TAKES_GQA and heads != key.shape[1]:
         options["enable_gqa"] = True
     query, key, value = (
-        one.transpose(1, 2).flatten(0, 1) for one in _of_one_width(query, key, value)
+        one.transpose(1, 2).flatten(0, 1) for one in of_one_width(query, key, value)
     )
     sees = (-1 if window is None else window - 1, 0)
     cu_q, cu_k, longest_q, longest_k = flash_bounds(part, tokens)

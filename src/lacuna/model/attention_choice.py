@@ -4,6 +4,7 @@ import torch
 from transformers import PretrainedConfig
 
 from lacuna.config import UserError
+from lacuna.config.attentions import is_own
 from lacuna.model.architecture import causal_class, is_from_fla, is_soft_capped
 from lacuna.model.attention import HALF, PACKED
 from lacuna.parallel.mesh import Layout
@@ -28,6 +29,10 @@ def attention_choices(
         from lacuna.model.linear_attention import bounds_choices
 
         return bounds_choices(asked, model_config, device_type, layout)
+    if is_own(asked) or is_own(model_config._attn_implementation):
+        from lacuna.model.own_attention_choice import own_choices  # an extension
+
+        return own_choices(asked, apart, model_config, layout)
     shared = layout.sharing > 1
     model_class = causal_class(model_config)
     exchangeable = bool(model_class._supports_attention_backend)

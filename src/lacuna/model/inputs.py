@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lacuna.config.attentions import TRAINED
 from lacuna.data import Batch
 from lacuna.model.attention import BOUNDS, PACKED, UNTOLD
 from lacuna.parallel.context import causal_parts, shard_sequence
@@ -63,7 +64,7 @@ def packing_arguments(
 
     The model takes them beside the position ids.
     """
-    if attention == PACKED:
+    if attention.startswith((PACKED, TRAINED)):
         documents = len(cu_seqlens) - 1
         whole = int(cu_seqlens[-1]) == length * documents
         added = 0 if whole else -documents % DOCUMENT_STEP

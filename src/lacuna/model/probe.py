@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError
+from lacuna.config.attentions import TRAINED
 from lacuna.config.row_form import RowForm
 from lacuna.data import Batch
 from lacuna.data.packing import IGNORED
@@ -73,6 +74,11 @@ def find_attention(
     its `longest` position. Raises `UserError` where no attention is exact, and for a model whose
     tokens see later ones, or that does not run.
     """
+    if names[0].startswith(TRAINED):
+        from lacuna.model.own_attention_choice import require_exact  # an extension
+
+        require_exact(names[0], model_config, rows, longest, device, dtype)
+        return names[0]
     kind = causal_class(model_config).__name__
     _require_causal(model_config, longest)
     compared = partial(_reasons_by_name, names, model_config, longest, device)
@@ -113,7 +119,7 @@ def _reasons_by_name(
     own = own_result(model_config, longest, trial, device)
     reasons: dict[str, str | None] = {}
     for name in names:
-        ours = partial(_our_result, name, model_config, longest, trial, device, dtype)
+        ours = partial(our_result, name, model_config, longest, trial, device, dtype)
         reasons[name] = reason_against(ours, own)
         if reasons[name] is None:
             break
@@ -198,12 +204,13 @@ def own_result(
     trial: Trial,
     device: torch.device,
     least: int = 1,
+    attention: str | None = None,
 ) -> Result:
     """The result of every document alone, by transformers' own code and choice of attention.
 
-    The model has at `least` so many layers.
+    The model has at `least` so many layers. It has the `attention` that is given, if one is.
     """
-    attention = _own_attention(model_config)
+    attention = attention or _own_attention(model_config)
     model, _ = specimen_and_layers(model_config, attention, longest, device, least)
     rows = trial.batch.columns["input_ids"].to(device)
     with runs_by_itself(model):
@@ -213,7 +220,7 @@ def own_result(
         )
 
 
-def _our_result(
+def our_result(
     attention: str,
     model_config: PretrainedConfig,
     longest: int,

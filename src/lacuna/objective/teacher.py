@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
+from lacuna.config.attentions import is_own
 from lacuna.config.objectives import DistillationConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import fingerprint
@@ -86,11 +87,11 @@ def stored_by(settings: DistillationConfig) -> dict[str, str]:
 
 
 def _teacher_model(settings: DistillationConfig, student: ModelConfig) -> ModelConfig:
-    """The settings of the teacher as a model."""
+    """The settings of the teacher as a model; it has the attention that its own files say."""
     return ModelConfig(
         name_or_path=settings.teacher,
         trust_remote_code=student.trust_remote_code,
-        attention=student.attention,
+        attention="auto" if is_own(student.attention) else student.attention,
     )
 
 

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives  # makes the collectives differ
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from lacuna.parallel.partial_attention import Part, attend, attend_backward
+from lacuna.parallel.partial_attention import PARTIAL_ATTENTIONS, SOFTMAX, Part
 
 _collectives = torch.ops._c10d_functional
 
@@ -64,6 +64,7 @@ def ring_attention(
     longest: int,
     group: ProcessGroup,
     scaling: float,
+    kind: str = SOFTMAX,
 ) -> Tensor:
     """Causal attention inside documents; keys and values travel round the ranks of `group`.
 
@@ -72,12 +73,15 @@ def ring_attention(
     its own keys and values a rank holds those of at most two others, and in the backward pass also
     their gradients. The outputs over each rank's keys are merged by their log-sum-exps in float32,
     which is the same as one softmax over all keys (Liu et al., Ring Attention, arXiv 2310.01889).
+    The `kind` of attention names one of `PARTIAL_ATTENTIONS`.
     """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     pair = torch.stack((key, value))
     cp, rank = group.size(), group.rank()
     output: Tensor
-    output, _ = _ring_forward(query, pair, bounds, longest, scaling, group.group_name, cp, rank)
+    output, _ = _ring_forward(
+        query, pair, bounds, longest, scaling, group.group_name, cp, rank, kind
+    )
     return output.transpose(1, 2)
 
 
@@ -167,13 +171,16 @@ def _ring_forward(
     group: str,
     cp: int,
     rank: int,
+    kind: str,
 ) -> tuple[Tensor, Tensor]:
     """The output and its log-sum-exp."""
     output = query.new_zeros(query.shape, dtype=torch.float32)
     lse = output.new_full(query.shape[:-1], -torch.inf)
+    compute, _ = PARTIAL_ATTENTIONS[kind]
     for start, part, keys, values in _visit_ranks(pair, bounds, longest, group, cp, rank):
-        partial, partial_lse = attend(query[:, start:], keys, values, part, scaling)
+        partial, partial_lse = compute(query[:, start:], keys, values, part, scaling)
         weight = torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1)
+        weight = weight.nan_to_num()  # where neither has any weight
         output[:, start:].lerp_(partial.float(), weight)
         lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
         del keys, values  # else they would still be in memory when those after the next are sent
@@ -193,12 +200,14 @@ def _ring_backward(
     group: str,
     cp: int,
     rank: int,
+    kind: str,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the query, and those of the pair, which travel round with their keys."""
     grad_query = query.new_zeros(query.shape, dtype=torch.float32)
     grads = pair.new_zeros(pair.shape, dtype=torch.float32)
+    _, differentiate = PARTIAL_ATTENTIONS[kind]
     for start, part, keys, values in _visit_ranks(pair, bounds, longest, group, cp, rank):
-        of_query, of_key, of_value = attend_backward(
+        of_query, of_key, of_value = differentiate(
             grad[:, start:],
             output[:, start:],
             lse[:, start:],
@@ -236,7 +245,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _differentiate(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *_ring_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 6
+    return *_ring_backward(grad, *ctx.saved_tensors, *ctx.settings), *[None] * 7
 
 
 _ring_forward.register_autograd(_differentiate, setup_context=_save)

@@ -1,6 +1,7 @@
 """Attention over a part of the keys, and the log-sum-exp by which parts are merged."""
 
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -182,3 +183,11 @@ def _masked_scores(
     """The scores of grouped queries and keys: -inf where a query does not see a key."""
     seen = visible(part, len(query), query.shape[3], window)[:, None, None]
     return (query @ key.mT * scaling).masked_fill(~seen, -torch.inf)
+
+
+SOFTMAX = "softmax"
+# The forward and the backward computation, as above, of each kind of attention whose partial
+# results are merged by a log-sum-exp.
+PARTIAL_ATTENTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    SOFTMAX: (attend, attend_backward)
+}

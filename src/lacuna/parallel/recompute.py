@@ -16,7 +16,12 @@ from lacuna.config.machine import ActivationCheckpointConfig
 
 # The names of operations, or how these begin.
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
-_ATTENTION = ("aten::_scaled_dot_product_", "torch_attn::_varlen_attn", "lacuna::ring_attention")
+_ATTENTION = (
+    "aten::_scaled_dot_product_",
+    "torch_attn::_varlen_attn",
+    "lacuna::merged_attention",
+    "lacuna::ring_attention",
+)
 _COMMUNICATION = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
 KEPT = (*_ATTENTION, *(f"_c10d_functional::{name}" for name in _COMMUNICATION))
 

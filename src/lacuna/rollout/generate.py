@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import UserError, logger
+from lacuna.config.attentions import TRAINED, is_own
 from lacuna.data.chat import end_of_turn
 from lacuna.data.template import ask
 from lacuna.model.attention import BOUNDS, UNTOLD
@@ -56,11 +57,12 @@ def generating(model: PreTrainedModel, in_pages: bool) -> Iterator[None]:
     Afterwards its mode and its attention are as they were.
     """
     attention = model.config._attn_implementation
+    name = attention.removeprefix(TRAINED)
     chosen = "sdpa" if model._supports_sdpa else "eager"
     if in_pages:
         chosen = PAGED
-    elif attention in ("eager", "sdpa", BOUNDS, UNTOLD):
-        chosen = attention
+    elif is_own(name) or name in ("eager", "sdpa", BOUNDS, UNTOLD):
+        chosen = name
     try:
         model.set_attn_implementation(chosen)
         with inference(model), torch.compiler.set_stance("force_eager"):

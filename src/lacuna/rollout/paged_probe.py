@@ -8,6 +8,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError, logger
+from lacuna.config.attentions import TRAINED, is_own
 from lacuna.model.attention import BOUNDS, UNTOLD
 from lacuna.model.head import relative_difference
 from lacuna.model.probe import in_one_line
@@ -34,8 +35,11 @@ def reason_against_pages(model: PreTrainedModel, device: torch.device) -> str | 
 
 
 def _reason(model: PreTrainedModel, device: torch.device) -> str | None:
-    if model.config._attn_implementation in (BOUNDS, UNTOLD):
+    attention = model.config._attn_implementation
+    if attention in (BOUNDS, UNTOLD):
         return "it has kernels of its own"
+    if is_own(attention.removeprefix(TRAINED)):
+        return "its attention is not softmax"
     for parameter in model.parameters():
         if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
             return "it is divided over tensor-parallel ranks"

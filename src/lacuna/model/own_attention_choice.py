@@ -1,0 +1,121 @@
+"""Attentions that are not softmax: whether a run may have one, and what its model says of it."""
+
+from functools import partial
+
+import torch
+from transformers import PretrainedConfig
+
+from lacuna.config import UserError
+from lacuna.config.attentions import TRAINED, is_own
+from lacuna.model.architecture import causal_class, is_soft_capped
+from lacuna.model.attention_choice import has_dropout
+from lacuna.model.own_attention import CALLED, register
+from lacuna.model.probe import Rows, our_result, own_result, reason_against, trial_of
+from lacuna.parallel.mesh import Layout
+
+
+def own_choices(
+    asked: str, apart: bool, model_config: PretrainedConfig, layout: Layout
+) -> tuple[str, ...]:
+    """The one attention that a run has if it asks for an own one, or if its model has one.
+
+    It is noted in the configuration, in place, so that what is exported has it too. Raises
+    `UserError` where the model or the layout cannot have it.
+    """
+    stated = str(model_config._attn_implementation)
+    name = stated if asked == "auto" else asked
+    if not is_own(name):
+        raise UserError(
+            f'model.attention: "{name}" is softmax, and the model was trained with "{stated}": '
+            'leave it out, or take "attn_implementation" out of the model\'s config.json.'
+        )
+    if asked == "auto" and ":" in name:
+        raise UserError(
+            f'model.attention: the model was trained with "{name}", which is code of its user: '
+            "give this name if that is to run."
+        )
+    own = register(name)
+    kind = causal_class(model_config)
+    problem = None
+    if not kind._supports_attention_backend:
+        problem = f"{kind.__name__} computes attention by code of its own: choose another model"
+    elif is_soft_capped(model_config):
+        problem = "would leave out the model's soft cap: set its attn_logit_softcapping to null"
+    elif has_dropout(model_config):
+        problem = "has no dropout, and the model has: set its attention_dropout or attn_pdrop to 0"
+    elif apart and not own.documents:
+        problem = "knows no documents: set data.document_mask = false"
+    elif layout.ring and layout.cp > 1 and own.merged is None:
+        problem = (
+            "is not known to merge by log-sum-exp, as the ring of context parallelism needs: set "
+            'parallelism.context_parallel_rotate_method = "allgather"'
+        )
+    if problem is not None:
+        raise UserError(f'model.attention: "{name}" cannot be had: {problem}.')
+    note_attention(model_config, name)
+    return (TRAINED + name,)
+
+
+def note_attention(model_config: PretrainedConfig, name: str) -> None:
+    """Has a configuration, in place, say under the public name what its model was trained with.
+
+    transformers reads that from config.json, and refuses a name that nobody has registered.
+    """
+    model_config.attn_implementation = name
+
+
+def restore_attention(model_config: PretrainedConfig, trusts: bool) -> None:
+    """Makes known, and notes again, the attention that a configuration of a file says, if it does.
+
+    Raises `UserError` for one of a user's own whose code is not trusted.
+    """
+    name = str(model_config._attn_implementation)
+    if not is_own(name):
+        return
+    if ":" in name and not trusts:
+        raise UserError(
+            f'the model was trained with the attention "{name}", Python code that only runs if it '
+            "is trusted (--trust-remote-code): read it first, or take another model."
+        )
+    register(name)
+    note_attention(model_config, name)
+
+
+def scaled_widths(
+    model_config: PretrainedConfig, widths: dict[int | None, int]
+) -> dict[int | None, int]:
+    """The widths that count FLOPs, of the attention that a model is trained with."""
+    own = register(model_config._attn_implementation.removeprefix(TRAINED))
+    return {window: round(width * own.relative_flops) for window, width in widths.items()}
+
+
+def require_exact(
+    attention: str,
+    model_config: PretrainedConfig,
+    rows: Rows,
+    longest: int,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> None:
+    """Raises `UserError` unless documents in `rows` are to a small model as they are alone.
+
+    Those alone are seen by the masks that transformers makes, as in generation. Values and
+    gradients are compared in float32.
+    """
+    name = attention.removeprefix(TRAINED)
+    kind = causal_class(model_config).__name__
+    trial = trial_of(rows)
+    CALLED.clear()
+    own = own_result(model_config, longest, trial, device, attention=name)
+    if not CALLED:
+        raise UserError(
+            f'model.attention: "{name}" cannot be had: {kind} never asks for it: choose another '
+            "model."
+        )
+    ours = partial(our_result, attention, model_config, longest, trial, device, dtype)
+    reason = reason_against(ours, own)
+    if reason is not None:
+        raise UserError(
+            f'model.attention: "{name}" in {rows} rows is not what it is for documents alone in '
+            f"{kind} ({reason}): choose another model, or mend the attention."
+        )
