@@ -22,6 +22,7 @@ from lacuna.model.checks import (
     check_dtypes,
     check_layout,
     check_lengths,
+    check_mixture,
     check_ties,
     is_compiled,
     required_router,
@@ -143,11 +144,7 @@ def build_meta_model(
     model = architecture.meta_model(model_config, attention, stored)
     if layout.tp > 1:
         check_split(architecture.decoder_layers(model), model_config)
-    if layout.ep > 1:
-        from lacuna.parallel.experts import check_experts
-
-        layers = architecture.decoder_layers(model)
-        check_experts(layers, model_config.model_type, layout, config.parallelism)
+    check_mixture(model, config.parallelism, config.model, config.metrics, layout)
     replace_layers(model, config, is_packed, unquantised, layout, device)
     if not is_alone(config.training, layout):
         check_dtypes(model, config.training)
@@ -175,7 +172,10 @@ def build_model(
     router = required_router(
         training, config.curriculum, config.compile, recomputed, model.config, mesh.layout, device
     )
-    compiled = is_compiled(config.compile, parallelism, dtype, model.config, router, device.type)
+    counted = config.model.router_bias_update_rate > 0 or config.metrics.router
+    compiled = is_compiled(
+        config.compile, parallelism, dtype, model.config, router, counted, device.type
+    )
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
     flops = architecture.flops_of(model)

@@ -7,8 +7,13 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError, logger
 from lacuna.config.documents import CurriculumConfig, ValidationConfig
-from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from lacuna.config.sections import TrainingConfig
+from lacuna.config.machine import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    MetricsConfig,
+    ParallelismConfig,
+)
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import asks_for_router_loss, decoder_layers, is_from_fla
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.probe import runs_by_itself
@@ -65,6 +70,27 @@ def check_layout(
         check_tensor_parallel(model_config, layout.tp)
     if layout.pp > 1:
         check_pipeline(parallelism, compiled, recomputed, model_config)
+
+
+def check_mixture(
+    model: PreTrainedModel,
+    parallelism: ParallelismConfig,
+    settings: ModelConfig,
+    reported: MetricsConfig,
+    layout: Layout,
+) -> None:
+    """Raises `UserError` where a model's experts cannot be spread, or their load not be counted.
+
+    Nothing is checked of what is not asked for.
+    """
+    if layout.ep > 1:
+        from lacuna.parallel.experts import check_experts  # an extension
+
+        check_experts(decoder_layers(model), model.config.model_type, layout, parallelism)
+    if settings.router_bias_update_rate or reported.router:
+        from lacuna.model.router_kinds import check_routers  # an extension
+
+        check_routers(model, settings.router_bias_update_rate, reported.router)
 
 
 def check_dtypes(model: PreTrainedModel, training: TrainingConfig) -> None:
@@ -136,14 +162,20 @@ def is_compiled(
     dtype: torch.dtype,
     model_config: PretrainedConfig,
     router: "Router | None",
+    counted: bool,
     device_type: str,
 ) -> bool:
-    """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be."""
+    """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be.
+
+    `counted` says whether the load of experts is.
+    """
     if router is not None:
         logger.info("load-balancing loss: times %g", router.coefficient)
     against = reason_not_to_compile(model_config, router, dtype, device_type)
     if parallelism.expert_parallel_degree > 1:
         against = "how many tokens each rank's experts get is known only while a layer runs"
+    if counted:
+        against = "the load of their experts is counted"
     is_wanted = compile_enabled(settings, parallelism, device_type)
     if is_wanted and against is not None:
         logger.info("layers are not compiled: %s", against)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.console import Console
@@ -35,6 +35,9 @@ from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start, goes_back
 from lacuna.train.state import Interval, Start, TrainState
 
+if TYPE_CHECKING:
+    from lacuna.model.router_load import RouterLoad
+
 
 class Run:
     """The parts of a run, as the newest checkpoint left them, and what its loop changes.
@@ -48,6 +51,7 @@ class Run:
     save_wanted = False
     after_checkpoint: Callable[[], None] | None = None
     skipped_in_a_row = 0
+    router_load: "RouterLoad | None" = None
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.process = process
@@ -89,6 +93,7 @@ class Run:
             self.validation = build_validation(*parts)
         self.objective.prepare(self.built, self.all_batches)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
+        self.count_router_load()
         self.open_metrics(console)
         self.first_step = self.state.step + 1
         self.saved_step = self.state.step
@@ -212,6 +217,14 @@ class Run:
             if saved is not None:
                 tensors |= optimizer_tensors(model, self.optimizer)
             read_tensors(start, tensors, self.process)
+
+    def count_router_load(self) -> None:
+        """Has the model count what its experts are given, where the settings ask for it."""
+        rate = self.config.model.router_bias_update_rate
+        if rate or self.config.metrics.router:
+            from lacuna.model.router_load import RouterLoad  # an extension
+
+            self.router_load = RouterLoad(self.built, rate, self.config.metrics.router)
 
     def say_what_changed(self, started_with: dict[str, Any] | None) -> None:
         """Logs what a resumed run goes on with that differs from what it was `started_with`."""
