@@ -5,22 +5,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
-from every_model import configuration_class, small_config
+from every_model import configuration_class, model_types, small_config
+from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.data import Batch
-from lacuna.model.architecture import decoder_layers
+from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.build import build_model
-from lacuna.model.router_kinds import biases_of
+from lacuna.model.router_kinds import biases_of, check_routers
 from lacuna.model.router_load import RouterLoad
+from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.experts import stacks_of
 from lacuna.parallel.mesh import Layout
 from lacuna.train.optimizer import build_optimizer, update
-from lacuna.train.step import accumulate_gradients, total_counts
+from lacuna.train.step import accumulate_gradients, evaluate, total_counts
 from layouts import (
     LOSS,
     SEQUENCES,
@@ -57,7 +60,7 @@ ON_TWO = {
 
 
 def config_of(kind: str) -> PretrainedConfig:
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "gpt_oss"):
         return tiny_config(kind, num_hidden_layers=4)
     return small_config(configuration_class(kind))
 
@@ -83,7 +86,9 @@ def padded(batches: list[Batch]) -> list[Batch]:
 Steps = tuple[dict[int, Tensor], list[dict[str, object]]]
 
 
-def lacunas_steps(folder: Path, cases: list[Case], rate: float) -> list[Steps]:
+def lacunas_steps(
+    folder: Path, cases: list[Case], rate: float, packed: bool = True
+) -> list[Steps]:
     """The biases by layer after three steps of each case, and the row of metrics of each step."""
     results = []
     for case in cases:
@@ -93,7 +98,7 @@ def lacunas_steps(folder: Path, cases: list[Case], rate: float) -> list[Steps]:
         load = RouterLoad(built, rate, reported=True)
         rows = []
         for step in range(3):
-            batches = padded(own_batches(case, mesh, seed=step))
+            batches = padded(own_batches(case, mesh, step, packed))
             trained = total_counts(built, batches)["trained_tokens"]
             accumulate_gradients(built, batches, LOSS, trained)
             _, skip = update(built, optimizer, trained)
@@ -133,7 +138,7 @@ def recorded(model: PreTrainedModel, batch: Batch) -> tuple[list[Tensor], list[T
     return chosen, list(output.router_logits), loss
 
 
-def plain_steps(folder: Path, rate: float, by_sigmoid: bool) -> Steps:
+def plain_steps(folder: Path, rate: float, by_sigmoid: bool, packed: bool = True) -> Steps:
     """The same of a loop over all sequences at once, with transformers' model and torch alone."""
     model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").train()
     optimizer = build_optimizer(model, OPTIMIZER)
@@ -141,7 +146,7 @@ def plain_steps(folder: Path, rate: float, by_sigmoid: bool) -> Steps:
     places = [place for place, layer in enumerate(layers) if stacks_of([layer])]
     rows = []
     for step in range(3):
-        [batch] = padded([micro_batch(slice(0, SEQUENCES), seed=step)])
+        [batch] = padded([micro_batch(slice(0, SEQUENCES), step, packed)])
         real = batch.columns["real"].flatten()
         chosen, logits, loss = recorded(model, batch)
         (loss / (batch.columns["labels"] != -100).sum()).backward()
@@ -197,3 +202,115 @@ def test_one_process_moves_biases_as_a_plain_loop_does(kind: str, tmp_path: Path
 @pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
 def test_two_ranks_move_biases_as_a_plain_loop_does(kind: str, tmp_path: Path) -> None:
     check_cases(kind, tmp_path, ON_TWO)
+
+
+SOFTMAX = ("mixtral", "qwen2_moe", "qwen3_moe", "olmoe", "gpt_oss")
+
+
+def rows_of_each(folders: list[Path]) -> list[list[dict[str, object]]]:
+    return [lacunas_steps(folder, [Case()], 0.0, False)[0][1] for folder in folders]
+
+
+def test_what_is_reported_follows_from_the_models_own_logits(tmp_path: Path) -> None:
+    folders = [saved(kind, tmp_path / kind) for kind in SOFTMAX]
+    [reported] = run_ranks(1, rows_of_each, folders)
+    for folder, rows in zip(folders, reported, strict=True):
+        check_rows(rows, plain_steps(folder, 0.0, by_sigmoid=False, packed=False)[1])
+
+
+def unlearnt_steps(folder: Path) -> tuple[Tensor, Tensor, dict[str, object]]:
+    """The biases after a skipped step and after a validation, and the row of the validation."""
+    mesh = mesh_of(Layout())
+    built = build_model(configuration(folder, Case()), tokenizer_of_words(), mesh, CPU)
+    [bias] = biases_of(decoder_layers(built.model)[-1])
+    load = RouterLoad(built, RATE, reported=True)
+    batches = own_batches(Case(), mesh)
+    accumulate_gradients(built, batches, LOSS, total_counts(built, batches)["trained_tokens"])
+    load.after_step(torch.tensor(1.0))
+    skipped = bias.clone()
+    evaluate(built, batches, LanguageModelling())
+    load.after_step(torch.tensor(0.0))
+    return skipped, bias.clone(), load.report()
+
+
+def test_a_skipped_step_and_a_validation_move_nothing(tmp_path: Path) -> None:
+    saved("deepseek_v3", tmp_path)
+    [(skipped, validated, row)] = run_ranks(1, unlearnt_steps, tmp_path)
+    start = torch.linspace(-0.1, 0.1, 4)
+    assert torch.equal(skipped, start)
+    assert torch.equal(validated, start)
+    assert {*row.values()} == {None}
+
+
+def shadow(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    return meta_model(small_config(configuration_class(kind)), None, dtype)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "reason"),
+    [
+        ("llama", torch.float32, "'llama' models have no stacks of experts"),
+        ("qwen3_moe", torch.float32, "'qwen3_moe' models have no bias by which routers choose"),
+        ("ernie4_5_moe", torch.float32, "the bias of 'ernie4_5_moe' models is a frozen weight"),
+        ("minimax_m2", torch.bfloat16, "kept in torch.bfloat16.*set training.dtype = float32"),
+    ],
+)
+def test_a_model_whose_load_no_bias_can_even_out_is_refused(
+    kind: str, dtype: torch.dtype, reason: str
+) -> None:
+    with pytest.raises(UserError, match=rf"model\.router_bias_update_rate: .*{reason}"):
+        check_routers(shadow(kind, dtype), RATE, reported=False)
+
+
+@pytest.mark.parametrize(
+    ("kind", "reason"),
+    [("llama", "no stacks of experts"), ("phimoe", "neither a softmax nor a sigmoid")],
+)
+def test_a_model_whose_routers_are_not_known_is_not_reported(kind: str, reason: str) -> None:
+    with pytest.raises(UserError, match=rf"metrics\.router: .*{kind}.*{reason}"):
+        check_routers(shadow(kind), 0.0, reported=True)
+
+
+def test_a_bias_that_routers_do_not_follow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forget(router: nn.Module, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        logits = F.linear(hidden.view(-1, router.hidden_dim), router.weight)
+        return logits, *logits.sigmoid().topk(router.top_k)
+
+    monkeypatch.setattr(DeepseekV3TopkRouter, "forward", forget)
+    with pytest.raises(UserError, match="do not choose the experts whose bias is large"):
+        check_routers(shadow("deepseek_v3"), RATE, reported=False)
+
+
+BALANCED = {
+    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "deepseek_v4",
+    "dots1", "dots3_note_text", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3",
+    "hy_v4", "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "lfm2_moe",
+    "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "solar_open",
+}  # fmt: skip
+UNKNOWN = {"deepseek_v4", "phimoe", "qwen4_exp", "qwen4_exp_text"}
+
+
+def is_refused(model: PreTrainedModel, rate: float) -> bool:
+    try:
+        check_routers(model, rate, reported=not rate)
+    except UserError:
+        return True
+    return False
+
+
+@pytest.mark.slow
+def test_every_kind_with_experts_is_balanced_and_reported_or_refused() -> None:
+    balanced, unknown = set(), set()
+    for kind in model_types():
+        try:
+            model = shadow(kind)
+            stacks = stacks_of(decoder_layers(model))
+        except (UserError, ImportError):
+            continue
+        if stacks and not is_refused(model, RATE):
+            balanced.add(kind)
+        if stacks and is_refused(model, 0.0):
+            unknown.add(kind)
+    present = {*model_types()}
+    assert balanced == BALANCED & present
+    assert unknown == UNKNOWN & present
