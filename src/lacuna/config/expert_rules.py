@@ -67,6 +67,16 @@ EXPERT_RULES = (
         "tokens of experts are not counted in pieces of a sequence; use one of the two",
     ),
     Rule(
+        ("metrics.router", "lora.parameters"),
+        is_given("lora.parameters", lambda config: config.metrics.router),
+        "tokens of stacks that have adapters are not counted; use one of the two",
+    ),
+    Rule(
+        ("metrics.router", "quantization.base"),
+        lambda config: config.metrics.router and config.quantization.base != "none",
+        "tokens of quantised experts are not counted; use one of the two",
+    ),
+    Rule(
         (_RATE, "lora.rank"),
         is_given(_RATE, lambda config: config.lora.rank > 0),
         "adapters are saved without the router's bias; use one of the two",

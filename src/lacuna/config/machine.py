@@ -232,7 +232,7 @@ class MetricsConfig(Section):
 
     router: bool = False
     """Report the load of each expert of a mixture, how far the largest is above the mean, and the
-    entropy of routers, by layer. Layers are not compiled then."""
+    entropy of routers, by layer. Layers with experts are not compiled then."""
 
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases; needs the wandb package."""

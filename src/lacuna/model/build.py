@@ -172,10 +172,7 @@ def build_model(
     router = required_router(
         training, config.curriculum, config.compile, recomputed, model.config, mesh.layout, device
     )
-    counted = config.model.router_bias_update_rate > 0 or config.metrics.router
-    compiled = is_compiled(
-        config.compile, parallelism, dtype, model.config, router, counted, device.type
-    )
+    compiled = is_compiled(config.compile, parallelism, dtype, model.config, router, device.type)
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
     flops = architecture.flops_of(model)

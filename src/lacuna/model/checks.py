@@ -162,20 +162,14 @@ def is_compiled(
     dtype: torch.dtype,
     model_config: PretrainedConfig,
     router: "Router | None",
-    counted: bool,
     device_type: str,
 ) -> bool:
-    """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be.
-
-    `counted` says whether the load of experts is.
-    """
+    """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be."""
     if router is not None:
         logger.info("load-balancing loss: times %g", router.coefficient)
     against = reason_not_to_compile(model_config, router, dtype, device_type)
     if parallelism.expert_parallel_degree > 1:
         against = "how many tokens each rank's experts get is known only while a layer runs"
-    if counted:
-        against = "the load of their experts is counted"
     is_wanted = compile_enabled(settings, parallelism, device_type)
     if is_wanted and against is not None:
         logger.info("layers are not compiled: %s", against)

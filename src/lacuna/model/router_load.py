@@ -42,6 +42,8 @@ class RouterLoad:
             for stack in stacks_of([layer]):
                 counts[place] = int(stack.num_experts)  # type: ignore[arg-type]
                 stack.register_forward_pre_hook(partial(self._count, place, stack))
+                # A layer counts in Python, which would not compile as one graph.
+                layer._compiled_call_impl = None
             for router, index in routers_of(built.model, layer):
                 if scores is not None:
                     measure = partial(self._measure, place, scores, index)

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -35,9 +35,6 @@ from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start, goes_back
 from lacuna.train.state import Interval, Start, TrainState
 
-if TYPE_CHECKING:
-    from lacuna.model.router_load import RouterLoad
-
 
 class Run:
     """The parts of a run, as the newest checkpoint left them, and what its loop changes.
@@ -51,7 +48,7 @@ class Run:
     save_wanted = False
     after_checkpoint: Callable[[], None] | None = None
     skipped_in_a_row = 0
-    router_load: "RouterLoad | None" = None
+    router_load: Any = None  # a `RouterLoad` where the load of experts is counted
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.process = process
@@ -220,11 +217,11 @@ class Run:
 
     def count_router_load(self) -> None:
         """Has the model count what its experts are given, where the settings ask for it."""
-        rate = self.config.model.router_bias_update_rate
-        if rate or self.config.metrics.router:
+        settings = self.config.model.router_bias_update_rate, self.config.metrics.router
+        if any(settings):
             from lacuna.model.router_load import RouterLoad  # an extension
 
-            self.router_load = RouterLoad(self.built, rate, self.config.metrics.router)
+            self.router_load = RouterLoad(self.built, *settings)
 
     def say_what_changed(self, started_with: dict[str, Any] | None) -> None:
         """Logs what a resumed run goes on with that differs from what it was `started_with`."""
