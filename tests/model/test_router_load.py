@@ -286,7 +286,7 @@ BALANCED = {
     "hy_v4", "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "lfm2_moe",
     "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "solar_open",
 }  # fmt: skip
-UNKNOWN = {"deepseek_v4", "phimoe", "qwen4_exp", "qwen4_exp_text"}
+UNKNOWN = {"deepseek_v4", "phimoe", "qwen4_exp", "qwen4_exp_text", "zaya"}
 
 
 def is_refused(model: PreTrainedModel, rate: float) -> bool:
