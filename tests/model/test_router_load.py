@@ -250,7 +250,7 @@ def shadow(kind: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     [
         ("llama", torch.float32, "'llama' models have no stacks of experts"),
         ("qwen3_moe", torch.float32, "'qwen3_moe' models have no bias by which routers choose"),
-        ("ernie4_5_moe", torch.float32, "the bias of 'ernie4_5_moe' models is a frozen weight"),
+        ("ernie4_5_moe", torch.float32, "'ernie4_5_moe' models have frozen weights"),
         ("minimax_m2", torch.bfloat16, "kept in torch.bfloat16.*set training.dtype = float32"),
     ],
 )

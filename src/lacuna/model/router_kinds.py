@@ -182,10 +182,11 @@ def _check_biases(model: PreTrainedModel, trial: _Trial, kind: str) -> None:
             f"{RATE}: {kind!r} models have no bias by which routers choose experts: leave it out; "
             "model.output_router_logits balances experts by a loss where the model has one."
         )
-    if any(isinstance(bias, nn.Parameter) for bias in biases):
+    are_weights = any(isinstance(bias, nn.Parameter) for bias in biases)
+    if are_weights or not all(weight.requires_grad for weight in model.parameters()):
         raise UserError(
-            f"{RATE}: the bias of {kind!r} models is a frozen weight, beside which checkpoints "
-            "hold only what is trained: leave the setting out."
+            f"{RATE}: {kind!r} models have frozen weights, beside which checkpoints hold only what "
+            "is trained, and not the bias: leave the setting out."
         )
     if any(bias.dtype != torch.float32 for bias in biases):
         raise UserError(
