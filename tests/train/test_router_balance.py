@@ -109,7 +109,8 @@ def test_adapters_beside_experts_report_the_routers(
     short = ("--training.steps", 1, "--checkpoint.interval", 1)
     train(world, base, "--model.config", experts, *short)
     adapters = ("--model.config", "none", "--model.name_or_path", base / "hf", "--lora.rank", 2)
-    train(world, tmp_path / "run", *adapters, "--metrics.router", *short)
+    shown = ("--metrics.router", "--metrics.enable_tensorboard")
+    train(world, tmp_path / "run", *adapters, *shown, *short)
     assert rows(tmp_path / "run")[0]["router_entropy"] > 0
 
 
