@@ -230,6 +230,10 @@ class MetricsConfig(Section):
     rank_0_only: bool = True
     """Only rank 0 reports; false lets every rank write its own metrics."""
 
+    router: bool = False
+    """Report the load of each expert of a mixture, how far the largest is above the mean, and the
+    entropy of routers, by layer. Layers with experts are not compiled then."""
+
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases; needs the wandb package."""
 

@@ -75,6 +75,10 @@ class ModelConfig(Section):
     router_aux_loss_coef: NonNegativeFloat | None = None
     """Weight of the load-balancing loss. Unset: as the model's configuration says."""
 
+    router_bias_update_rate: NonNegativeFloat = 0.0
+    """How far each step moves the bias by which a router chooses each expert, so that all experts
+    get as many tokens (DeepSeek-V3's loss-free balancing; its rate is 0.001). 0: not at all."""
+
     trust_remote_code: bool = False
     """Run the Python code that a model or tokenizer comes with. Otherwise models and tokenizers
     with code of their own are refused."""

@@ -22,7 +22,7 @@ from lacuna.model.checks import (
     check_dtypes,
     check_layout,
     check_lengths,
-    check_spread_layers,
+    check_mixture,
     check_ties,
     is_compiled,
     required_router,
@@ -51,6 +51,7 @@ from lacuna.parallel.parallelize import parallelize
 from lacuna.parallel.pipeline import Pipeline
 from lacuna.parallel.precision import casts_by_itself, compute_dtype, stored_dtype
 from lacuna.parallel.stages import Stage
+from lacuna.parallel.tensor import check_split
 
 logger = logging.getLogger(__name__)
 
@@ -145,9 +146,9 @@ def build_meta_model(
 
         make_scoring(model_config)
     model = architecture.meta_model(model_config, attention, stored)
-    check_spread_layers(
-        architecture.decoder_layers(model), model_config, config.parallelism, layout
-    )
+    if layout.tp > 1:
+        check_split(architecture.decoder_layers(model), model_config)
+    check_mixture(model, config.parallelism, config.model, config.metrics, layout)
     replace_layers(model, config, is_packed, unquantised, layout, device)
     if not is_alone(config.training, layout):
         check_dtypes(model, config.training)

@@ -3,13 +3,17 @@
 from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError, logger
 from lacuna.config.documents import CurriculumConfig, ValidationConfig
-from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from lacuna.config.sections import TrainingConfig
+from lacuna.config.machine import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    MetricsConfig,
+    ParallelismConfig,
+)
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import asks_for_router_loss, decoder_layers, is_from_fla
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.probe import runs_by_itself
@@ -18,25 +22,10 @@ from lacuna.parallel.mesh import Layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.precision import kept_in_float32, named_dtype
 from lacuna.parallel.stages import check_pipeline
-from lacuna.parallel.tensor import check_split, check_tensor_parallel
+from lacuna.parallel.tensor import check_tensor_parallel
 
 if TYPE_CHECKING:
     from lacuna.model.router import Router
-
-
-def check_spread_layers(
-    layers: nn.ModuleList,
-    model_config: PretrainedConfig,
-    parallelism: ParallelismConfig,
-    layout: Layout,
-) -> None:
-    """Raises `UserError` for layers whose matrices or experts cannot be spread over ranks."""
-    if layout.tp > 1:
-        check_split(layers, model_config)
-    if layout.ep > 1:
-        from lacuna.parallel.experts import check_experts  # an extension
-
-        check_experts(layers, model_config.model_type, layout, parallelism)
 
 
 def check_lengths(training: TrainingConfig, model_config: PretrainedConfig, layout: Layout) -> None:
@@ -81,6 +70,27 @@ def check_layout(
         check_tensor_parallel(model_config, layout.tp)
     if layout.pp > 1:
         check_pipeline(parallelism, compiled, recomputed, model_config)
+
+
+def check_mixture(
+    model: PreTrainedModel,
+    parallelism: ParallelismConfig,
+    settings: ModelConfig,
+    reported: MetricsConfig,
+    layout: Layout,
+) -> None:
+    """Raises `UserError` where a model's experts cannot be spread, or their load not be counted.
+
+    Nothing is checked of what is not asked for.
+    """
+    if layout.ep > 1:
+        from lacuna.parallel.experts import check_experts  # an extension
+
+        check_experts(decoder_layers(model), model.config.model_type, layout, parallelism)
+    if settings.router_bias_update_rate or reported.router:
+        from lacuna.model.router_kinds import check_routers  # an extension
+
+        check_routers(model, settings.router_bias_update_rate, reported.router)
 
 
 def check_dtypes(model: PreTrainedModel, training: TrainingConfig) -> None:

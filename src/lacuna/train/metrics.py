@@ -54,6 +54,7 @@ SHOWN = {
     "mfu": "mfu {:.1%}",
     "memory_gib": "{:.1f} GiB",
     "data_wait_fraction": "wait {:.0%}",
+    "router_violation": "violation {:.2f}",
     "skipped_steps": "[red]skipped {}[/red]",
     "val_loss": "validation loss {:.4f} nats per token",
     "val_bits_per_byte": "{:.4f} bits per byte",
@@ -169,13 +170,20 @@ class MetricWriter(ExitStack):
         self.advance = partial(self.enter_context(progress).update, task)
 
     def write(self, row: dict[str, Any]) -> None:
-        """Writes one row; numbers that are not finite become null in the JSON file."""
+        """Writes one row; numbers that are not finite become null in the JSON file.
+
+        Lists of numbers are in that file alone.
+        """
         step = row["step"]
-        numbers = {key: value for key, value in row.items() if key != "step" and value is not None}
+        lists = {key: value for key, value in row.items() if isinstance(value, list)}
+        numbers = {
+            key: value
+            for key, value in row.items()
+            if key != "step" and value is not None and key not in lists
+        }
         if self._rows is not None:
-            finite = dict.fromkeys(row) | {
-                key: value for key, value in numbers.items() if math.isfinite(value)
-            }
+            finite = dict.fromkeys(row) | lists
+            finite |= {key: value for key, value in numbers.items() if math.isfinite(value)}
             finite["step"] = step
             self._rows.write(json.dumps(finite) + "\n")
         if self._board is not None:

@@ -95,6 +95,8 @@ def train_step(run: Run, stop: bool) -> None:
     _seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
     sums = accumulate_gradients(run.built, batches, objective.loss, divisor)
     norm, skip = update(run.built, run.optimizer, divisor)
+    if run.router_load is not None:
+        run.router_load.after_step(skip)
     if run.second is not None:
         sums, norm, skip = run.second.train(batches, divisor, rate, (sums, norm, skip))
     state.step += 1
@@ -191,6 +193,8 @@ def _log(run: Run, own_sums: Tensor, totals: dict[str, Tensor], norm: Tensor, ra
         "data_wait_fraction": waited / run.process.world_size / seconds,
         "skipped_steps": state.skipped_steps,
     }
+    if run.router_load is not None and run.config.metrics.router:
+        row |= run.router_load.report()
     sources = run.config.data.resolved_sources()
     if len(sources) > 1:
         seen = sum(state.source_tokens)
