@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config
@@ -15,7 +15,7 @@ from lacuna.model.layers.lora import add_adapters
 from lacuna.model.layers.quantized import quantize_layers, quantized_modules
 from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import Layout
-from lacuna.plan.memory import estimate_memory
+from lacuna.plan.memory import estimate_memory, peak_memory
 from runs import make_world, refused
 from tiny import tiny_config
 
@@ -192,3 +192,49 @@ def test_a_rank_gathers_and_computes_with_its_own_experts_only() -> None:
     assert spread["weights"] == together["weights"]
     assert spread["optimizer"] == together["optimizer"]
     assert spread["gathered"] < together["gathered"] / 2
+
+
+def peak_of(
+    model_config: PretrainedConfig, layout: Layout, rows: int, length: int, **more: object
+) -> float:
+    """The estimated peak, in GiB, of a run whose rows are one document."""
+    training = {"seq_len": length, "batch_size": rows}
+    config = Config(training=training, data={"document_mask": False}, **more)
+    batch = batch_of(config, layout)
+    model = meta_model(model_config, "sdpa", torch.float32)
+    parts = estimate_memory(config, layout, batch, model, "cuda")
+    return peak_memory(parts, batch.accumulation) / 2**30
+
+
+def test_the_peak_is_near_what_gpus_reserved() -> None:
+    half_of_llama_8b = LlamaConfig(
+        vocab_size=128256,
+        hidden_size=4096,
+        intermediate_size=14336,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        tie_word_embeddings=False,
+    )
+    by_operation = {"mode": "selective", "selective_ac_option": "op"}
+    found = peak_of(
+        half_of_llama_8b, Layout(dp_shard=2), 2, 8192, activation_checkpoint=by_operation
+    )
+    assert found == pytest.approx(46.6, rel=0.1), "docs/log.md, two H100s"
+    qwen3 = Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    )
+    assert peak_of(qwen3, Layout(), 4, 8192) == pytest.approx(48.8, rel=0.1), "docs/log.md, an H100"
+
+
+def test_gradients_of_an_earlier_micro_batch_are_there_beside_activations() -> None:
+    parts = {"weights": 1.0, "gradients": 2.0, "activations": 3.0, "loss": 1.0}
+    assert peak_memory(parts, 1) == 5.0
+    assert peak_memory(parts, 2) == 7.0

@@ -19,7 +19,7 @@ from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import resolve_layout
 from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.processes import device_type
-from lacuna.plan.memory import estimate_memory, frozen_memory
+from lacuna.plan.memory import estimate_memory, frozen_memory, peak_memory
 
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
@@ -57,7 +57,6 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
             memory = frozen_memory(frozen, layout, batch, device, here)
             _require_weights(frozen.config.model)
         estimate[setting.rpartition(".")[2]] = memory
-    parts = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in estimate.items())
     rows = {
         "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
         "processes": f"{processes} on {device}: {degrees}",
@@ -68,12 +67,18 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
         "tokens a step": f"{batch.global_batch * length:,} ({length} a sequence)",
         "steps": f"{steps:,}, {sequences * length:,} tokens",
         "learning rate": _about_learning_rate(config.optimizer.lr, config.lr_scheduler, steps),
-        "memory a rank": f"about {sum(estimate.values()) / 2**30:.2f} GiB ({parts})",
+        "memory a rank": _about_memory(estimate, batch.accumulation),
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
     open_console(config.metrics).print(table, "Nothing was started.")
+
+
+def _about_memory(parts: dict[str, float], accumulation: int) -> str:
+    peak = peak_memory(parts, accumulation)
+    held = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
+    return f"about {peak / 2**30:.2f} GiB at a time ({held})"
 
 
 def _require_weights(model: ModelConfig) -> None:

@@ -1,10 +1,11 @@
 """How much memory a run will take on the rank that needs most."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
@@ -43,42 +44,56 @@ def recomputed_share(settings: ActivationCheckpointConfig) -> float:
         return 1
     if settings.mode == "memory_budget":
         return 1 - settings.memory_budget
-    if settings.mode == "selective":
-        option = settings.selective_ac_option
-        return 0.5 if option == "op" else 1 / int(option)
+    if settings.mode == "selective" and settings.selective_ac_option != "op":
+        return 1 / int(settings.selective_ac_option)
     return 0
 
 
 def _kept_values(
-    text: PretrainedConfig, layers: float, tp: int, fused: bool, recomputed: float, pieces: int
+    model: PreTrainedModel,
+    layers: float,
+    tp: int,
+    fused: bool,
+    settings: ActivationCheckpointConfig,
 ) -> float:
     """How many values `layers` keep for the backward pass, per token.
 
-    Attention keeps its input, normed input, query, key, value and output; the feed-forward part its
-    input, normed input and three (gated) or two wide tensors. Uncompiled code also keeps the
-    intermediate results of norms, rotations and activations, about as much again. Of what is
-    recomputed, the layers' inputs and one layer remain. Of wide tensors computed in `pieces`, one
-    piece's remain. Tensor parallelism divides all of it but the normed inputs, which it gathers.
+    Attention keeps its input, normed input, query, key, value and output, and query and key once
+    more where these are normed; the feed-forward part its input, normed input and three (gated) or
+    two wide tensors. Uncompiled code also keeps the intermediate results of norms, rotations and
+    activations, about as much again. By operation a layer keeps its input, attention's output and
+    every second product. Of what is recomputed, the layers' inputs and one layer remain, with its
+    gradients where nothing else is kept; of inputs in CPU memory two are back at a time. Of wide
+    tensors computed in pieces, one piece's remain. Tensor parallelism divides all of it but the
+    normed inputs, which it gathers.
     """
-    widest = max(layer_settings(text), key=head_dim)
+    widest = max(layer_settings(model.config.get_text_config()), key=head_dim)
     hidden = widest.hidden_size
     heads = attention_heads(widest)
     key_value = getattr(widest, "num_key_value_heads", None) or heads
     wide = getattr(widest, "intermediate_size", None) or getattr(widest, "n_inner", None)
-    attention = 2 * hidden + 2 * (heads + key_value) * head_dim(widest)
-    feed_forward = 3 * (wide or 4 * hidden)
+    wide = wide or 4 * hidden
+    turned = (heads + key_value) * head_dim(widest)
+    attention = 2 * hidden + 2 * turned
+    if any(name.endswith("q_norm") for name, _ in decoder_layers(model)[0].named_modules()):
+        attention += turned
+    feed_forward = 3.0 * wide
     one_piece = 0.0
-    if pieces > 1:
-        one_piece = feed_forward / pieces / tp
-        feed_forward = 0
+    if settings.mlp_chunks > 1:
+        one_piece = feed_forward / settings.mlp_chunks / tp
+        feed_forward = 0.0
     layer = 2 * hidden + (attention + feed_forward) / tp
     if not fused:
         layer *= 2
         one_piece *= 2
-    kept = layers * ((1 - recomputed) * layer + recomputed * hidden / tp)
-    if recomputed:
-        kept += layer
-    return float(kept + one_piece + 2 * hidden / tp)
+    recomputed = recomputed_share(settings)
+    inputs = min(layers, 2) if settings.offload else layers
+    kept = layers * (1 - recomputed) * layer + inputs * recomputed * hidden / tp
+    if settings.mode == "selective" and settings.selective_ac_option == "op":
+        products = turned + key_value * head_dim(widest) + hidden + 2 * wide
+        kept = layers * (hidden + heads * head_dim(widest) + products / 2) / tp
+    at_once = {"full": 2, "selective": 1, "memory_budget": 1}.get(settings.mode, 0)
+    return float(kept + at_once * layer + max(at_once, 1) * one_piece + 2 * hidden / tp)
 
 
 class _WeightSizes(NamedTuple):
@@ -138,8 +153,8 @@ def estimate_memory(
 ) -> dict[str, float]:
     """Bytes by what holds them on the rank that needs most, with an even share of the layers.
 
-    `model` needs no memory itself. The allocator's rounding and the CUDA context (about 1 GiB) come
-    on top.
+    Not all of it is taken at one time (`peak_memory`). `model` needs no memory itself. The
+    allocator's rounding and the CUDA context (about 1 GiB) come on top.
     """
     text = model.config.get_text_config()
     compute = compute_dtype(config.training, device).itemsize
@@ -165,16 +180,14 @@ def estimate_memory(
     tokens = batch.micro_batch * config.training.seq_len / layout.cp
     layer_count = len(decoder_layers(model))
     in_flight = layers_in_flight(config.parallelism, layout.pp, batch.accumulation, layer_count)
-    recomputed = recomputed_share(config.activation_checkpoint)
-    pieces = config.activation_checkpoint.mlp_chunks
-    kept = _kept_values(text, in_flight, layout.tp, compiled, recomputed, pieces)
+    kept = _kept_values(model, in_flight, layout.tp, compiled, config.activation_checkpoint)
     head = text.vocab_size * text.hidden_size
     weights = sizes.shard * (learns * master + (1 - learns) * stored)
     if embeds_on_cpu(model, config.quantization.base, alone, device):
         weights -= head * stored
-    loss = 3 * min(CHUNK_BYTES, 4 * tokens / layout.tp * text.vocab_size)
-    if cast(Any, model).get_output_embeddings().weight.requires_grad:
-        loss += 4 * head
+    learns_head = cast(Any, model).get_output_embeddings().weight.requires_grad
+    chunk = CHUNK_BYTES if learns_head else CHUNK_BYTES // 4
+    loss = 3 * min(chunk, 4 * tokens / layout.tp * text.vocab_size) + 4 * head * learns_head
     return {
         "weights": weights,
         "gradients": learns * (sizes.shard * master + unreduced * (gathered + reduced)),
@@ -183,6 +196,18 @@ def estimate_memory(
         "activations": tokens * kept * compute,
         "loss": loss,
     }
+
+
+def peak_memory(parts: Mapping[str, float], accumulation: int) -> float:
+    """Bytes of all `parts` that are taken at one time, at most.
+
+    The backward pass frees activations as it makes gradients. So both are whole at one time only
+    where gradients of another micro-batch are there already.
+    """
+    total = sum(parts.values())
+    if accumulation == 1:
+        total -= min(parts["gradients"], parts["activations"] + parts["loss"])
+    return total
 
 
 def frozen_memory(
