@@ -167,3 +167,12 @@ def test_recipes_are_short() -> None:
 def test_the_dtype_of_the_model_is_said(outputs: dict[str, str]) -> None:
     assert "hf, written in float32 (checkpoint.export_dtype)." in outputs["text"]
     assert "hf, adapters merged in float32 and written in bfloat16 (checkpoint" in outputs["lora"]
+
+
+def test_what_opens_an_own_attention_is_said(world: Path, tmp_path: Path) -> None:
+    said = lacuna(
+        "train",
+        world / "run.toml",
+        *("--job.dump_folder", tmp_path, "--model.attention", "softpick", "--training.steps", 1),
+    )
+    assert "after lacuna.model.own_attention.register('softpick')" in hint(said, "model")

@@ -115,5 +115,6 @@ def test_adapters_beside_experts_report_the_routers(
 
 
 def test_a_dense_model_is_refused_before_it_is_made(world: Path, tmp_path: Path) -> None:
-    said = refused("train", world / "run.toml", "--metrics.router", "--job.dump_folder", tmp_path)
+    words = ("--metrics.router", "--job.dump_folder", tmp_path, "--dry-run")
+    said = refused("train", world / "run.toml", *words)
     assert "metrics.router: 'llama' models have no stacks of experts" in said

@@ -11,6 +11,7 @@ from typing import Any
 from datasets import Dataset
 
 from lacuna.config import Config, UserError
+from lacuna.config.attentions import is_own
 from lacuna.data.files import RECORD
 from lacuna.data.sources import Documents, open_source
 from lacuna.parallel.processes import Process
@@ -46,7 +47,8 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     if config.trains_on == "prompts":
         wanted = "a prompt, or messages"
     kind = "SequenceClassification" if config.gives_scores else "CausalLM"
-    lines = {"model": f"{model}, which transformers' AutoModelFor{kind}.from_pretrained opens"}
+    opens = f"which transformers' AutoModelFor{kind}.from_pretrained opens"
+    lines = {"model": f"{model}, {opens}{_condition_to_open(model)}"}
     if adapter:
         peft = "which peft's PeftModel.from_pretrained opens; the model has it merged"
         lines["adapter"] = f"{adapter}, {peft}"
@@ -121,6 +123,15 @@ def _example_prompt(config: Config, value: Any) -> str:
         value = question.get("content") or question.get("value")
     words = value.split() if isinstance(value, str) else []
     return " ".join(words[:_WORDS]) or "The"
+
+
+def _condition_to_open(model: str) -> str:
+    """What transformers must be told before it opens a model, as words to append."""
+    with open(os.path.join(model, "config.json")) as file:
+        attention = json.load(file).get("attn_implementation")
+    if not is_own(attention):
+        return ""
+    return f" after lacuna.model.own_attention.register({attention!r})"
 
 
 def _first_rows(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
