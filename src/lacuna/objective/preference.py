@@ -20,8 +20,8 @@ from lacuna.model.loss import Columns, Loss, SequenceLoss, Sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import (
     Reference,
-    read_without_gradient,
     reference_kind,
+    with_divergence,
     with_sequence_column,
 )
 
@@ -168,23 +168,6 @@ class Preference(LanguageModelling):
         """Takes what `state_dict` gave."""
         if self.reference is not None:
             self.reference.load(cast(dict[str, float], state["reference"]))
-
-
-def with_divergence(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
-    """Batches of a step with KTO's estimate of how far the model is from the reference.
-
-    It is a mean over the answers of other rows, on all ranks, and at least 0.
-    """
-    total = torch.zeros(2, device=policy.device)
-    for batch in batches:
-        logprobs = read_without_gradient(policy, batch)
-        if logprobs is not None:
-            mismatched = batch.sequence_columns["mismatched"].to(policy.device)
-            ratios = logprobs - batch.sequence_columns["reference"].to(policy.device)
-            total += torch.stack([(ratios * mismatched).sum(), mismatched.sum()])
-    dist.all_reduce(total)
-    divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0)
-    return [with_sequence_column(batch, "divergence", divergence) for batch in batches]
 
 
 def with_prompts(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:

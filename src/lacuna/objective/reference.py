@@ -1,7 +1,7 @@
 """The reference that preferences are measured from: the model as it was before training."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -137,6 +137,23 @@ def with_sequence_column(batch: Batch, name: str, column: Tensor | None) -> Batc
     chosen = batch.sequence_columns["chosen"]
     column = torch.zeros_like(chosen) if column is None else column.expand(len(chosen))
     return replace(batch, sequence_columns=batch.sequence_columns | {name: column})
+
+
+def with_divergence(policy: BuiltModel, batches: Sequence[Batch]) -> list[Batch]:
+    """Batches of a step with KTO's estimate of how far the model is from the reference.
+
+    It is a mean over the answers of other rows, on all ranks, and at least 0.
+    """
+    total = torch.zeros(2, device=policy.device)
+    for batch in batches:
+        logprobs = read_without_gradient(policy, batch)
+        if logprobs is not None:
+            mismatched = batch.sequence_columns["mismatched"].to(policy.device)
+            ratios = logprobs - batch.sequence_columns["reference"].to(policy.device)
+            total += torch.stack([(ratios * mismatched).sum(), mismatched.sum()])
+    dist.all_reduce(total)
+    divergence = (total[0] / total[1].clamp(min=1)).clamp(min=0)
+    return [with_sequence_column(batch, "divergence", divergence) for batch in batches]
 
 
 def sequence_keys(batch: Batch) -> list[str]:
