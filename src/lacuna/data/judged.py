@@ -63,8 +63,8 @@ def judged_columns(
         return needed, found
     if loss != "kto" and found.keys() >= {*_LABELLED}:
         raise UserError(
-            f"{where}has answers with a label, which only one loss learns from; set "
-            'preference.loss = "kto", or give chosen and rejected'
+            f"{where}has answers with a label, which only one loss learns from: give chosen and "
+            'rejected, or set job.task = "preference" and preference.loss = "kto"'
         )
     usual = "chosen and rejected (with prompt or messages, or without)"
     if loss == "kto":
