@@ -160,6 +160,7 @@ def test_prompts_are_shown(world: Path, prompts: Path) -> None:
         ({"parallelism": {"tensor_parallel_degree": 2}}, "every rank generates with a whole model"),
         ({"parallelism": {"context_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "every rank generates with a whole"),
+        ({"parallelism": {"expert_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"training": {"enable_cpu_offload": True}}, "needs the weights on the device"),
         ({"training": {"context_len": 16}}, "completions are not cut"),
         ({"optimizer": {"early_step_in_backward": True}}, "how many micro-batches"),

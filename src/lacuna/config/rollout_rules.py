@@ -25,6 +25,7 @@ _REFUSED = {
             "parallelism.tensor_parallel_degree",
             "parallelism.context_parallel_degree",
             "parallelism.pipeline_parallel_degree",
+            "parallelism.expert_parallel_degree",
         ),
         "every rank generates with a whole model; use data parallelism alone",
     ),
@@ -110,11 +111,6 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         ("grpo.updates", "training.epochs"),
         lambda config: config.grpo.updates > 1 and config.training.epochs,
         "an epoch is one step for each batch of prompts; use training.steps, or drop the first",
-    ),
-    refused_for(
-        "ppo",
-        "parallelism.expert_parallel_degree",
-        "a critic scores on one rank; use data parallelism alone with ppo",
     ),
     Rule(
         ("ppo.updates", "training.epochs"),

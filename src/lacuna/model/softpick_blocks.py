@@ -131,6 +131,8 @@ def shares_and_weights(scores, logarithm, seen, RECTIFIED: tl.constexpr, MASKED:
     `scores` are powers of two, and so is `logarithm`, that of the denominator.
     """
     shares = tl.exp2(scores - logarithm)
+    if RECTIFIED:  # without any key that has weight, whatever side of 0 a score is rounded to
+        shares = tl.where(logarithm > -float("inf"), shares, 0.0)
     if MASKED:
         shares = tl.where(seen, shares, 0.0)
     if RECTIFIED:

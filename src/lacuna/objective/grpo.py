@@ -33,6 +33,7 @@ from lacuna.objective.grpo_batches import (
 from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
+from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, statistics
 from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.sampling import check_engine
@@ -93,6 +94,7 @@ class Grpo(LanguageModelling):
     ends: list[int]
     reference: BuiltModel | None = None
     kind: str | None = None
+    exchange: dist.ProcessGroup | None = None
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for rewards, ends or a reference that cannot be had."""
@@ -152,6 +154,7 @@ class Grpo(LanguageModelling):
                 f"made chunk by chunk for job.task = {self.config.job.task}: choose another model."
             )
         check_engine(policy, self.config.rollout)
+        self.exchange = dist.new_group(backend="gloo")
         load_models([*self.functions.values()], policy.device)
         if self.kind == "copy":
             tokenizer = grown_tokenizer(self.config.model)
@@ -189,7 +192,9 @@ class Grpo(LanguageModelling):
     def draw(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """The groups of the next prompts of all ranks, on every rank."""
         config = self.config
-        how = (config.rollout, config.rewards, config.training.seed)
+        how = (config.rollout, config.rewards, config.training.seed, self.exchange)
+        if self.exchange is not None:
+            set_timeout(self.exchange, config.comm.save_timeout_seconds)  # longer than any step
         return draw_groups(policy, source, self.functions, self.ends, *how)
 
     def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:

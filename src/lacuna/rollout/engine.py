@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -87,7 +88,7 @@ def complete_in_pages(
     longest = max(one.shared + one.own for one in prompts)
     most = max(one.limit for one in asked)
     running: list[Running] = []
-    with Pool(_pages_for(model, prompts, rows, size, device), size) as pool:
+    with Pool(_pages_for(model, prompts, rows, size, device, graphs), size) as pool:
         empty = no_rows(rows, longest, most, device)
         steps = Steps(model, empty, drawing, ends, graphs, compiled)
         while waiting or running:
@@ -106,9 +107,17 @@ def complete_in_pages(
 
 
 def _pages_for(
-    model: PreTrainedModel, prompts: Sequence[Prompt], rows: int, size: int, device: torch.device
+    model: PreTrainedModel,
+    prompts: Sequence[Prompt],
+    rows: int,
+    size: int,
+    device: torch.device,
+    alone: bool,
 ) -> int:
-    """How many pages there should be: as many as can be needed at a time, if memory has them."""
+    """How many pages there should be: as many as can be needed at a time, if memory has them.
+
+    Ranks that do not generate `alone` gather weights in each pass, and must make the same ones.
+    """
     own = sorted((one.own for one in prompts for _ in one.asked.seeds), reverse=True)
     read = sorted((one.read for one in prompts), reverse=True)
     fewest = min(len(one.asked.seeds) for one in prompts if one.asked.seeds)
@@ -119,9 +128,12 @@ def _pages_for(
     with Pool(2, size) as pool:
         prompt_logits(model, [([0], [1])], pool, device)
         each = pool.bytes_per_page()
+    torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(wanted, int(_SHARE * free) // each)
+    room = torch.tensor(int(_SHARE * free) // each, device=device)
+    if dist.is_initialized() and not alone:
+        dist.all_reduce(room, dist.ReduceOp.MIN)
+    return min(wanted, int(room))
 
 
 def _admit(

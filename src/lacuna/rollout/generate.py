@@ -100,7 +100,7 @@ def complete(
         # Gathering in each pass cannot be part of a graph.
         graphs = whole or not any(isinstance(one, FSDPModule) for one in modules)
         with cast_once(model):
-            return complete_in_pages(
+            found = complete_in_pages(
                 model,
                 asked,
                 drawing,
@@ -111,6 +111,9 @@ def complete(
                 compiled and device.type == "cuda",
                 listen=listen,
             )
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # pages and graphs: NCCL and other streams cannot take them
+        return found
 
 
 def generate_text(

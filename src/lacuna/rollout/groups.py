@@ -96,8 +96,12 @@ def draw_groups(
     rollout: RolloutConfig,
     rewards: RewardsConfig,
     seed: int,
+    exchange: dist.ProcessGroup | None = None,
 ) -> list[Group]:
-    """The groups of the next prompts of all ranks, on every rank, in the order of the data."""
+    """The groups of the next prompts of all ranks, on every rank, in the order of the data.
+
+    Ranks have them minutes apart, and tell each other of them by the group `exchange`.
+    """
     plan = source.plan
     asked, keys = _next_prompts(policy, source)
     prompts = [prompt.tokens for prompt in asked]
@@ -118,7 +122,7 @@ def draw_groups(
         groups.append(Group(asked_text, texts, samples, {}, []))
     _add_rewards(groups, answers, functions, rewards)
     of_ranks: list[list[Group]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, groups)
+    dist.all_gather_object(of_ranks, groups, group=exchange)
     return [group for part in of_ranks for group in part]
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._dynamo import maybe_mark_dynamic
 from transformers import AttentionInterface
@@ -58,8 +59,11 @@ class Pool:
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies pages into others, in place."""
-        for tensor in self.tensors() if sources else []:
-            tensor[list(targets)] = tensor[list(sources)]
+        tensors = self.tensors() if sources else []
+        if tensors:
+            new, old = torch.tensor([targets, sources], device=tensors[0].device)
+        for tensor in tensors:
+            tensor[new] = tensor[old]
 
     def take(self, count: int) -> list[int]:
         """So many pages that nobody has."""

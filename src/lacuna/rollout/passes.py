@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -18,6 +19,8 @@ from lacuna.rollout.pages import Pool
 
 # No fewer sequences than this are worth a CUDA graph of their own.
 _LEAST = 16
+# Graphs whose capture failed, to which torch's allocator still points; no other is tried then.
+_failed: list[torch.cuda.CUDAGraph] = []
 
 
 def prompt_logits(
@@ -140,7 +143,8 @@ class Steps:
         self.stance = "default" if compiled else "force_eager"
         self.take = torch.compile(take) if compiled else take
         self.ends = torch.tensor(sorted({*ends}), dtype=torch.long, device=self.device)
-        self.wants_graphs = graphs and self.device.type == "cuda"
+        self.wants_graphs = graphs and self.device.type == "cuda" and not _failed
+        self.pool: Any = None  # the graphs' memory, of which nothing outlives a step
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.sizes = [len(rows.tokens)]
         while self.sizes[-1] >= 4 * _LEAST:
@@ -199,10 +203,17 @@ class Steps:
     def _capture(self, size: int) -> None:
         """Records a step, which has been made once, to be replayed."""
         graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
         try:
-            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
                 self._step(size)
         except RuntimeError as fault:
+            # torch leaves its own stream current, and its allocator waiting for the capture's end.
+            torch.cuda.set_stream(stream)
+            _failed.append(graph)
+            with suppress(RuntimeError):  # where the capture itself has ended
+                torch._C._cuda_endAllocateToPool(stream.device_index, self.pool)
             torch.cuda.synchronize()
             said = " ".join(str(fault).split())[:200]
             logger.warning("generating goes on without CUDA graphs: %s", said)
