@@ -1,5 +1,6 @@
 """Scaled attentions are what their formula says, and their numbers are trained and kept."""
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -135,5 +136,17 @@ def test_a_run_trains_from_scratch_or_from_softmax_weights_and_its_numbers_are_k
         )
     first = curve(scratch)[0][1]
     assert first == pytest.approx(math.log(257), rel=0.05)
-    told = train(world, tmp_path / "no", *flags, *loads, "--lora.rank", 2, status=2)
+    loaded = ("--model.config", "none", "--model.name_or_path", scratch / "hf")
+    adapted = tmp_path / "adapted"
+    train(world, adapted, *loaded, "--lora.rank", 2, "--training.steps", 2)
+    step = adapted / "checkpoint" / "step-2"
+    lacuna("convert", step, tmp_path / "merged", "--to", "hf")
+    assert "attention scaled_softpick" in lacuna("inspect", step, "--rows", 1, "--tokens", 8)
+    adapters = (*loads, "--lora.rank", 2)
+    told = train(world, tmp_path / "no", *flags, *adapters, status=2)
+    assert "model.attention, lora.rank: the files of adapters cannot say the first" in told
+    stated = softmax / "hf" / "config.json"
+    settings = json.loads(stated.read_text())
+    stated.write_text(json.dumps(settings | {"attn_implementation": "scaled_softpick"}))
+    told = train(world, tmp_path / "no", *adapters, status=2)
     assert f"lora.rank: {softmax / 'hf'} has no {SCALE}" in told

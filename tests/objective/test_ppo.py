@@ -302,3 +302,13 @@ def test_the_recipe_learns_in_a_few_minutes(tmp_path: Path) -> None:
     lacuna("train", "ppo.toml", "--job.dump_folder", tmp_path, timeout=600)
     rewards = [row["reward"] for row in rows(tmp_path)]
     assert rewards[0] < 0.1 and rewards[-1] > 0.8
+
+
+def test_a_critic_has_the_attention_of_its_own_files() -> None:
+    config = Config(
+        job={"task": "ppo"},
+        model={"attention": "softpick"},
+        ppo={"critic": "folder"},
+        rewards={"functions": ["length"]},
+    )
+    assert critic_config(config).model.attention == "auto"

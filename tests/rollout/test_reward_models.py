@@ -1,5 +1,6 @@
 """Any sequence classifier with one label is a reward, written to by its own chat template."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,17 @@ def test_a_run_learns_from_a_model_that_scores(world: Path, judge: Path, tmp_pat
     with_three = write_scores(tmp_path / "three", labels=3)
     own = flags(prompts, "--rewards.functions", with_three, "--rewards.length_margin", 32)
     assert "3 labels" in train(world, tmp_path / "none", *own, status=2)
+
+
+def test_a_model_with_an_attention_of_its_own_scores_by_it(tmp_path: Path) -> None:
+    judge = write_scores(tmp_path / "judge")
+    answers = [Answered({"prompt": "one two"}, "data, row 1", " three four", left=0)]
+    scores = []
+    for attention in ("sdpa", "softpick"):
+        stated = judge / "config.json"
+        settings = json.loads(stated.read_text())
+        stated.write_text(json.dumps(settings | {"attn_implementation": attention}))
+        model = opened(judge)
+        load_models([model], CPU)
+        scores += model(answers)
+    assert abs(scores[0] - scores[1]) > 1e-3

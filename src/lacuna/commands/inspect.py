@@ -53,7 +53,7 @@ def run(words: list[str]) -> None:
     ids = tokenizer(text, add_special_tokens=False).input_ids[: given.rows * given.tokens]
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     tokens = min(given.tokens, positions or given.tokens, len(ids))
-    rows = len(ids) // max(tokens, 1)
+    rows = min(given.rows, len(ids) // max(tokens, 1))
     if tokens < 2:
         raise UserError("inspect: --data has no two tokens: give a longer text.")
     layers = inspect_model(model, torch.tensor(ids[: rows * tokens]).view(rows, tokens))

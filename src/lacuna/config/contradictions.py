@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from lacuna.config.attentions import is_own
 from lacuna.config.documents import READERS
 from lacuna.config.expert_rules import EXPERT_RULES
 from lacuna.config.float8_rules import FLOAT8_RULES
@@ -254,6 +255,13 @@ RULES: tuple[Rule, ...] = (
         ("validation.steps",),
         lambda config: config.validation.steps == 0,
         "must be a number of batches, or -1 for all",
+    ),
+    Rule(
+        ("model.attention", "lora.rank"),
+        lambda config: config.lora.rank > 0 and is_own(config.model.attention),
+        "the files of adapters cannot say the first, and would be opened with their base's "
+        "attention; train all weights, or begin with a model that has this attention and leave the "
+        "first out",
     ),
     *FLOAT8_RULES,
     *(Rule((setting,), is_given(setting), reason) for setting, reason in _UNAVAILABLE.items()),

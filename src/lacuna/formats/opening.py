@@ -25,7 +25,7 @@ from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import ADAPTER_FILE, QuantizationConfig, described_adapter
-from lacuna.config.attentions import is_own
+from lacuna.config.attentions import TRAINED, is_own
 from lacuna.config.errors import nearby
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
@@ -265,6 +265,9 @@ def _model_with_empty_adapters(run: Config, tokenizer: PreTrainedTokenizerBase) 
     cpu = torch.device("cpu")
     fill_model(model, trained_names(model), run.model, run.lora, run.training, cpu, fill=True)
     compute_in(model, compute_dtype(run.training, "cpu"))  # not the dtype of what is trained whole
+    attention = str(model.config._attn_implementation)
+    if attention.startswith(TRAINED):  # which would have to be told of documents
+        model.set_attn_implementation(attention.removeprefix(TRAINED))
     model.eval()
     return model
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
+from lacuna.config.attentions import is_own
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.model.forward import head_input, run_forward
@@ -42,9 +43,11 @@ class SecondModel:
 
 def critic_config(config: Config) -> Config:
     """The settings of a run that would train the critic: one that scores, all of it trained."""
-    own: dict[str, object] = {"train_new_tokens_only": False}
+    own: dict[str, object] = {"train_new_tokens_only": False, "router_bias_update_rate": 0.0}
     if config.ppo.critic is not None:
         own |= {"name_or_path": config.ppo.critic, "config": None, "tokenizer_path": None}
+        if is_own(config.model.attention):
+            own["attention"] = "auto"  # that of its own files
     model = config.model.model_copy(update=own)
     job = config.job.model_copy(update={"task": "reward"})
     whole = {"lora": LoraConfig(), "quantization": QuantizationConfig()}

@@ -15,6 +15,7 @@ from transformers import (
 )
 
 from lacuna.config import UserError, explained
+from lacuna.config.attentions import is_own
 from lacuna.config.conversations import ChatConfig
 from lacuna.data.chat import encode_texts
 from lacuna.data.messages import columns_by_our_names
@@ -43,6 +44,10 @@ class RewardModel:
         self.trust_remote_code = trust_remote_code
         self.model: PreTrainedModel | None = None
         self.settings: PretrainedConfig = self._open(AutoConfig)
+        if is_own(self.settings._attn_implementation):
+            from lacuna.model.own_attention_choice import restore_attention  # an extension
+
+            restore_attention(self.settings, trust_remote_code)
         self.tokenizer: PreTrainedTokenizerBase = self._open(AutoTokenizer)
         if not is_scoring(self.settings):
             raise UserError(f"rewards.functions: {name} is no sequence classifier: {_MEND}.")
@@ -59,7 +64,7 @@ class RewardModel:
 
     def load(self, device: torch.device) -> None:
         """Loads the weights, in the dtype that they have in their files."""
-        model = self._open(AutoModelForSequenceClassification, dtype="auto", num_labels=1)
+        model = self._open(AutoModelForSequenceClassification, dtype="auto", config=self.settings)
         self.model = model.to(device).eval().requires_grad_(False)
 
     @torch.no_grad()
