@@ -152,7 +152,7 @@ def test_what_goes_to_a_pipe_is_not_broken_into_lines(outputs: dict[str, str]) -
         r"^text: .* 8 steps of 4 × 32 tokens; writing to text$", outputs["text"], re.MULTILINE
     )
     assert re.search(
-        r"^memory a rank +about .* GiB \(weights .*, loss [\d.]+\) *$",
+        r"^memory a rank +about .* GiB at a time \(weights .*, loss [\d.]+\) *$",
         outputs["qlora"],
         re.MULTILINE,
     )
