@@ -281,11 +281,32 @@ def test_a_bias_that_routers_do_not_follow_is_refused(monkeypatch: pytest.Monkey
 
 
 BALANCED = {
-    "axk1", "axk2", "bailing_hybrid", "beam", "deepseek_v3", "deepseek_v32", "deepseek_v4",
-    "dots1", "dots3_note_text", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3",
-    "hy_v4", "inkling2_text", "inkling_text", "kimi_linear", "kolibri1", "lfm2_moe",
-    "mimo_v2_flash", "minimax_m2", "minimax_m3_vl_text", "nemotron_h", "solar_open",
-}  # fmt: skip
+    "axk1",
+    "axk2",
+    "bailing_hybrid",
+    "beam",
+    "deepseek_v3",
+    "deepseek_v32",
+    "deepseek_v4",
+    "dots1",
+    "dots3_note_text",
+    "exaone_moe",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "glm_moe_dsa",
+    "hy_v3",
+    "hy_v4",
+    "inkling2_text",
+    "inkling_text",
+    "kimi_linear",
+    "kolibri1",
+    "lfm2_moe",
+    "mimo_v2_flash",
+    "minimax_m2",
+    "minimax_m3_vl_text",
+    "nemotron_h",
+    "solar_open",
+}
 UNKNOWN = {"deepseek_v4", "phimoe", "qwen4_exp", "qwen4_exp_text", "zaya"}
 
 

@@ -65,13 +65,11 @@ def note_attention(model_config: PretrainedConfig, name: str) -> None:
 
 
 def restore_attention(model_config: PretrainedConfig, trusts: bool) -> None:
-    """Makes known, and notes again, the attention that a configuration of a file says, if it does.
+    """Makes known, and notes again, the attention of one's own that a configuration of a file says.
 
     Raises `UserError` for one of a user's own whose code is not trusted.
     """
     name = str(model_config._attn_implementation)
-    if not is_own(name):
-        return
     if ":" in name and not trusts:
         raise UserError(
             f'the model was trained with the attention "{name}", Python code that only runs if it '

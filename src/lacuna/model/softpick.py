@@ -104,7 +104,7 @@ def _differentiate(
     scaling: float,
     window: int | None = None,
 ) -> _Heads:
-    """Gradients of query, key and value by plain torch.
+    """Gradients of query, key and value.
 
     With D the denominator, w the weights, g their gradient and o the output, the gradient of a
     score x is e^x / D · ([x > 0] · g - sign(x) · Σ g·w), where Σ g·w = Σ do·o.

@@ -104,14 +104,9 @@ def keys_kernel(
         grad = tensors[3] + (row * tokens * heads + head) * WIDTHS[1]
         offset = (row * heads + head) * tokens
         known = (tensors[4] + offset, tensors[5] + offset)
-        found = _add_queries(
-            found, query, grad, known, key, value, steps, full, some, sees, tokens, factor,
-            RECTIFIED, False, WIDTHS, QUERIES, GRADS,
-        )  # fmt: skip
-        found = _add_queries(
-            found, query, grad, known, key, value, steps, full, some, sees, tokens, factor,
-            RECTIFIED, True, WIDTHS, QUERIES, GRADS,
-        )  # fmt: skip
+        for masked in tl.static_range(2):
+            given = (found, query, grad, known, key, value, steps, full, some, sees, tokens, factor)
+            found = _add_queries(*given, RECTIFIED, masked == 1, WIDTHS, QUERIES, GRADS)
     at = row * length * key_heads + key_head
     strides = (key_heads * WIDTHS[0], key_heads * WIDTHS[1])
     of_key = results[0] + at * WIDTHS[0]
@@ -196,14 +191,9 @@ def queries_kernel(
     logarithm = tl.load(tensors[4] + offset, mask=place < tokens, other=0.0) * LOG2_E
     known = (logarithm, tl.load(tensors[5] + offset, mask=place < tokens, other=0.0))
     found = zeros(QUERIES)
-    found = _add_keys(
-        found, query, grad, known, key, value, steps, full, some, sees, length, factor,
-        RECTIFIED, False, WIDTHS, KEYS, VALUES,
-    )  # fmt: skip
-    found = _add_keys(
-        found, query, grad, known, key, value, steps, full, some, sees, length, factor,
-        RECTIFIED, True, WIDTHS, KEYS, VALUES,
-    )  # fmt: skip
+    for masked in tl.static_range(2):
+        given = (found, query, grad, known, key, value, steps, full, some, sees, length, factor)
+        found = _add_keys(*given, RECTIFIED, masked == 1, WIDTHS, KEYS, VALUES)
     at = results[0] + (row * tokens * heads + head) * WIDTHS[0]
     stride = heads * WIDTHS[0]
     store_rows(at, stride, start, tokens, found * scaling, WIDTHS[0], QUERIES)

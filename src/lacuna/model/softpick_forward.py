@@ -111,14 +111,10 @@ def forward_kernel(
     steps = (strides[1][1], strides[2][1])
     none = tl.zeros_like(sees[0]).to(tl.float32)
     found = (none, none, zeros(GRADS))
-    found = _add_keys(
-        found, query, key, value, steps, full, some, sees, length, factor,
-        RECTIFIED, False, WIDTHS, KEYS, VALUES,
-    )  # fmt: skip
-    highest, total, output = _add_keys(
-        found, query, key, value, steps, full, some, sees, length, factor,
-        RECTIFIED, True, WIDTHS, KEYS, VALUES,
-    )  # fmt: skip
+    for masked in tl.static_range(2):
+        given = (found, query, key, value, steps, full, some, sees, length, factor)
+        found = _add_keys(*given, RECTIFIED, masked == 1, WIDTHS, KEYS, VALUES)
+    highest, total, output = found
     total, logarithm = _denominator(highest, total, sees, epsilon, RECTIFIED)
     place = start + tl.arange(0, QUERIES[0])
     tl.store(results[1] + (row * heads + head) * tokens + place, logarithm, mask=place < tokens)

@@ -17,8 +17,7 @@ from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import Loss
 from lacuna.model.scores import scores_of
-from lacuna.objective.grpo_batches import LaidOut, of_samples
-from lacuna.parallel.fsdp import inference
+from lacuna.objective.grpo_batches import LaidOut, of_samples, read_batches
 from lacuna.parallel.mesh import Mesh
 from lacuna.rollout.groups import Sample
 
@@ -93,13 +92,7 @@ def values_of_samples(
     critic: BuiltModel, laid: LaidOut, samples: Sequence[Sample]
 ) -> list[list[float]]:
     """What the critic expects before each token of each sample, by what it has read until then."""
-    found = []
-    for batch in laid.batches:
-        with inference(*(stage.module for stage in critic.stages)):
-            values = critic.read(batch, _read_values)
-        assert values is not None, "without a pipeline every rank has the head"
-        found.append(values.cpu())
-    return of_samples(found, laid, samples)
+    return of_samples(read_batches(critic, laid.batches, _read_values), laid, samples)
 
 
 def _read_values(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:

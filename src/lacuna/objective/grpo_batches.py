@@ -20,7 +20,7 @@ from lacuna.data.document import Document, Span
 from lacuna.data.filling import best_fit
 from lacuna.data.packing import IGNORED, pack
 from lacuna.model.build import BuiltModel
-from lacuna.model.forward import head_input, run_forward
+from lacuna.model.forward import Reading, head_input, run_forward
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import chunk_size, logprobs_of
@@ -161,11 +161,14 @@ def _logprobs_by_chunk(
     return torch.cat(parts)
 
 
-def read_logprobs(asked: BuiltModel, batch: Batch, temperature: float) -> Tensor:
-    """The log-probability of each label of a batch [1, tokens], on the device of the model."""
+def read_batches(asked: BuiltModel, batches: Sequence[Batch], reading: Reading) -> list[Tensor]:
+    """What a `reading` finds of each batch, [tokens], on the device of the model."""
+    found = []
     with inference(*(stage.module for stage in asked.stages)):
-        found = asked.read(batch, TokenLogprobs(temperature))
-    assert found is not None, "without a pipeline every rank has the head"
+        for batch in batches:
+            one = asked.read(batch, reading)
+            assert one is not None, "without a pipeline every rank has the head"
+            found.append(one.flatten())
     return found
 
 
@@ -173,7 +176,7 @@ def logprobs_of_samples(
     asked: BuiltModel, laid: LaidOut, samples: Sequence[Sample], temperature: float
 ) -> list[list[float]]:
     """The log-probabilities of the tokens of each sample, by a model; 0 where not trained."""
-    found = [read_logprobs(asked, batch, temperature)[0].cpu() for batch in laid.batches]
+    found = read_batches(asked, laid.batches, TokenLogprobs(temperature))
     return of_samples(found, laid, samples)
 
 
@@ -181,8 +184,9 @@ def of_samples(
     found: Sequence[Tensor], laid: LaidOut, samples: Sequence[Sample]
 ) -> list[list[float]]:
     """The part of each sample in what was `found` of the batches, [tokens] each, by labels."""
+    on_host = [one.cpu() for one in found]
     return [
-        found[number][start : start + len(sample.tokens)].tolist()
+        on_host[number][start : start + len(sample.tokens)].tolist()
         for sample, (number, start) in zip(samples, laid.places, strict=True)
     ]
 
@@ -192,7 +196,7 @@ def with_log_ratios(policy: BuiltModel, batch: Batch, temperature: float) -> Bat
 
     It is of the log-probabilities that the model finds now, less the old ones.
     """
-    found = read_logprobs(policy, batch, temperature)[0]
+    [found] = read_batches(policy, [batch], TokenLogprobs(temperature))
     trained = (batch.columns["labels"].flatten() != IGNORED).to(found.device).float()
     difference = (found - batch.columns["old_logprobs"].flatten().to(found.device)) * trained
     pieces = batch.cu_seqlens.diff().to(found.device)

@@ -93,8 +93,8 @@ def _units(
 
     These are experts that are spread over ranks, each layer, a head and an embedding that are not
     tied, and the rest, which has what is tied, since only one unit may see a weight. The embedding
-    is apart only where it is then freed after the forward pass. Units whose flag is set are:
-    layers with `reshard`, the rest with `always`.
+    is apart only where it is then freed after the forward pass. Layers are freed then with
+    `reshard`, and the rest with `always`.
     """
     units = [(layer, mesh.layers, reshard) for layer in layers]
     if mesh.experts is not None:

@@ -56,7 +56,7 @@ SHOWN = {
     "data_wait_fraction": "wait {:.0%}",
     "router_violation": "violation {:.2f}",
     "skipped_steps": "[red]skipped {}[/red]",
-    "val_loss": "validation loss {:.4f} nats per token",
+    "val_loss": "validation loss {:.4f}",
     "val_bits_per_byte": "{:.4f} bits per byte",
     "val_token_accuracy": "{:.1%} of tokens right",
     "reward": "reward {:.3f}",
