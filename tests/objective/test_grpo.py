@@ -14,7 +14,7 @@ from lacuna.config.adapters import LoraConfig
 from lacuna.config.contradictions import contradictions_of
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig
-from lacuna.objective.grpo import reference_kind
+from lacuna.objective.on_policy import reference_kind
 from rewarded import KEYS, completions, flags, write_prompts
 from runs import (
     curve,

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.model.loss import TokenLoss
-from lacuna.objective.grpo_batches import grpo_targets, lay_out, with_log_ratios
+from lacuna.objective.grpo import grpo_targets
 from lacuna.objective.grpo_losses import NAMES, grpo_sums
+from lacuna.objective.sample_batches import lay_out, with_log_ratios
 from lacuna.rollout.groups import Sample
 from lacuna.train.step import accumulate_gradients, total_counts
 from policies import one_rank, policy_of

@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from lacuna.config import Config, UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.model.build import BuiltModel, build_model
-from lacuna.objective.grpo_batches import grpo_targets, lay_out, logprobs_of_samples
+from lacuna.objective.grpo import grpo_targets
+from lacuna.objective.sample_batches import lay_out, logprobs_of_samples
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.drawing import Completion, Drawing, draw
 from lacuna.rollout.groups import Sample

@@ -53,11 +53,8 @@ EXTENSIONS = {
     "experts": ("model/router.py", "parallel/experts.py"),
     "router-load": ("model/router_kinds.py", "model/router_load.py"),
     "offload": ("parallel/offload.py",),
-    "grpo": (
-        "objective/grpo.py",
-        "objective/grpo_batches.py",
-        "objective/grpo_losses.py",
-    ),
+    "on-policy": ("objective/on_policy.py", "objective/sample_batches.py"),
+    "grpo": ("objective/grpo.py", "objective/grpo_losses.py"),
     "rewards": (
         "data/prompts.py",
         "rollout/reward_models.py",

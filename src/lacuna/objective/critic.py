@@ -17,7 +17,7 @@ from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import Loss
 from lacuna.model.scores import scores_of
-from lacuna.objective.grpo_batches import LaidOut, of_samples, read_batches
+from lacuna.objective.sample_batches import LaidOut, of_samples, read_batches
 from lacuna.parallel.mesh import Mesh
 from lacuna.rollout.groups import Sample
 

@@ -1,7 +1,7 @@
 """PPO: the model learns its own completions by what they are worth beyond what a critic expects."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import cast
 
@@ -23,9 +23,8 @@ from lacuna.objective.critic import (
     critic_config,
     values_of_samples,
 )
-from lacuna.objective.grpo import Grpo, reference_kind
-from lacuna.objective.grpo_batches import Targets
 from lacuna.objective.language_modelling import FrozenModel
+from lacuna.objective.on_policy import OnPolicy, functions_of, reference_kind
 from lacuna.objective.ppo_losses import (
     NAMES,
     VALUE_NAMES,
@@ -35,6 +34,7 @@ from lacuna.objective.ppo_losses import (
     token_rewards,
     value_sums,
 )
+from lacuna.objective.sample_batches import Targets
 from lacuna.rollout.groups import Group, Sample, statistics
 
 _COLUMNS = ("advantages", "old_logprobs", "values", "returns")
@@ -63,7 +63,7 @@ def whitened(values: Tensor) -> Tensor:
     return centred / ((square / count).sqrt() + _SMALLEST_DEVIATION)
 
 
-class Ppo(Grpo):
+class Ppo(OnPolicy):
     """Trains on the model's own completions, by their rewards and a critic, which is trained too.
 
     Attributes:
@@ -76,7 +76,8 @@ class Ppo(Grpo):
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for rewards, ends, a reference or a critic that cannot be had."""
         settings = config.ppo
-        self.begin(config, tokenizer, self._kind(config), settings.updates)
+        self.kind = self._kind(config)
+        self.begin(config, tokenizer, functions_of(config), settings.updates)
         check_critic(config, tokenizer)
         self.targets = Targets(_COLUMNS, _columns_of, _is_judged)
         of = partial(ppo_sums, settings=settings, temperature=config.rollout.temperature)
@@ -166,12 +167,6 @@ class Ppo(Grpo):
         for sample, part in zip(judged, whitened(flat.to(device)).split(lengths), strict=True):
             sample.advantages = part.tolist()
 
-    def annotate(
-        self, policy: BuiltModel, batches: Sequence[Batch], loss: object
-    ) -> Sequence[Batch]:
-        """The batches as they are: all that the losses take is in them."""
-        return batches
-
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
         """The losses, what the newest completions are worth, and means over trained tokens."""
         trained = max(counts["trained_tokens"], 1)
@@ -186,7 +181,7 @@ class Ppo(Grpo):
         }
 
     def state_dict(self) -> dict[str, object]:
-        """What GRPO keeps of completions, and what a nat of divergence costs."""
+        """What is kept of completions, and what a nat of divergence costs."""
         return super().state_dict() | {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, object]) -> None:

@@ -1,8 +1,7 @@
-"""Completions to batches, and what a model finds of their tokens."""
+"""Samples to batches, and what a model finds of their tokens."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from lacuna.config.documents import DataConfig
-from lacuna.config.reinforcement import GrpoConfig, RolloutConfig
 from lacuna.config.row_form import RowForm
 from lacuna.config.sections import TrainingConfig
 from lacuna.data import Batch
@@ -24,11 +22,8 @@ from lacuna.model.forward import Reading, head_input, run_forward
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import chunk_size, logprobs_of
-from lacuna.objective.grpo_losses import corrections_of
 from lacuna.parallel.fsdp import inference
 from lacuna.rollout.groups import Sample
-
-COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
 
 
 @dataclass(frozen=True)
@@ -108,28 +103,6 @@ def _span(sample: Sample, targets: Targets) -> Span:
         columns={name: F.pad(one, (asked, 0)).numpy() for name, one in targets.of(sample).items()},
     )
     return Span(document, sample.source, 0, whole)
-
-
-def grpo_targets(settings: GrpoConfig, rollout: RolloutConfig) -> Targets:
-    """What the losses of GRPO and its kin take of a sample."""
-    return Targets(
-        COLUMNS,
-        partial(_grpo_columns, settings=settings, longest=rollout.max_tokens),
-        lambda sample: sample.ended or not settings.mask_truncated,
-    )
-
-
-def _grpo_columns(sample: Sample, settings: GrpoConfig, longest: int) -> dict[str, Tensor]:
-    count = len(sample.tokens)
-    shares = {"dr_grpo": 1 / longest, "grpo": 1 / count, "gspo": 1 / count}
-    old = torch.tensor(sample.old or [0.0] * count)
-    return {
-        "advantages": torch.full((count,), sample.advantage),
-        "shares": torch.full((count,), shares.get(settings.loss, 1.0)),
-        "old_logprobs": old,
-        "reference_logprobs": torch.tensor(sample.reference or [0.0] * count),
-        "corrections": corrections_of(old, torch.tensor(sample.sampled), settings),
-    }
 
 
 @dataclass(frozen=True)
