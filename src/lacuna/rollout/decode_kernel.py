@@ -13,7 +13,8 @@ from torch import Tensor
 # Programs for each multiprocessor that there should be at least: more are split over pages.
 _PROGRAMS = 4
 _SPLITS = 32
-# The kernel takes powers of 2.
+# Bytes of keys that are read at once: those of a page, unless heads are wide.
+_TILE_BYTES = 2**15
 _LOG2_OF_E = math.log2(math.e)
 
 
@@ -56,6 +57,7 @@ def attend_in_kernel(
         WIDTH=width,
         PADDED=padded,
         SIZE=size,
+        TILE=tile_of_page(size, padded, keys.element_size()),
         SPLITS=splits,
         num_warps=warps,
         num_stages=stages or (2 if padded > 128 else 3),
@@ -63,6 +65,11 @@ def attend_in_kernel(
     if splits > 1:
         _merge[(rows * heads,)](*found, output, WIDTH=width, PADDED=padded, SPLITS=splits)
     return output
+
+
+def tile_of_page(size: int, padded: int, element_size: int) -> int:
+    """The tokens of a page, of `size` tokens, that are read at once: a power of 2, at least 16."""
+    return min(size, max(_TILE_BYTES // (padded * element_size), 16))
 
 
 def _splits_for(programs: int, device: torch.device) -> int:
@@ -92,6 +99,7 @@ def _attend(
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     SIZE: tl.constexpr,
+    TILE: tl.constexpr,
     SPLITS: tl.constexpr,
 ):
     """A split of the pages of one sequence, for the queries of one key head."""
@@ -112,10 +120,11 @@ def _attend(
         total += 1.0
         sums += _write_new(value + new, values + place, columns < WIDTH)[None, :]
     begin, end = _pages_of_split(position, WINDOW, SIZE, SPLITS)
-    for number in range(begin, end):
-        page = _page(table, number, SIZE * WIDTH)
-        seen = _seen(position, number, WINDOW, SIZE)
-        highest, total, sums = _see_page(
+    tiles: tl.constexpr = SIZE // TILE
+    for number in range(begin * tiles, end * tiles):
+        page = _page(table, number // tiles, SIZE * WIDTH) + number % tiles * TILE * WIDTH
+        seen = _seen(position, number, WINDOW, TILE)
+        highest, total, sums = _see_tile(
             q, keys + page, values + page, seen, highest, total, sums, scale, WIDTH
         )
     into = of_queries * SPLITS + tl.program_id(2)
@@ -149,9 +158,9 @@ def _write_new(new, place, inside):
 
 
 @triton.jit
-def _seen(position, page, WINDOW: tl.constexpr, SIZE: tl.constexpr):
-    """Which tokens of a page are seen, and so read: the others may be anything, also nan."""
-    places = page * SIZE + tl.arange(0, SIZE)
+def _seen(position, number, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """Which tokens of a tile are seen, and so read: the others may be anything, also nan."""
+    places = number * TILE + tl.arange(0, TILE)
     seen = places < position
     if WINDOW > 0:
         seen = seen & (places > position - WINDOW)
@@ -171,8 +180,8 @@ def _pages_of_split(position, WINDOW: tl.constexpr, SIZE: tl.constexpr, SPLITS: 
 
 
 @triton.jit
-def _see_page(q, keys, values, seen, highest, total, sums, scale, WIDTH: tl.constexpr):
-    """Attends to a page: the highest score so far, the total of weights, and weighted values."""
+def _see_tile(q, keys, values, seen, highest, total, sums, scale, WIDTH: tl.constexpr):
+    """Attends to a tile: the highest score so far, the total of weights, and weighted values."""
     columns = tl.arange(0, q.shape[1])
     tile = tl.arange(0, seen.shape[0])[:, None] * WIDTH + columns[None, :]
     read = seen[:, None] & (columns < WIDTH)[None, :]
