@@ -6,7 +6,7 @@ from triton.compiler import ASTSource
 
 from lacuna.rollout import decode_kernel
 
-# Bytes of shared memory that a program may have on an H100; on an A100 163 KiB.
+# Bytes of shared memory that a program may have on an A100; an H100 has more.
 LIMIT = 163 * 1024
 # Width of heads, heads that share a key, window, splits, element type and its bytes.
 CASES = [
