@@ -10,6 +10,7 @@ from typing import Any
 from lacuna.config import Config, UserError
 from lacuna.config.attentions import SOFTMAX
 from lacuna.parallel.mesh import resolve_layout
+from lacuna.parallel.precision import compute_dtype
 
 # Settings that a peer is given as well, or that change nothing of what is measured. Any other must
 # have its default.
@@ -60,12 +61,22 @@ SHARED_WITH = {
         "parallelism.context_parallel_*",
         "parallelism.fsdp_reshard_after_forward=*",
     ),
+    "automodel": (
+        *SHARED,
+        "model.attention=sdpa",
+        "model.attention=varlen",
+        "activation_checkpoint.mode=selective",
+        "activation_checkpoint.selective_ac_option=*",
+        "lora.rank=*",
+        "lora.alpha=*",
+    ),
 }
 
 # What a peer imports, and what pip knows it as. torch brings triton along, but for CPUs.
 PACKAGES = {
     "transformers": {"accelerate": "accelerate"},
     "torchtitan": {"torchtitan": "torchtitan==0.2.2", "triton": "triton"},
+    "automodel": {"nemo_automodel": "nemo-automodel==0.7.0"},
 }
 
 
@@ -85,7 +96,11 @@ def require_comparable(config: Config, peer: str, processes: int, device: str) -
             )
     if str(config.model.name_or_path).endswith(".gguf"):
         raise UserError(f"bench: --against {peer} opens no GGUF file as model.name_or_path.")
-    require = {"transformers": _require_of_transformers, "torchtitan": _require_of_torchtitan}
+    require = {
+        "transformers": _require_of_transformers,
+        "torchtitan": _require_of_torchtitan,
+        "automodel": _require_of_automodel,
+    }
     require[peer](config, processes, device)
     missing = [package for package in PACKAGES[peer] if not find_spec(package)]
     if missing:
@@ -128,9 +143,32 @@ def _require_of_torchtitan(config: Config, processes: int, device: str) -> None:
             float8.recipe_name == "rowwise_with_gw_hp" and float8.filter_small
         ),
     }
-    _refuse_first(wrong)
+    _refuse_first("torchtitan", wrong)
     tokenizer = load_tokenizer(tokenizer_source(config.model), config.model.trust_remote_code)
     require_shape_of_torchtitan(load_model_config(config.model, tokenizer), layout.dp_shard > 1)
+
+
+def _require_of_automodel(config: Config, processes: int, device: str) -> None:
+    computed = str(compute_dtype(config.training, device)).removeprefix("torch.")
+    recomputed = config.activation_checkpoint
+    is_sharded = resolve_layout(config.parallelism, processes).dp_shard > 1
+    wrong = {
+        "it shards: leave out parallelism.data_parallel_replicate_degree": (
+            processes > 1 and not is_sharded
+        ),
+        "its attention sees whole rows: set data.document_mask = false, with the same for lacuna": (
+            config.data.document_mask
+        ),
+        "its rows have one length: leave out training.varlen": config.training.varlen,
+        "it recomputes all or by operation: set activation_checkpoint.selective_ac_option = op": (
+            recomputed.mode == "selective" and recomputed.selective_ac_option != "op"
+        ),
+        f"in one process it casts nothing to {computed}: use several, or adapters, or set "
+        f"training.dtype = {computed}": (
+            processes == 1 and not config.lora.rank and config.training.dtype != computed
+        ),
+    }
+    _refuse_first("automodel", wrong)
 
 
 def require_shape_of_torchtitan(model: Any, is_sharded: bool) -> None:
@@ -145,6 +183,7 @@ def require_shape_of_torchtitan(model: Any, is_sharded: bool) -> None:
         )
     head = getattr(model, "head_dim", None) or model.hidden_size // model.num_attention_heads
     _refuse_first(
+        "torchtitan",
         {
             "its Llama has no tied embeddings: tie_word_embeddings": (
                 kind == "llama" and model.tie_word_embeddings
@@ -165,12 +204,12 @@ def require_shape_of_torchtitan(model: Any, is_sharded: bool) -> None:
             "it has no sliding windows: use_sliding_window": (
                 getattr(model, "use_sliding_window", False)
             ),
-        }
+        },
     )
 
 
-def _refuse_first(wrong: dict[str, object]) -> None:
+def _refuse_first(peer: str, wrong: dict[str, object]) -> None:
     """Raises `UserError` for the first of these words whose condition holds."""
     for words, holds in wrong.items():
         if holds:
-            raise UserError(f"bench: --against torchtitan: {words}.")
+            raise UserError(f"bench: --against {peer}: {words}.")

@@ -222,6 +222,22 @@ ROWS = {
         "torchtitan",
         processes=2,
     ),
+    "llama-1b-automodel": Row(
+        "Llama 3.2 1B's shape, untied, FSDP 2, rows of 8,192, recomputation by operation",
+        LLAMA_1B,
+        (2, 8192),
+        WHOLE_ROWS | BY_OPERATION,
+        "automodel",
+        processes=2,
+    ),
+    "half-8b-automodel": Row(
+        "half-8b beside NeMo AutoModel",
+        HALF_8B,
+        (2, 8192),
+        WHOLE_ROWS | BY_OPERATION,
+        "automodel",
+        processes=2,
+    ),
     "llama-340m": Row(
         "24 layers of 1,024, 16 heads, vocabulary 32,000, 1 GPU, 16 rows of 4,096",
         LLAMA_340M,
@@ -249,6 +265,7 @@ ROWS = {
         LLAMA_8B,
         (2, 4096),
         WHOLE_ROWS | BY_OPERATION | {"lora": {"rank": 16, "alpha": 32}},
+        "automodel",
     ),
     "qlora-8b-40k": _qlora(
         "QLoRA of Llama 3 8B's shape, rank 32, 1 row of 40,960 (goal: 40,724 in 13.6 GB)",

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from lacuna.commands import bench
+from lacuna.config import UserError
 from lacuna.config.parse import load_config
 from runs import environment
 
@@ -21,7 +23,11 @@ comparable = importlib.import_module("comparable")
 rows = importlib.import_module("rows")
 table = importlib.import_module("table")
 
-PEER = {"torchtitan": find_spec("torchtitan") and find_spec("triton"), "transformers": True}
+PEER = {
+    "torchtitan": find_spec("torchtitan") and find_spec("triton"),
+    "transformers": True,
+    "automodel": find_spec("nemo_automodel"),
+}
 
 
 @pytest.mark.parametrize("name", rows.ROWS)
@@ -39,6 +45,43 @@ def test_a_row_is_a_run_that_its_peer_can_make(
     assert config.training.seq_len == row.size[1]
     if row.against:
         comparable.require_comparable(config, row.against, row.processes, "cuda")
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"data": {"dataset": "python-stdlib"}}, "document_mask"),
+        ({"training": {"varlen": True}}, "varlen"),
+        ({"activation_checkpoint": {"mode": "selective"}}, "selective_ac_option"),
+        ({"parallelism": {"data_parallel_replicate_degree": 2}}, "data_parallel_replicate_degree"),
+        ({"quantization": {"base": "nf4"}, "lora": {"rank": 4}}, "quantization.base=nf4"),
+        ({"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout=0.1"),
+        ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree=2"),
+    ],
+)
+def test_what_automodel_cannot_make_is_refused(
+    settings: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparable, "find_spec", lambda name: True)
+    file = tmp_path / "row.toml"
+    row = replace(rows.ROWS["llama-1b-automodel"], settings=rows.WHOLE_ROWS | settings)
+    row.write_model(tmp_path)
+    file.write_text(rows.toml(row, str(tmp_path)))
+    with pytest.raises(UserError, match=words):
+        comparable.require_comparable(load_config(str(file), []), "automodel", 2, "cuda")
+
+
+def test_automodel_in_one_process_needs_adapters_or_weights_as_they_are_computed_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(comparable, "find_spec", lambda name: True)
+    file = tmp_path / "row.toml"
+    rows.ROWS["llama-1b-automodel"].write_model(tmp_path)
+    file.write_text(rows.toml(rows.ROWS["llama-1b-automodel"], str(tmp_path)))
+    with pytest.raises(UserError, match="casts nothing to bfloat16"):
+        comparable.require_comparable(load_config(str(file), []), "automodel", 1, "cuda")
+    for flags in (["--lora.rank", "4"], ["--training.dtype", "bfloat16"]):
+        comparable.require_comparable(load_config(str(file), flags), "automodel", 1, "cuda")
 
 
 def test_conversations_have_about_a_thousand_tokens(tmp_path: Path) -> None:
@@ -73,8 +116,8 @@ def test_a_row_is_told_with_its_ratio_over_the_repeats() -> None:
         "| half-8b | 1,200 | torchtitan | 1,000 | 1.200 × (1.100 to 1.250) | 4.00 | 5.00 | 0.800 × "
         "| 50.0% | 3 |"
     )
-    alone = table.told(table.summary("lora-8b", rows.ROWS["lora-8b"], records[:1]))
-    assert alone == "| lora-8b | 1,100 | – | – | – | 4.00 | – | – | 50.0% | 1 |"
+    alone = table.told(table.summary("qwen3-sft", rows.ROWS["qwen3-sft"], records[:1]))
+    assert alone == "| qwen3-sft | 1,100 | – | – | – | 4.00 | – | – | 50.0% | 1 |"
     assert told.count("|") == alone.count("|") == len(table.COLUMNS) + 1
 
 

@@ -71,6 +71,6 @@ def _task(run: Run, counts: list[float], window: int) -> dict[str, Any]:
         "gc_freq": config.training.gc_freq,
         **{
             section: getattr(config, section).model_dump(mode="json")
-            for section in ("optimizer", "parallelism", "activation_checkpoint", "float8")
+            for section in ("optimizer", "parallelism", "activation_checkpoint", "float8", "lora")
         },
     }
