@@ -79,7 +79,7 @@ def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> It
     yield from ("--data.dataset", "my.jsonl")
     sections = [task] if task in Config.model_fields else []  # the task has settings of its own
     if config.trains_on == "prompts":
-        sections += ["rollout", "rewards"]
+        sections += ["rollout", "rewards", "distillation"]
         yield from ("--training.steps", config.training.steps)
     else:
         yield from ("--training.epochs", 1)
