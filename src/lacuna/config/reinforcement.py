@@ -8,8 +8,7 @@ from lacuna.config.fields import Names, Section, Shares
 
 
 class RolloutConfig(Section):
-    """How the model makes the completions that it learns from (job.task = grpo, ppo, or distill
-    where distillation.data = prompts)."""
+    """How the model makes the completions that it learns from (grpo, ppo; distill on prompts)."""
 
     samples: PositiveInt = 8
     """Completions of each prompt; grpo compares them with each other."""
@@ -26,7 +25,7 @@ class RolloutConfig(Section):
 
 
 class RewardsConfig(Section):
-    """What completions are worth (job.task = grpo, ppo; with distill it is told and not learnt)."""
+    """What completions are worth (grpo, ppo; told and not learnt by distill on prompts)."""
 
     functions: Names = ()
     """Functions of the rows of data and their completions, as module:function; folders or Hub ids
