@@ -37,13 +37,16 @@ class Step(NamedTuple):
     gradients: Tensor
 
 
-def student_and_teacher() -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A student that likes to end, and a teacher of another size with the same vocabulary."""
+def student_and_teacher(**more: Any) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A student that likes to end, and a teacher of another size with the same vocabulary.
+
+    `more` is of the teacher's configuration.
+    """
     student = random_model(tiny_config("llama"), seed=1)
     with torch.no_grad():
         student.get_output_embeddings().weight[2] *= 3
     changes = {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
-    return student, random_model(tiny_config("llama", **changes), seed=2)
+    return student, random_model(tiny_config("llama", **changes, **more), seed=2)
 
 
 def gradients_of(model: PreTrainedModel) -> Tensor:

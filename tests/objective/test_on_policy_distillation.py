@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.config.contradictions import contradictions_of
@@ -27,7 +27,9 @@ from runs import (
     train,
     wait_until,
     weights,
+    write_model,
 )
+from tiny import VOCABULARY, random_model
 
 KEYS = ("loss", "grad_norm", "completion_tokens", "ended", "mismatch_mean", "tokens")
 """What two runs that are the same have in common in their log."""
@@ -76,14 +78,15 @@ def divergence(p: Tensor, q: Tensor, settings: dict[str, Any]) -> Tensor:
 def test_loss_and_gradients_are_the_formulas_on_the_students_completions(
     name: str, tmp_path: Path
 ) -> None:
-    student, taught_by = student_and_teacher()
+    # What the teacher may say beyond the student's ids is left out.
+    student, taught_by = student_and_teacher(vocab_size=VOCABULARY + 7)
     step = step_by_lacuna(student, taught_by, CASES[name], tmp_path)
     assert {one.ended for one in step.samples} == {True, False}, "truncated ones are trained, too"
     each = []
     for sample in step.samples:
         ids = torch.tensor([sample.prompt + sample.tokens])
         with torch.no_grad():
-            logits = taught_by(ids).logits
+            logits = taught_by(ids).logits[..., :VOCABULARY]
         own = student(ids).logits
         p, q = (
             (one[0, len(sample.prompt) - 1 : -1] / CASES[name].get("temperature", 1)).softmax(-1)
@@ -315,6 +318,7 @@ def test_a_run_on_conversations_does_not_go_on_with_prompts(
         *(world, tmp_path / "run", "--job.task", "distill", "--distillation.teacher", teacher),
         *("--distillation.data", "conversations", "--data.dataset", tmp_path / "talks.jsonl"),
         *("--packing.mode", "none", "--training.steps", 2),
+        *("--chat.template", prompts / "chat.jinja"),
     )
     own = distil(prompts, teacher, "--packing.mode", "none", "--training.steps", 4)
     said = train(world, tmp_path / "run", *own, status=2)
@@ -336,7 +340,14 @@ def test_the_teacher_is_checked_before_training(
 ) -> None:
     own = distil(prompts, tmp_path / "nowhere")
     assert "distillation.teacher" in train(world, tmp_path / "run", *own, status=2)
-    none = [one for one in own if one not in ("--distillation.teacher", tmp_path / "nowhere")]
+    narrow = tmp_path / "narrow"
+    write_model(narrow)
+    random_model(AutoConfig.from_pretrained(narrow)).save_pretrained(narrow)
+    wide = write_model(tmp_path / "wide", vocab_size=300)
+    own = distil(prompts, narrow, "--model.config", wide)
+    said = train(world, tmp_path / "run", *own, status=2)
+    assert "rows for 257 tokens and the model for 300" in said
+    none = [one for one in own if one not in ("--distillation.teacher", narrow)]
     assert "nobody to learn from" in train(world, tmp_path / "run", *none, status=2)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.data import Batch, Loader
 from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Loss
@@ -15,6 +15,7 @@ from lacuna.objective.distillation import Distillation
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.objective.on_policy import OnPolicy, functions_of
 from lacuna.objective.sample_batches import Targets
+from lacuna.objective.teacher import build_teacher
 from lacuna.rollout.groups import Group, statistics
 
 
@@ -45,9 +46,22 @@ class OnPolicyDistillation(OnPolicy):
     def prepare(
         self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
     ) -> SecondModel | None:
-        """Builds the teacher, and loads models that score."""
+        """Builds the teacher, and loads models that score.
+
+        Raises `UserError` for a teacher that does not know all ids that the model may say.
+        """
         super().prepare(policy, all_batches)
-        self.taught.prepare(policy, all_batches)
+        teacher = build_teacher(self.config, policy.mesh, policy.device)
+        own, theirs = (one.model.config.get_text_config().vocab_size for one in (policy, teacher))
+        if own > theirs:
+            raise UserError(
+                f"distillation.teacher: it has rows for {theirs:,} tokens and the model for "
+                f"{own:,}, so that it cannot read all that the model may say: choose another "
+                "teacher, or begin from a model with fewer rows."
+            )
+        # All that the student may say is taught, ids without a token among it.
+        self.taught.words = own if own < theirs else None
+        self.taught.use_teacher(teacher)
         self.loss = self.taught.loss
         return None
 
