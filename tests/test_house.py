@@ -58,6 +58,7 @@ GIVEN_ALL_SETTINGS = {
     "objective/distillation.py": ("check", "frozen_models"),
     "objective/preference.py": ("check", "frozen_models"),
     "objective/on_policy.py": ("begin", "functions_of"),
+    "objective/on_policy_distillation.py": ("check", "frozen_models"),
     "objective/grpo.py": ("check", "frozen_models", "_kind"),
     "objective/ppo.py": ("check", "frozen_models", "_kind"),
     "objective/reward.py": ("check",),

@@ -87,6 +87,11 @@ def test_a_task_of_ours_trains_on_what_the_settings_take_it_to(task: str) -> Non
     assert find_objective(task).trains_on == TASKS[task]
 
 
+def test_distillation_on_prompts_has_an_objective_of_its_own() -> None:
+    assert find_objective("distill", "prompts").trains_on == "prompts"
+    assert find_objective("distill", "conversations").trains_on == "texts"
+
+
 def test_the_settings_ask_for_all_that_the_loop_does() -> None:
     methods = {name for name in vars(Objective) if not name.startswith("_")}
     assert methods | Objective.__annotations__.keys() == {*PARTS}

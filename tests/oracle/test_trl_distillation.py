@@ -1,6 +1,7 @@
 """Divergences from a teacher beside TRL's on the same batch with the same weights, in float32."""
 
 from copy import deepcopy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from lacuna.config import Config
 from lacuna.config.objectives import DistillationConfig
 from lacuna.objective.distillation import Distillation
 from lacuna.train.step import sums_of
+from own_completions import CASES as OWN_CASES
+from own_completions import step_by_lacuna, student_and_teacher
 from policies import batch_of, gradient_norm, one_rank, policy_of
 from tiny import VOCABULARY, random_model, tiny_config, tokenizer_of_words
 from trl_losses import Answer, Outcome, chunked_jsd, generalised_jsd
@@ -120,6 +123,18 @@ def test_both_of_trls_losses_are_the_papers_formula(
     for theirs in (chunked, whole):
         assert theirs.loss == pytest.approx(loss.item(), rel=TOLERANCE)
         assert theirs.gradient_norm == pytest.approx(norm, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize("name", OWN_CASES)
+def test_on_the_students_own_completions_lacuna_is_trls_gkd(name: str, tmp_path: Path) -> None:
+    student, teacher = student_and_teacher()
+    settings = OWN_CASES[name]
+    step = step_by_lacuna(student, teacher, settings, tmp_path)
+    said = [Answer(one.prompt, one.tokens, True) for one in step.samples]
+    temperature = settings.get("temperature", 1.0)
+    theirs = generalised_jsd(student, teacher, said, trl_beta(settings), temperature)
+    assert step.loss == pytest.approx(theirs.loss, rel=TOLERANCE)
+    assert step.gradients.double().norm() == pytest.approx(theirs.gradient_norm, rel=TOLERANCE)
 
 
 def by_formula(

@@ -95,6 +95,21 @@ def test_a_teacher_hands_on_hidden_states_and_has_a_whole_head(folder: Path) -> 
         assert estimate(frozen, layout) == pytest.approx(weights + states)
 
 
+def test_a_teacher_of_completions_hands_on_states_of_each(folder: Path) -> None:
+    teacher = DistillationConfig(teacher=str(folder), data="prompts")
+    config = Config(
+        job=JobConfig(task="distill"),
+        model=ModelConfig(name_or_path=str(folder)),
+        training=TrainingConfig(seq_len=LENGTH, batch_size=2),
+        distillation=teacher,
+        rollout={"samples": 3},
+    )
+    [frozen] = find_objective("distill", "prompts").frozen_models(config).values()
+    weights = estimate(replace(frozen, keeps_states=False), Layout())
+    states = 3 * 2 * LENGTH * WIDTH * 4
+    assert estimate(frozen, Layout()) == pytest.approx(weights + states)
+
+
 def test_only_a_copy_is_a_model_of_its_own() -> None:
     adapted = Config(job=JobConfig(task="preference"), lora={"rank": 2})
     assert find_objective("preference").frozen_models(adapted) == {}

@@ -54,6 +54,7 @@ EXTENSIONS = {
     "router-load": ("model/router_kinds.py", "model/router_load.py"),
     "offload": ("parallel/offload.py",),
     "on-policy": ("objective/on_policy.py", "objective/sample_batches.py"),
+    "on-policy-distillation": ("objective/on_policy_distillation.py",),
     "grpo": ("objective/grpo.py", "objective/grpo_losses.py"),
     "rewards": (
         "data/prompts.py",

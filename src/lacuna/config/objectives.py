@@ -45,8 +45,9 @@ class DistillationConfig(Section):
     in memory. If teacher is given as well, the tokens must be that model's."""
     teacher_base: Literal["none", "int8", "nf4"] = "none"
     """How the teacher's linear layers are stored; see quantization.base."""
-    data: Literal["texts", "conversations"] = "texts"
-    """What the data are: texts, or conversations whose answers are trained."""
+    data: Literal["texts", "conversations", "prompts"] = "texts"
+    """What the data are: texts, conversations whose answers are trained, or prompts, which the
+    model itself answers as rollout.* says, to learn what the teacher finds likely there."""
     divergence: Literal["forward_kl", "reverse_kl", "jsd"] = "forward_kl"
     """How the distance from student to teacher is measured: forward_kl spreads the student over all
     that the teacher finds likely, reverse_kl keeps it to what is likeliest, jsd lies between the

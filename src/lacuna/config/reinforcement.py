@@ -8,10 +8,10 @@ from lacuna.config.fields import Names, Section, Shares
 
 
 class RolloutConfig(Section):
-    """How the model makes the completions that it learns from (job.task = grpo)."""
+    """How the model makes the completions that it learns from (grpo, ppo; distill on prompts)."""
 
     samples: PositiveInt = 8
-    """Completions of each prompt; they are compared with each other."""
+    """Completions of each prompt; grpo compares them with each other."""
     temperature: PositiveFloat = 1.0
     """Divides the logits of the model when it generates, and when it is trained on what it said.
     Tokens are drawn from all of the vocabulary."""
@@ -25,7 +25,7 @@ class RolloutConfig(Section):
 
 
 class RewardsConfig(Section):
-    """What completions are worth (job.task = grpo)."""
+    """What completions are worth (grpo, ppo; told and not learnt by distill on prompts)."""
 
     functions: Names = ()
     """Functions of the rows of data and their completions, as module:function; folders or Hub ids

@@ -2,6 +2,7 @@
 
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
+from lacuna.config.sections import Config
 
 _TASKS = ("grpo", "ppo")
 
@@ -53,12 +54,42 @@ _REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
         "a prompt and the longest completion must fit into training.seq_len; lower the first",
     ),
 }
+# The same of distillation on prompts alone, or for reasons of its own.
+_REFUSED_WITH_TEACHER = {
+    "lora.dropout": "generating and training would find other probabilities; set the first to 0",
+    "distillation.alpha": "the cross-entropy of what the model itself says teaches nothing; drop "
+    "the first",
+    "distillation.teacher_logprobs": "what the model will say is not known before; set "
+    "distillation.teacher alone",
+}
+
+
+def _distils_from_prompts(config: Config) -> bool:
+    return config.job.task == "distill" and config.trains_on == "prompts"
+
+
+def _distils_from_data(config: Config) -> bool:
+    return config.job.task == "distill" and config.trains_on != "prompts"
+
+
+def _with_prompts(is_wrong: Predicate) -> Predicate:
+    return lambda config: _distils_from_prompts(config) and is_wrong(config)
+
 
 ROLLOUT_RULES: tuple[Rule, ...] = (
     *only_for(("grpo",), "grpo", GrpoConfig),
     *only_for(("ppo",), "ppo", PpoConfig),
-    *only_for(_TASKS, "rollout", RolloutConfig),
-    *only_for(_TASKS, "rewards", RewardsConfig),
+    *only_for((*_TASKS, "distill"), "rollout", RolloutConfig),
+    *only_for((*_TASKS, "distill"), "rewards", RewardsConfig),
+    *(
+        Rule(
+            (f"{section}.{name}", "distillation.data"),
+            is_changed(f"{section}.{name}", _distils_from_data),
+            "only prompts are answered by the model; set the second to it, or drop the first",
+        )
+        for section, kind in (("rollout", RolloutConfig), ("rewards", RewardsConfig))
+        for name in kind.model_fields
+    ),
     *(
         refused_for(task, setting, f"{reason} with {task}")
         for task in _TASKS
@@ -67,6 +98,18 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     *(
         refused_for(task, setting, f"{reason} with {task}", is_wrong)
         for task in _TASKS
+        for setting, (is_wrong, reason) in _REFUSED_VALUES.items()
+    ),
+    *(
+        Rule(
+            (setting, "distillation.data"),
+            is_changed(setting, _distils_from_prompts),
+            f"{reason} with prompts",
+        )
+        for setting, reason in (_REFUSED | _REFUSED_WITH_TEACHER).items()
+    ),
+    *(
+        Rule((setting, "distillation.data"), _with_prompts(is_wrong), f"{reason} with prompts")
         for setting, (is_wrong, reason) in _REFUSED_VALUES.items()
     ),
     Rule(

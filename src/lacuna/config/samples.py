@@ -23,11 +23,14 @@ _NOT_DECIDING: dict[str, Any] = {
 def deciding_settings(config: Config) -> dict[str, str]:
     """The settings that decide which samples a step trains on, as Python shows them, by name."""
     tables = config.model_dump(include=_DECIDING, exclude=_NOT_DECIDING)
-    return {
+    found = {
         f"{section}.{name}": repr(value)
         for section, table in tables.items()
         for name, value in table.items()
     }
+    if config.job.task == "distill" and config.trains_on == "prompts":
+        found["distillation.data"] = "prompts"
+    return found
 
 
 def needs_all_documents(config: Config) -> bool:

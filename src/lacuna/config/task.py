@@ -15,6 +15,8 @@ TASKS = {
     "reward": "preferences",
     "ppo": "prompts",
 }
+# Task -> the section of its settings, where that has another name.
+SECTIONS = {"distill": "distillation"}
 # What the loop asks of an objective.
 PARTS = (
     "trains_on",

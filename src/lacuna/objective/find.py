@@ -24,6 +24,11 @@ _TASKS = {
     "reward": "lacuna.objective.reward:Reward",
     "ppo": "lacuna.objective.ppo:Ppo",
 }
+# The same where the data are prompts, which the model is to answer.
+_TASKS_OF_PROMPTS = {
+    **_TASKS,
+    "distill": "lacuna.objective.on_policy_distillation:OnPolicyDistillation",
+}
 
 
 class Objective(Protocol):
@@ -86,7 +91,8 @@ class Objective(Protocol):
         """Goes on from what `state_dict` gave."""
 
 
-def find_objective(task: str) -> Objective:
-    """A new objective of this task."""
-    make: Callable[[], Objective] = import_attribute(_TASKS.get(task, task))
+def find_objective(task: str, trains_on: str = "") -> Objective:
+    """A new objective of this task, where its data are such as `trains_on` says."""
+    tasks = _TASKS_OF_PROMPTS if trains_on == "prompts" else _TASKS
+    make: Callable[[], Objective] = import_attribute(tasks.get(task, task))
     return make()

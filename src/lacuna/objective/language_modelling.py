@@ -39,11 +39,13 @@ class FrozenModel:
         config: the settings of a run that would train it.
         keeps_states: whether its hidden states are kept for a whole step, and its head is whole on
             every rank.
+        rows: how many rows it sees, at most, for each row of the data.
         is_trained: whether it is trained as well.
     """
 
     config: Config
     keeps_states: bool = False
+    rows: int = 1
     is_trained: bool = False
 
 

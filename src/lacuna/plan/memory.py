@@ -232,6 +232,7 @@ def frozen_memory(
         return weights
     text = model.config.get_text_config()
     whole_head = 0 if is_alone(config.training, layout) else text.vocab_size
-    tokens = batch.micro_batch * batch.accumulation * config.training.seq_len / layout.cp
+    rows = batch.micro_batch * batch.accumulation * frozen.rows
+    tokens = rows * config.training.seq_len / layout.cp
     states: float = (tokens + whole_head) * text.hidden_size
     return weights + states * compute_dtype(config.training, device).itemsize

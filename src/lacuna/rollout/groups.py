@@ -154,7 +154,7 @@ def _add_rewards(
 ) -> None:
     """Writes into the groups, in place, what their completions, the `answers`, are worth."""
     scores = score(functions, answers, settings)
-    rewards = total(scores, settings)
+    rewards = total(scores, settings) if scores else [math.nan] * len(answers)
     start = 0
     for group in groups:
         part = slice(start, start + len(group.texts))
@@ -171,7 +171,8 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     samples = [sample for group in groups for sample in group.samples]
     told = {f"reward_{name}": _mean([*_of(groups, name)]) for name in groups[0].scores}
     rewards = [reward for group in groups for reward in group.rewards]
-    deviations = [torch.tensor(group.rewards).std().item() for group in groups]
+    several = [group.rewards for group in groups if len(group.rewards) > 1]
+    deviations = [torch.tensor(rewards).std().item() for rewards in several]
     return {
         "reward": _mean(rewards),
         "reward_deviation": _mean(deviations),

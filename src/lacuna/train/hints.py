@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from lacuna.config import Config, UserError
 from lacuna.config.attentions import is_own
+from lacuna.config.task import SECTIONS
 from lacuna.data.files import RECORD
 from lacuna.data.sources import Documents, open_source
 from lacuna.parallel.processes import Process
@@ -77,7 +78,8 @@ def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> It
     if task != Config().job.task:
         yield from ("--job.task", task)
     yield from ("--data.dataset", "my.jsonl")
-    sections = [task] if task in Config.model_fields else []  # the task has settings of its own
+    own = SECTIONS.get(task, task)
+    sections = [own] if own in Config.model_fields else []  # the task has settings of its own
     if config.trains_on == "prompts":
         sections += ["rollout", "rewards"]
         yield from ("--training.steps", config.training.steps)

@@ -58,7 +58,7 @@ class Run:
         self.process = process
         self.start = Start()
         self.start.end_phase("libraries")
-        self.objective = find_objective(config.job.task)
+        self.objective = find_objective(config.job.task, config.trains_on)
         if config.training.deterministic:
             # Before the first matrix product.
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
