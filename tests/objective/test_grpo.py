@@ -15,7 +15,7 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig
 from lacuna.objective.on_policy import reference_kind
-from rewarded import KEYS, completions, flags, write_prompts
+from rewarded import KEYS, SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
     curve,
     ended,
@@ -104,11 +104,15 @@ LAYOUTS = {
     ),
     "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
     "unpacked": ("--packing.mode", "none"),
+    **SHARED_LAYOUTS,
 }
 
 
-def test_shards_train_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
-    check_layouts("gspo, divergence", ["shards"], world, prompts, tmp_path)
+@pytest.mark.parametrize("layout", ["shards", "cp 2, ring", "tp 2"])
+def test_some_layouts_train_as_one_process_does(
+    layout: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    check_layouts("gspo, divergence", [layout], world, prompts, tmp_path)
 
 
 @pytest.mark.slow
@@ -129,6 +133,15 @@ def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, fol
         found = curve(folder / name, *KEYS)
         for row, other in zip(found, wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
+        assert said(folder / name) == said(folder / "alone"), name
+
+
+def said(folder: Path) -> list[tuple[str, str, float]]:
+    """The prompts and completions of a run, and the advantages to four digits."""
+    return [
+        (row["prompt"], row["completion"], round(row["advantage"], 4))
+        for row in completions(folder)
+    ]
 
 
 def test_groups_that_vary_come_first_where_prompts_are_drawn_again(
@@ -157,8 +170,13 @@ def test_prompts_are_shown(world: Path, prompts: Path) -> None:
     [
         ({"rollout": {"samples": 1}}, "one completion has no other to be compared with"),
         ({"rollout": {"max_tokens": 64}}, "must fit into training.seq_len"),
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "every rank generates with a whole model"),
-        ({"parallelism": {"context_parallel_degree": 2}}, "every rank generates with a whole"),
+        (
+            {
+                "parallelism": {"tensor_parallel_degree": 2},
+                "activation_checkpoint": {"mode": "full", "mlp_chunks": 2},
+            },
+            "pieces are those of divided sequences",
+        ),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"parallelism": {"expert_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"training": {"enable_cpu_offload": True}}, "needs the weights on the device"),

@@ -17,7 +17,7 @@ from lacuna.objective.sample_batches import lay_out
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
 from policies import one_rank
-from rewarded import completions, flags, write_prompts
+from rewarded import SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
     checkpoint,
     curve,
@@ -106,6 +106,7 @@ LAYOUTS = {
         *("--packing.mode", "none"),
     ),
     "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
+    **SHARED_LAYOUTS,
 }
 
 
@@ -118,10 +119,17 @@ def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, fol
         train(world, folder / name, *own, *LAYOUTS[name])
         for row, other in zip(curve(folder / name, *KEYS), wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
+        said, other_said = (
+            [row["completion"] for row in completions(folder / one)] for one in (name, "alone")
+        )
+        assert said == other_said, name
 
 
-def test_shards_train_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
-    check_layouts("adaptive", ["shards"], world, prompts, tmp_path)
+@pytest.mark.parametrize("layout", ["shards", "cp 2, ring", "tp 2"])
+def test_some_layouts_train_as_one_process_does(
+    layout: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    check_layouts("adaptive", [layout], world, prompts, tmp_path)
 
 
 @pytest.mark.slow
@@ -257,8 +265,6 @@ def test_a_tokenizer_without_an_end_and_long_prompts_are_refused(
 @pytest.mark.parametrize(
     ("sections", "setting"),
     [
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "parallelism.tensor_parallel_degree"),
-        ({"parallelism": {"context_parallel_degree": 2}}, "parallelism.context_parallel_degree"),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "parallelism.pipeline_parallel_degree"),
         ({"parallelism": {"expert_parallel_degree": 2}}, "parallelism.expert_parallel_degree"),
         ({"training": {"enable_cpu_offload": True}}, "training.enable_cpu_offload"),

@@ -22,12 +22,10 @@ _REFUSED = {
     "curriculum.stages": "a stage cannot change rollouts; drop the first",
     **dict.fromkeys(
         (
-            "parallelism.tensor_parallel_degree",
-            "parallelism.context_parallel_degree",
             "parallelism.pipeline_parallel_degree",
             "parallelism.expert_parallel_degree",
         ),
-        "every rank generates with a whole model; use data parallelism alone",
+        "every rank generates with a whole model; use data, context or tensor parallelism",
     ),
 }
 # The same of settings that cannot have some values.
@@ -68,6 +66,19 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         refused_for(task, setting, f"{reason} with {task}", is_wrong)
         for task in _TASKS
         for setting, (is_wrong, reason) in _REFUSED_VALUES.items()
+    ),
+    *(
+        refused_for(
+            task,
+            "activation_checkpoint.mlp_chunks",
+            "beside parallelism.tensor_parallel_degree its pieces are those of divided sequences, "
+            f"and {task} generates with whole ones; drop one of the two",
+            lambda config: (
+                config.activation_checkpoint.mlp_chunks > 1
+                and config.parallelism.tensor_parallel_degree > 1
+            ),
+        )
+        for task in _TASKS
     ),
     Rule(
         ("job.task", "rewards.functions"),
