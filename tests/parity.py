@@ -15,6 +15,7 @@ import torch
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import SCHEDULES, ActivationCheckpointConfig
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig
 from lacuna.parallel.mesh import Layout
 from layouts import Case, pipelined
 from tasks import STEPS, Losses, Task, four_layers, steps_of, write_weights
@@ -144,6 +145,18 @@ def tasks_taught_by(teacher: Path) -> dict[str, Task]:
         "DPO, LoRA": Task("preference", preference=preference, changes=ADAPTERS),
         "distillation": Task("distill", distillation=distillation),
         "distillation, LoRA": Task("distill", distillation=distillation, changes=ADAPTERS),
+    }
+
+
+def tasks_by_rewards() -> dict[str, Task]:
+    """The tasks of the last table, whose bounds are wide enough that rounding crosses none."""
+    dapo = GrpoConfig(beta=0.1, importance="token")
+    gspo = GrpoConfig(loss="gspo", epsilon=0.5, epsilon_high=0.5)
+    return {
+        "GRPO": Task("grpo", grpo=dapo),
+        "GRPO, LoRA": Task("grpo", grpo=dapo, changes=ADAPTERS),
+        "GSPO": Task("grpo", grpo=gspo),
+        "PPO": Task("ppo", ppo=PpoConfig(updates=2, kl_target=0.01)),
     }
 
 

@@ -72,12 +72,13 @@ CASES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "updates, cp 2, ring", "updates, tp 2"])
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    own = flags(prompts, *CASES[case], "--checkpoint.interval", 2)
+    name, _, layout = (case, "", "") if case in CASES else case.partition(", ")
+    own = flags(prompts, *CASES[name], *SHARED_LAYOUTS.get(layout, ()), "--checkpoint.interval", 2)
     train(world, straight, *own, "--training.steps", 6)
     train(world, resumed, *own, "--training.steps", 4)
     # A run that was killed later had written completions that the run that goes on makes anew.
@@ -126,11 +127,12 @@ def test_every_layout_trains_as_one_process_does(
 def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
     """Runs a case in each layout, and compares what is logged with one process's."""
     own = flags(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
+    keys = (*KEYS, *(["divergence"] if "--grpo.beta" in own else []))
     train(world, folder / "alone", *own)
-    wanted = curve(folder / "alone", *KEYS)
+    wanted = curve(folder / "alone", *keys)
     for name in layouts:
         train(world, folder / name, *own, *LAYOUTS[name])
-        found = curve(folder / name, *KEYS)
+        found = curve(folder / name, *keys)
         for row, other in zip(found, wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
         assert said(folder / name) == said(folder / "alone"), name
@@ -318,14 +320,24 @@ def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_completions_on_another_number_of_ranks(
-    world: Path, prompts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("alone", "shards"),
+        ("alone", "tp 2"),
+        ("cp 2, ring", "alone"),
+        ("cp 2, ring", "tp 2"),
+        ("cp 2 × tp 2", "shards"),
+    ],
+)
+def test_a_run_goes_on_with_its_completions_in_another_layout(
+    first: str, then: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     own = flags(prompts, *CASES["updates"], "--optimizer.lr", 1e-3)
     train(world, tmp_path / "straight", *own, "--training.steps", 7)
-    train(world, tmp_path / "moved", *own, "--training.steps", 4)
-    two = ("--cpus", 2, "--training.batch_size", 2)
-    train(world, tmp_path / "moved", *own, *two, "--training.steps", 7)
+    for layout, end in ((first, 4), (then, 7)):
+        train(world, tmp_path / "moved", *own, *LAYOUTS.get(layout, ()), "--training.steps", end)
+    assert said(tmp_path / "straight") == said(tmp_path / "moved")
     pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
     for row, other in pairs:
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)

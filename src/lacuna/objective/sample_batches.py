@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from transformers import PreTrainedModel
 
 from lacuna.config.documents import DataConfig
@@ -141,15 +142,13 @@ def whole_rows(found: Tensor, inputs: Inputs) -> Tensor:
     Ranks that share the rows tell each other; not differentiable.
     """
     rows = found.view(inputs.columns["labels"].shape)
-    shared = () if inputs.split is None else inputs.split.mesh_dim_names or ()
+    split = inputs.split
+    shared = () if split is None else split.mesh_dim_names or ()
     # A context-parallel rank's share is what its tensor-parallel ranks share.
-    if inputs.split is not None and "tp" in shared:
-        group = inputs.split.get_group("tp")
-        slices = rows.new_empty(group.size() * len(rows), rows.shape[1])
-        dist.all_gather_into_tensor(slices, rows.contiguous(), group)
-        rows = torch.cat(slices.chunk(group.size()), dim=1)
-    if inputs.split is not None and "cp" in shared:
-        rows = gather_sequence(rows, 1, inputs.split.get_group("cp"))
+    if split is not None and "tp" in shared:
+        rows = all_gather_tensor(rows.contiguous(), 1, split.get_group("tp"))
+    if split is not None and "cp" in shared:
+        rows = gather_sequence(rows, 1, split.get_group("cp"))
     return rows
 
 
