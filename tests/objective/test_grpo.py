@@ -282,6 +282,18 @@ def test_a_reward_that_fails_stops_the_run_on_all_ranks(
     assert {row["reward"] for row in completions(tmp_path / "run")} == {0.0, None}
 
 
+def test_ranks_without_a_prompt_ask_no_reward(world: Path, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "asked.py").write_text(
+        "def score(rows, completions):\n"
+        "    assert rows, 'nothing'\n"
+        "    return [float(len(one)) for one in completions]\n"
+    )
+    own = flags(prompts, "--rewards.functions", "asked:score", "--training.batch_size", 1)
+    own += [*SHARED_LAYOUTS["cp 2, ring"], "--training.steps", 2]
+    train(world, tmp_path / "run", *own, cwd=tmp_path)
+    assert [row["step"] for row in completions(tmp_path / "run")] == [1] * 4 + [2] * 4
+
+
 def test_a_tokenizer_without_an_end_is_refused(world: Path, prompts: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     tokenizer.eos_token = None
