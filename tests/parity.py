@@ -8,6 +8,7 @@ gradient norm over them, or why lacuna refuses the combination when it reads the
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ import torch
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import SCHEDULES, ActivationCheckpointConfig
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig
 from lacuna.parallel.mesh import Layout
 from layouts import Case, pipelined
 from tasks import STEPS, Losses, Task, four_layers, steps_of, write_weights
@@ -131,6 +133,13 @@ EXPERTS_READ = (
     "are chosen for a token."
 )
 
+COMPLETIONS_READ = (
+    "Two steps each are made on the same completions, which are given: tests of whole runs compare "
+    "what is generated. GRPO, with the losses of DAPO and of GSPO, and PPO ask a frozen copy, and "
+    "with LoRA the model without its adapters; GSPO asks none. A loss of PPO is that of the policy "
+    "and that of the critic together, and its norm that of the policy."
+)
+
 Columns = dict[str, dict[str, str]]
 """The cells of a table by column and layout."""
 
@@ -144,6 +153,18 @@ def tasks_taught_by(teacher: Path) -> dict[str, Task]:
         "DPO, LoRA": Task("preference", preference=preference, changes=ADAPTERS),
         "distillation": Task("distill", distillation=distillation),
         "distillation, LoRA": Task("distill", distillation=distillation, changes=ADAPTERS),
+    }
+
+
+def tasks_by_rewards() -> dict[str, Task]:
+    """The tasks of the last table, whose bounds are wide enough that rounding crosses none."""
+    dapo = GrpoConfig(beta=0.1, importance="token")
+    gspo = GrpoConfig(loss="gspo", epsilon=0.5, epsilon_high=0.5)
+    return {
+        "GRPO": Task("grpo", grpo=dapo),
+        "GRPO, LoRA": Task("grpo", grpo=dapo, changes=ADAPTERS),
+        "GSPO": Task("grpo", grpo=gspo),
+        "PPO": Task("ppo", ppo=PpoConfig(updates=2, kl_target=0.01)),
     }
 
 
@@ -187,13 +208,13 @@ def columns_of_experts() -> Columns:
     return columns
 
 
-def columns_of_tasks() -> Columns:
-    """The layouts of the second table train every task."""
+def columns_of_tasks(tasks_of: Callable[[Path], dict[str, Task]]) -> Columns:
+    """The layouts of the second table train every task; `tasks_of` makes them for a teacher."""
     columns = {}
     for architecture in TASK_ARCHITECTURES:
         with tempfile.TemporaryDirectory() as folder:
             model, teacher = write_models(architecture, Path(folder))
-            for name, task in tasks_taught_by(teacher).items():
+            for name, task in tasks_of(teacher).items():
                 columns[f"{name}, {architecture}"] = column(model, task, TASK_CASES)
                 print(f"{name}, {architecture}: done", file=sys.stderr, flush=True)
     return columns
@@ -227,7 +248,8 @@ def print_table(columns: Columns, refusals: list[str]) -> None:
 def main() -> None:
     of_architectures = columns_of_architectures()
     of_experts = columns_of_experts()
-    of_tasks = columns_of_tasks()
+    of_tasks = columns_of_tasks(tasks_taught_by)
+    by_rewards = columns_of_tasks(lambda _: tasks_by_rewards())
     refusals: list[str] = []
     print("# Every layout is one device\n")
     print(
@@ -251,6 +273,8 @@ def main() -> None:
         "whole answers, which are far larger than it is: of their rounding it shows more."
     )
     print_table(of_tasks, refusals)
+    print(f"\n## Completions\n\n{COMPLETIONS_READ}")
+    print_table(by_rewards, refusals)
     print("\nRefused when the configuration is read:\n")
     for number, refusal in enumerate(refusals, 1):
         print(f"{number}. {refusal}")

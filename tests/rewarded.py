@@ -8,6 +8,28 @@ CHAT = "{% for message in messages %}{{ message.content + eos_token }}{% endfor 
 KEYS = ("loss", "grad_norm", "reward", "entropy", "clipped", "mismatch_mean", "tokens")
 """What two runs that are the same have in common in their log."""
 
+_CONTEXT = ("--parallelism.context_parallel_degree", 2)
+_GATHERED = (*_CONTEXT, "--parallelism.context_parallel_rotate_method", "allgather")
+_TENSOR = ("--parallelism.tensor_parallel_degree", 2)
+_REPLICAS = (
+    *("--parallelism.data_parallel_replicate_degree", 2),
+    *("--parallelism.data_parallel_shard_degree", 1),
+)
+SHARED_LAYOUTS: dict[str, tuple[object, ...]] = {
+    "cp 2, ring": ("--cpus", 2, *_CONTEXT),
+    "cp 2, all-gather": ("--cpus", 2, *_GATHERED, "--packing.mode", "none"),
+    "tp 2": ("--cpus", 2, *_TENSOR),
+    "tp 2, loss of whole sequences": (
+        *("--cpus", 2, *_TENSOR, "--parallelism.disable_loss_parallel", "true"),
+    ),
+    "cp 2 × tp 2": ("--cpus", 4, *_CONTEXT, *_TENSOR),
+    "dp_shard 2 × cp 2": ("--cpus", 4, *_CONTEXT, "--training.batch_size", 2),
+    "dp_shard 2 × tp 2": ("--cpus", 4, *_TENSOR, "--training.batch_size", 2),
+    "dp_replicate 2 × tp 2": ("--cpus", 4, *_TENSOR, *_REPLICAS, "--training.batch_size", 2),
+    "dp_replicate 2 × cp 2": ("--cpus", 4, *_CONTEXT, *_REPLICAS, "--training.batch_size", 2),
+}
+"""Flags of layouts whose ranks share sequences."""
+
 
 def write_prompts(folder: Path) -> Path:
     """Texts and conversations of uneven lengths, and what their answers should have."""

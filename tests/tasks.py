@@ -10,15 +10,20 @@ import torch.distributed as dist
 from transformers import PretrainedConfig
 
 from lacuna.config import Config, UserError
+from lacuna.config.contradictions import contradictions_of
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.sections import JobConfig
 from lacuna.data import Batch
 from lacuna.model.build import build_model
 from lacuna.objective.find import find_objective
+from lacuna.objective.on_policy import OnPolicy
 from lacuna.objective.top_k import likeliest
+from lacuna.rollout.groups import Sample
 from lacuna.train.optimizer import build_optimizer, update
+from lacuna.train.second import Learner
 from lacuna.train.step import accumulate_gradients, total_counts
-from layouts import FOUR_LAYERS, LENGTH, Case, configuration, own_batches
+from layouts import FOUR_LAYERS, LENGTH, SEQUENCES, Case, configuration, own_batches
 from tiny import CPU, VOCABULARY, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
 
 STEPS = 5
@@ -33,6 +38,8 @@ class Task:
     name: str = "pretrain"
     preference: PreferenceConfig = PreferenceConfig()
     distillation: DistillationConfig = DistillationConfig()
+    grpo: GrpoConfig = GrpoConfig()
+    ppo: PpoConfig = PpoConfig()
     changes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,10 +87,33 @@ def as_said(batch: Batch, top_k: int = 4) -> Batch:
     return replace(batch, columns=batch.columns | said)
 
 
+def samples_of(number: int) -> list[Sample]:
+    """Completions, two for each sequence of the other tasks, which no model has made.
+
+    They are worth anything at all, and some did not end.
+    """
+    generator = torch.Generator().manual_seed(100 + number)
+
+    def drawn(count: int) -> list[int]:
+        return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+    samples = []
+    for place in range(2 * SEQUENCES):
+        tokens = drawn(2 + place % 5)
+        worth, *sampled = torch.randn(1 + len(tokens), generator=generator).tolist()
+        sample = Sample(drawn(1 + place % 4), tokens, sampled, ended=place % 3 > 0)
+        sample.advantage = sample.reward = worth
+        samples.append(sample)
+    return samples
+
+
 def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
     """Trains this rank's share of the steps, or says why that is refused."""
     config = configuration(model, replace(case, **task.changes))
     config = settings_of(config, task)
+    rows = SEQUENCES // case.layout.data_parallel // case.accumulation
+    training = config.training.model_copy(update={"batch_size": rows})
+    config = config.model_copy(update={"training": training})
     mesh = mesh_of(case.layout)
     objective = find_objective(task.name)
     is_kto = task.preference.loss == "kto"
@@ -96,24 +126,47 @@ def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
             return found
         return [as_answers(batch, is_kto) for batch in found]
 
+    def laid_out(step: int) -> list[Batch]:
+        """This rank's part of the completions that two steps are made on."""
+        every = samples_of(step // 2)
+        own = every[mesh.data_rank :: case.layout.data_parallel]
+        if step % 2 == 0:
+            objective.note_findings(built, own)
+            found[:] = own
+        return objective.laid_out(found).batches
+
+    found: list[Sample] = []
+    is_own = isinstance(objective, OnPolicy)
+    refusals = "; ".join(contradictions_of(config)) if is_own else ""
+    if refusals:
+        return refusals
     try:
         objective.check(config, tokenizer_of_words())
         built = build_model(config, tokenizer_of_words(), mesh, CPU)
-        objective.prepare(built, lambda: chain.from_iterable(map(batches_of, range(STEPS))))
+        steps = chain.from_iterable(map(batches_of, range(STEPS)))
+        second = objective.prepare(built, lambda: steps)
     except UserError as error:
         return str(error)
+    learner = None
+    if second is not None:
+        learner = Learner(second, build_optimizer(second.built.model, config.optimizer))
+    names = (*objective.loss.names, *(learner.names if learner else ()))
     optimizer = build_optimizer(built.model, config.optimizer)
     results = []
     for step in range(STEPS):
-        batches = objective.annotate(built, batches_of(step), objective.loss)
+        batches = laid_out(step) if is_own else batches_of(step)
+        batches = objective.annotate(built, batches, objective.loss)
         counts = total_counts(built, batches)
         divisor = counts[objective.denominator]
         sums = accumulate_gradients(built, batches, objective.loss, divisor)
+        norm, skip = update(built, optimizer, divisor)
+        if learner:
+            sums, norm, _ = learner.train(batches, divisor, 0.01, (sums, norm, skip))
         dist.all_reduce(sums)
-        named = dict(zip(objective.loss.names, sums.tolist(), strict=True))
-        norm, _ = update(built, optimizer, divisor)
+        named = dict(zip(names, sums.tolist(), strict=True))
         row = objective.report(named, {name: one.item() for name, one in counts.items()})
-        results.append((row["loss"], norm.item()))
+        # The loss of PPO's policy is 0 in the first step on completions, but for rounding.
+        results.append((row["loss"] + row.get("critic_loss", 0.0), norm.item()))
     return results
 
 
@@ -122,6 +175,9 @@ def settings_of(config: Config, task: Task) -> Config:
     optimizer = config.optimizer.model_copy(update={"lr": 0.01})
     changes = {"job": JobConfig(task=task.name), "optimizer": optimizer}
     changes |= {"preference": task.preference, "distillation": task.distillation}
+    if task.name in ("grpo", "ppo"):
+        changes |= {"grpo": task.grpo, "ppo": task.ppo, "rollout": RolloutConfig(max_tokens=8)}
+        changes["rewards"] = RewardsConfig(functions=("length",))
     return config.model_copy(update=changes)
 
 

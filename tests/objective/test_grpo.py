@@ -15,7 +15,7 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig
 from lacuna.objective.on_policy import reference_kind
-from rewarded import KEYS, completions, flags, write_prompts
+from rewarded import KEYS, SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
     curve,
     ended,
@@ -72,12 +72,13 @@ CASES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "updates, cp 2, ring", "updates, tp 2"])
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    own = flags(prompts, *CASES[case], "--checkpoint.interval", 2)
+    name, _, layout = (case, "", "") if case in CASES else case.partition(", ")
+    own = flags(prompts, *CASES[name], *SHARED_LAYOUTS.get(layout, ()), "--checkpoint.interval", 2)
     train(world, straight, *own, "--training.steps", 6)
     train(world, resumed, *own, "--training.steps", 4)
     # A run that was killed later had written completions that the run that goes on makes anew.
@@ -104,11 +105,15 @@ LAYOUTS = {
     ),
     "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
     "unpacked": ("--packing.mode", "none"),
+    **SHARED_LAYOUTS,
 }
 
 
-def test_shards_train_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
-    check_layouts("gspo, divergence", ["shards"], world, prompts, tmp_path)
+@pytest.mark.parametrize("layout", ["shards", "cp 2, ring", "tp 2"])
+def test_some_layouts_train_as_one_process_does(
+    layout: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    check_layouts("gspo, divergence", [layout], world, prompts, tmp_path)
 
 
 @pytest.mark.slow
@@ -122,13 +127,23 @@ def test_every_layout_trains_as_one_process_does(
 def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
     """Runs a case in each layout, and compares what is logged with one process's."""
     own = flags(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
+    keys = (*KEYS, *(["divergence"] if "--grpo.beta" in own else []))
     train(world, folder / "alone", *own)
-    wanted = curve(folder / "alone", *KEYS)
+    wanted = curve(folder / "alone", *keys)
     for name in layouts:
         train(world, folder / name, *own, *LAYOUTS[name])
-        found = curve(folder / name, *KEYS)
+        found = curve(folder / name, *keys)
         for row, other in zip(found, wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
+        assert said(folder / name) == said(folder / "alone"), name
+
+
+def said(folder: Path) -> list[tuple[str, str, float]]:
+    """The prompts and completions of a run, and the advantages to four digits."""
+    return [
+        (row["prompt"], row["completion"], round(row["advantage"], 4))
+        for row in completions(folder)
+    ]
 
 
 def test_groups_that_vary_come_first_where_prompts_are_drawn_again(
@@ -157,8 +172,13 @@ def test_prompts_are_shown(world: Path, prompts: Path) -> None:
     [
         ({"rollout": {"samples": 1}}, "one completion has no other to be compared with"),
         ({"rollout": {"max_tokens": 64}}, "must fit into training.seq_len"),
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "every rank generates with a whole model"),
-        ({"parallelism": {"context_parallel_degree": 2}}, "every rank generates with a whole"),
+        (
+            {
+                "parallelism": {"tensor_parallel_degree": 2},
+                "activation_checkpoint": {"mode": "full", "mlp_chunks": 2},
+            },
+            "pieces are those of divided sequences",
+        ),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"parallelism": {"expert_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"training": {"enable_cpu_offload": True}}, "needs the weights on the device"),
@@ -262,6 +282,18 @@ def test_a_reward_that_fails_stops_the_run_on_all_ranks(
     assert {row["reward"] for row in completions(tmp_path / "run")} == {0.0, None}
 
 
+def test_ranks_without_a_prompt_ask_no_reward(world: Path, prompts: Path, tmp_path: Path) -> None:
+    (tmp_path / "asked.py").write_text(
+        "def score(rows, completions):\n"
+        "    assert rows, 'nothing'\n"
+        "    return [float(len(one)) for one in completions]\n"
+    )
+    own = flags(prompts, "--rewards.functions", "asked:score", "--training.batch_size", 1)
+    own += [*SHARED_LAYOUTS["cp 2, ring"], "--training.steps", 2]
+    train(world, tmp_path / "run", *own, cwd=tmp_path)
+    assert [row["step"] for row in completions(tmp_path / "run")] == [1] * 4 + [2] * 4
+
+
 def test_a_tokenizer_without_an_end_is_refused(world: Path, prompts: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     tokenizer.eos_token = None
@@ -300,14 +332,24 @@ def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_p
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_completions_on_another_number_of_ranks(
-    world: Path, prompts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("first", "then"),
+    [
+        ("alone", "shards"),
+        ("alone", "tp 2"),
+        ("cp 2, ring", "alone"),
+        ("cp 2, ring", "tp 2"),
+        ("cp 2 × tp 2", "shards"),
+    ],
+)
+def test_a_run_goes_on_with_its_completions_in_another_layout(
+    first: str, then: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     own = flags(prompts, *CASES["updates"], "--optimizer.lr", 1e-3)
     train(world, tmp_path / "straight", *own, "--training.steps", 7)
-    train(world, tmp_path / "moved", *own, "--training.steps", 4)
-    two = ("--cpus", 2, "--training.batch_size", 2)
-    train(world, tmp_path / "moved", *own, *two, "--training.steps", 7)
+    for layout, end in ((first, 4), (then, 7)):
+        train(world, tmp_path / "moved", *own, *LAYOUTS.get(layout, ()), "--training.steps", end)
+    assert said(tmp_path / "straight") == said(tmp_path / "moved")
     pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
     for row, other in pairs:
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)

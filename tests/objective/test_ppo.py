@@ -17,7 +17,7 @@ from lacuna.objective.sample_batches import lay_out
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
 from policies import one_rank
-from rewarded import completions, flags, write_prompts
+from rewarded import SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
     checkpoint,
     curve,
@@ -74,12 +74,13 @@ CASES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [*CASES, "adaptive, cp 2, ring", "adaptive, tp 2"])
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    own = ppo(prompts, *CASES[case], "--checkpoint.interval", 2)
+    name, _, layout = case.partition(", ")
+    own = ppo(prompts, *CASES[name], *SHARED_LAYOUTS.get(layout, ()), "--checkpoint.interval", 2)
     keys = KEYS if case == "plain" else (*KEYS, "divergence", "beta")
     train(world, straight, *own, "--training.steps", 7)
     train(world, resumed, *own, "--training.steps", 4)
@@ -106,22 +107,31 @@ LAYOUTS = {
         *("--packing.mode", "none"),
     ),
     "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
+    **SHARED_LAYOUTS,
 }
 
 
 def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
     """Runs a case in each layout, and compares what is logged with one process's."""
     own = ppo(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
+    keys = KEYS if case == "plain" else (*KEYS, "divergence", "beta")
     train(world, folder / "alone", *own)
-    wanted = curve(folder / "alone", *KEYS)
+    wanted = curve(folder / "alone", *keys)
     for name in layouts:
         train(world, folder / name, *own, *LAYOUTS[name])
-        for row, other in zip(curve(folder / name, *KEYS), wanted, strict=True):
+        for row, other in zip(curve(folder / name, *keys), wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
+        said, other_said = (
+            [row["completion"] for row in completions(folder / one)] for one in (name, "alone")
+        )
+        assert said == other_said, name
 
 
-def test_shards_train_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
-    check_layouts("adaptive", ["shards"], world, prompts, tmp_path)
+@pytest.mark.parametrize("layout", ["shards", "cp 2, ring", "tp 2"])
+def test_some_layouts_train_as_one_process_does(
+    layout: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    check_layouts("adaptive", [layout], world, prompts, tmp_path)
 
 
 @pytest.mark.slow
@@ -133,13 +143,16 @@ def test_every_layout_trains_as_one_process_does(
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_its_critic_on_another_number_of_ranks(
-    world: Path, prompts: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    ("first", "then"), [("alone", "shards"), ("cp 2, ring", "tp 2"), ("tp 2", "alone")]
+)
+def test_a_run_goes_on_with_its_critic_in_another_layout(
+    first: str, then: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
     train(world, tmp_path / "straight", *own, "--training.steps", 7)
-    train(world, tmp_path / "moved", *own, "--training.steps", 4)
-    train(world, tmp_path / "moved", *own, *LAYOUTS["shards"], "--training.steps", 7)
+    for layout, end in ((first, 4), (then, 7)):
+        train(world, tmp_path / "moved", *own, *LAYOUTS.get(layout, ()), "--training.steps", end)
     pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
     for row, other in pairs:
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
@@ -257,8 +270,6 @@ def test_a_tokenizer_without_an_end_and_long_prompts_are_refused(
 @pytest.mark.parametrize(
     ("sections", "setting"),
     [
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "parallelism.tensor_parallel_degree"),
-        ({"parallelism": {"context_parallel_degree": 2}}, "parallelism.context_parallel_degree"),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "parallelism.pipeline_parallel_degree"),
         ({"parallelism": {"expert_parallel_degree": 2}}, "parallelism.expert_parallel_degree"),
         ({"training": {"enable_cpu_offload": True}}, "training.enable_cpu_offload"),

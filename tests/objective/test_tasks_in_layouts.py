@@ -1,4 +1,4 @@
-"""Preference and distillation train in every layout as in one process: steps beside its own.
+"""Tasks other than pretraining train in every layout as in one process: steps beside its own.
 
 The layouts and tasks are those of the table of parity, and the losses that it leaves out.
 """
@@ -11,7 +11,15 @@ import pytest
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.data.teacher import DESCRIPTION, FORMAT
 from layouts import Case
-from parity import ADAPTERS, EXACT, TASK_ARCHITECTURES, TASK_CASES, tasks_taught_by, write_models
+from parity import (
+    ADAPTERS,
+    EXACT,
+    TASK_ARCHITECTURES,
+    TASK_CASES,
+    tasks_by_rewards,
+    tasks_taught_by,
+    write_models,
+)
 from tasks import STEPS, Task, steps_of
 
 BRIEFLY = (
@@ -66,6 +74,24 @@ def test_tasks_train_the_same_in_some_layouts(name: str, models: tuple[Path, Pat
 def test_tasks_train_the_same_in_every_layout(name: str, models: tuple[Path, Path]) -> None:
     model, teacher = models
     check(model, tasks_taught_by(teacher)[name], TASK_CASES)
+
+
+@pytest.mark.parametrize("models", ["llama"], indirect=True)
+@pytest.mark.parametrize("name", ["GSPO", "PPO"])
+def test_completions_are_learnt_the_same_in_some_layouts(
+    name: str, models: tuple[Path, Path]
+) -> None:
+    cases = {layout: TASK_CASES[layout] for layout in ("accumulation 4", "tp 2", "cp 2, ring")}
+    check(models[0], tasks_by_rewards()[name], cases)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", tasks_by_rewards())
+def test_completions_are_learnt_the_same_in_every_layout(
+    name: str, models: tuple[Path, Path]
+) -> None:
+    cases = {layout: case for layout, case in TASK_CASES.items() if case.layout.pp == 1}
+    check(models[0], tasks_by_rewards()[name], cases)
 
 
 OTHER_PREFERENCES = {

@@ -16,7 +16,7 @@ from lacuna.parallel.mesh import Layout
 from lacuna.rollout.drawing import Completion, Drawing, draw
 from lacuna.rollout.groups import Sample
 from lacuna.rollout.paged_probe import reason_against_pages
-from lacuna.rollout.sampling import check_engine, generate
+from lacuna.rollout.sampling import check_engine, generate, part_of_rank
 from policies import one_rank, policy_of
 from tasks import write_weights
 from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
@@ -157,8 +157,23 @@ LAYOUTS = {
 }
 
 
+def generated_together(
+    policy: BuiltModel, prompts: list[list[int]], engine: str
+) -> list[list[Completion]]:
+    """The completions of prompts, of which ranks that share sequences make a part each."""
+    part = part_of_rank(policy.mesh, len(prompts))
+    sampling = SAMPLING.model_copy(update={"engine": engine})
+    own = generate(policy, prompts[part], KEYS[part], sampling, ENDS, seed=1)
+    if policy.mesh.layout.sharing == 1:
+        return own
+    of_ranks: list[list[list[Completion]]] = [[]] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own)
+    assert all(of_ranks), "each has some"
+    return [group for one in of_ranks for group in one]
+
+
 def of_changing_weights(
-    model: Path, layout: Layout, sections: dict[str, object]
+    model: Path, layout: Layout, sections: dict[str, object], engine: str = "auto"
 ) -> list[tuple[list[list[list[int]]], float]]:
     """What is said before and after the weights change, and how far training is from it."""
     parallelism = {
@@ -171,9 +186,9 @@ def of_changing_weights(
     assert reason_against_pages(policy.model, CPU) is None
     results = []
     # Ranks may generate different numbers of completions.
-    prompts = PROMPTS[: 4 - dist.get_rank()]
-    for _ in range(2):
-        said = generate(policy, prompts, KEYS, SAMPLING, ENDS, seed=1)
+    prompts = PROMPTS[: 4 - policy.mesh.data_rank]
+    for number in range(2):
+        said = generated_together(policy, prompts, "auto" if number else engine)
         results.append((tokens_of(said), differences(policy, said, prompts)))
         with torch.no_grad():
             for number, parameter in enumerate(policy.model.parameters()):
@@ -197,3 +212,41 @@ def test_completions_follow_the_weights(sections: str, ranks: int, tmp_path: Pat
             assert max(difference for _, difference in found) < 1e-4
             for (said, _), (wanted, _) in zip(found, alone, strict=True):
                 assert said == wanted[: 4 - rank]
+
+
+SHARED = {
+    "cp": Layout(cp=2, ring=True),
+    "tp": Layout(tp=2),
+    "cp × tp": Layout(cp=2, tp=2),
+}
+
+
+@pytest.mark.parametrize("layout", ["cp", "tp", pytest.param("cp × tp", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("engine", ["auto", "padded"])
+@pytest.mark.parametrize("sections", ["plain", "adapters"])
+def test_ranks_that_share_sequences_complete_a_part_of_the_prompts_each(
+    sections: str, engine: str, layout: str, tmp_path: Path
+) -> None:
+    model = write_weights(tmp_path, tiny_config("llama"), seed=1)
+    check_shared(model, layout, sections, engine)
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    ["gpt2", "olmo2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3", "gemma3"))],
+)
+def test_divided_layers_of_other_architectures_generate_whole(
+    architecture: str, tmp_path: Path
+) -> None:
+    check_shared(write_weights(tmp_path, tiny_config(architecture), seed=1), "tp")
+
+
+def check_shared(model: Path, layout: str, sections: str = "plain", engine: str = "auto") -> None:
+    """Fails where ranks of a layout say or find something else than one process does."""
+    own = SHARED[layout]
+    ranks = own.data_parallel * own.sharing
+    [alone] = run_ranks(1, of_changing_weights, model, Layout(), SECTIONS[sections])
+    together = run_ranks(ranks, of_changing_weights, model, own, SECTIONS[sections], engine)
+    for found in together:
+        assert max(difference for _, difference in found) < 1e-4
+        assert [said for said, _ in found] == [said for said, _ in alone]

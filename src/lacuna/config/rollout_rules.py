@@ -23,12 +23,10 @@ _REFUSED = {
     "curriculum.stages": "a stage cannot change rollouts; drop the first",
     **dict.fromkeys(
         (
-            "parallelism.tensor_parallel_degree",
-            "parallelism.context_parallel_degree",
             "parallelism.pipeline_parallel_degree",
             "parallelism.expert_parallel_degree",
         ),
-        "every rank generates with a whole model; use data parallelism alone",
+        "every rank generates with a whole model; use data, context or tensor parallelism",
     ),
 }
 # The same of settings that cannot have some values.
@@ -48,6 +46,14 @@ _REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
     "training.context_len": (
         lambda config: config.training.context_len < config.training.seq_len,
         "completions are not cut; set the first to training.seq_len",
+    ),
+    "activation_checkpoint.mlp_chunks": (
+        lambda config: (
+            config.activation_checkpoint.mlp_chunks > 1
+            and config.parallelism.tensor_parallel_degree > 1
+        ),
+        "beside parallelism.tensor_parallel_degree its pieces are those of divided sequences, and "
+        "completions are generated with whole ones; drop one of the two",
     ),
     "rollout.max_tokens": (
         lambda config: config.rollout.max_tokens >= config.training.seq_len,

@@ -17,7 +17,12 @@ from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import Loss
 from lacuna.model.scores import scores_of
-from lacuna.objective.sample_batches import LaidOut, of_samples, read_batches
+from lacuna.objective.sample_batches import (
+    LaidOut,
+    of_samples,
+    read_batches,
+    whole_rows,
+)
 from lacuna.parallel.mesh import Mesh
 from lacuna.rollout.groups import Sample
 
@@ -96,6 +101,6 @@ def values_of_samples(
 
 
 def _read_values(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
-    """The score at every token, float32 [tokens]."""
+    """The score at every token of whole rows, float32 [B, T]."""
     states = head_input(model, head, inputs).flatten(0, 1)
-    return run_forward(model.get_output_embeddings(), scores_of, states)
+    return whole_rows(run_forward(model.get_output_embeddings(), scores_of, states), inputs)

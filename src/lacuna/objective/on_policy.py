@@ -96,6 +96,7 @@ class OnPolicy(LanguageModelling):
         targets: what the loss takes of each.
         reference: a frozen copy, where the model is compared with one.
         kind: where the reference comes from: base, copy, or None without one.
+        sharing: how many ranks, one after the other, have the same completions.
         told: what the log has of the newest completions.
     """
 
@@ -108,6 +109,7 @@ class OnPolicy(LanguageModelling):
     reference: BuiltModel | None = None
     kind: str | None = None
     exchange: dist.ProcessGroup | None = None
+    sharing = 1
 
     def begin(
         self,
@@ -144,6 +146,7 @@ class OnPolicy(LanguageModelling):
                 f"made chunk by chunk for job.task = {self.config.job.task}: choose another model."
             )
         check_engine(policy, self.config.rollout)
+        self.sharing = policy.mesh.layout.sharing
         self.exchange = dist.new_group(backend="gloo")
         load_models([*self.functions.values()], policy.device)
         if self.kind == "copy":
@@ -226,7 +229,8 @@ class OnPolicy(LanguageModelling):
         if self.updates_left:
             of_ranks: list[list[list[Sample]]] = [[]] * dist.get_world_size()
             dist.all_gather_object(of_ranks, self.own)
-            kept = [[asdict(one) for one in group] for part in of_ranks for group in part]
+            different = of_ranks[:: self.sharing]  # ranks that share sequences have the same
+            kept = [[asdict(one) for one in group] for part in different for group in part]
         numbers = {"steps": self.steps, "updates_left": self.updates_left, "told": self.told}
         return numbers | {"groups": kept}
 

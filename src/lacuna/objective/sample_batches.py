@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_gather_tensor
 from transformers import PreTrainedModel
 
 from lacuna.config.documents import DataConfig
@@ -22,6 +23,7 @@ from lacuna.model.forward import Reading, head_input, run_forward
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import chunk_size, logprobs_of
+from lacuna.parallel.context import gather_sequence
 from lacuna.parallel.fsdp import inference
 from lacuna.rollout.groups import Sample
 
@@ -109,7 +111,7 @@ def _span(sample: Sample, targets: Targets) -> Span:
 class TokenLogprobs:
     """A reading of a forward pass: the log-probability of each label at a temperature.
 
-    It is float32 [1, tokens], 0 where nothing is trained.
+    It is float32 [B, T], 0 where nothing is trained, and the same on all ranks that share the rows.
     """
 
     temperature: float
@@ -120,7 +122,7 @@ class TokenLogprobs:
         labels = inputs.columns["labels"].flatten()
         linear = model.get_output_embeddings()
         found = run_forward(linear, _logprobs_by_chunk, head, states, labels, self.temperature)
-        return found[None]
+        return whole_rows(found, inputs)
 
 
 def _logprobs_by_chunk(
@@ -134,8 +136,27 @@ def _logprobs_by_chunk(
     return torch.cat(parts)
 
 
+def whole_rows(found: Tensor, inputs: Inputs) -> Tensor:
+    """What is `found` of each token of a rank's share [tokens], for whole rows [B, T].
+
+    Ranks that share the rows tell each other; not differentiable.
+    """
+    rows = found.view(inputs.columns["labels"].shape)
+    split = inputs.split
+    shared = () if split is None else split.mesh_dim_names or ()
+    # A context-parallel rank's share is what its tensor-parallel ranks share.
+    if split is not None and "tp" in shared:
+        rows = all_gather_tensor(rows.contiguous(), 1, split.get_group("tp"))
+    if split is not None and "cp" in shared:
+        rows = gather_sequence(rows, 1, split.get_group("cp"))
+    return rows
+
+
 def read_batches(asked: BuiltModel, batches: Sequence[Batch], reading: Reading) -> list[Tensor]:
-    """What a `reading` finds of each batch, [tokens], on the device of the model."""
+    """What a `reading` finds of each batch, [tokens], on the device of the model.
+
+    The `reading` makes it of whole rows.
+    """
     found = []
     with inference(*(stage.module for stage in asked.stages)):
         for batch in batches:
@@ -170,12 +191,13 @@ def with_log_ratios(policy: BuiltModel, batch: Batch, temperature: float) -> Bat
     It is of the log-probabilities that the model finds now, less the old ones.
     """
     [found] = read_batches(policy, [batch], TokenLogprobs(temperature))
-    trained = (batch.columns["labels"].flatten() != IGNORED).to(found.device).float()
+    labels = batch.columns["labels"]
+    trained = (labels.flatten() != IGNORED).to(found.device).float()
     difference = (found - batch.columns["old_logprobs"].flatten().to(found.device)) * trained
     pieces = batch.cu_seqlens.diff().to(found.device)
     numbers = torch.arange(len(pieces), device=found.device).repeat_interleave(pieces)
     sums = difference.new_zeros(len(pieces), 2)
     sums = sums.index_add(0, numbers, torch.stack([difference, trained], dim=1))
     means = sums[:, 0] / sums[:, 1].clamp(min=1)
-    column = (means[numbers] * trained)[None]
-    return replace(batch, own_columns=batch.own_columns | {"log_ratios": column})
+    column = (means[numbers] * trained).view(labels.shape)
+    return replace(batch, columns=batch.columns | {"log_ratios": column})

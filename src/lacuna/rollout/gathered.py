@@ -9,6 +9,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from lacuna.model.layers.casting import Cast
+from lacuna.parallel import tensor
+
+# The modules whose hooks have layers work on a share of matrices and sequences.
+_DIVIDING = ("torch.distributed.tensor", tensor.__name__)
 
 
 @contextmanager
@@ -30,7 +34,8 @@ def gathered(model: nn.Module) -> Iterator[None]:
             for key in own:
                 del table[key]
     try:
-        yield
+        with _undivided(model):
+            yield
     finally:
         tables = [table for unit in units for table in _hooks_of(unit)]
         for table, before in zip(tables, hooks, strict=True):
@@ -38,6 +43,35 @@ def gathered(model: nn.Module) -> Iterator[None]:
             table.update(before)
         for unit in units:
             unit.set_reshard_after_forward(bool(unit.frees_after_forward), recurse=False)
+
+
+@contextmanager
+def _undivided(model: nn.Module) -> Iterator[None]:
+    """Within it matrices that tensor-parallel ranks divide are whole on each, in copies.
+
+    Layers are then what they were before they were divided: they take whole sequences, of which
+    ranks may have different ones.
+    """
+    stored: list[tuple[nn.Module, str, nn.Parameter]] = []
+    tables = []
+    for module in model.modules():
+        for name, weight in list(module._parameters.items()):
+            if isinstance(weight, DTensor):
+                stored.append((module, name, weight))
+                module._parameters[name] = nn.Parameter(weight.full_tensor(), requires_grad=False)
+        for table in _hooks_of(module):
+            tables.append((table, dict(table)))
+            for key, hook in list(table.items()):
+                if getattr(hook, "func", hook).__module__.startswith(_DIVIDING):
+                    del table[key]
+    try:
+        yield
+    finally:
+        for table, before in tables:
+            table.clear()
+            table.update(before)
+        for module, name, weight in stored:
+            module._parameters[name] = weight
 
 
 def _hooks_of(unit: nn.Module) -> tuple[dict[int, Any], dict[int, Any]]:

@@ -17,7 +17,7 @@ from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.drawing import Completion
 from lacuna.rollout.rewards import score, total
-from lacuna.rollout.sampling import generate
+from lacuna.rollout.sampling import generate, part_of_rank
 from lacuna.rollout.verifiers import Answered, Reward
 
 
@@ -127,7 +127,10 @@ def draw_groups(
 
 
 def _next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
-    """This rank's next prompts, and the number of each among all prompts of the run."""
+    """This rank's next prompts, and the number of each among all prompts of the run.
+
+    Ranks that share sequences read the same prompts, and each completes a part of them.
+    """
     first = source.rows_done
     batches = source.next_step()
     first += policy.mesh.data_rank * sum(batch.shape[0] for batch in batches)
@@ -138,7 +141,8 @@ def _next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], lis
             asked.append(prompt)
             keys.append(first + prompt.place)
         first += batch.shape[0]
-    return asked, keys
+    part = part_of_rank(policy.mesh, len(asked))
+    return asked[part], keys[part]
 
 
 def _without_end(completion: Completion) -> list[int]:

@@ -4,7 +4,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError, logger
@@ -40,9 +39,6 @@ def _reason(model: PreTrainedModel, device: torch.device) -> str | None:
         return "it has kernels of its own"
     if is_own(attention.removeprefix(TRAINED)):
         return "its attention is not softmax"
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor) and "tp" in (parameter.device_mesh.mesh_dim_names or ()):
-            return "it is divided over tensor-parallel ranks"
     for module in model.modules():
         kinds = getattr(module, "rope_type", None)
         for kind in kinds.values() if isinstance(kinds, dict) else [kinds]:

@@ -26,10 +26,12 @@ def score(
 ) -> dict[str, list[float]]:
     """What each function says of each completion; nan where it does not apply, or failed.
 
-    A function that fails on all completions together is asked again for each alone, to find out on
-    which it fails. Raises `UserError` that names the function and the sample where `on_error` is
-    stop.
+    Where there is no completion, as on a rank that has no prompt, no function is asked. A function
+    that fails on all completions together is asked again for each alone, to find out on which it
+    fails. Raises `UserError` that names the function and the sample where `on_error` is stop.
     """
+    if not answers:
+        return {name: [] for name in functions}
     return {name: _scores_of(name, one, answers, settings) for name, one in functions.items()}
 
 

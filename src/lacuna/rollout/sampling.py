@@ -6,6 +6,7 @@ from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data.mixture import random_key
 from lacuna.model.build import BuiltModel
+from lacuna.parallel.mesh import Mesh
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.generate import complete
 from lacuna.rollout.paged_probe import reason_against_pages
@@ -47,6 +48,16 @@ def generate(
         whole=True,
         engine=sampling.engine,
     )
+
+
+def part_of_rank(mesh: Mesh, count: int) -> slice:
+    """This rank's part of `count` prompts that all ranks have which share its sequences.
+
+    The parts of ranks that follow each other do, too.
+    """
+    ranks = mesh.layout.cp * mesh.layout.tp
+    place = mesh.rank("cp") * mesh.layout.tp + mesh.rank("tp")
+    return slice(count * place // ranks, count * (place + 1) // ranks)
 
 
 def check_engine(policy: BuiltModel, sampling: RolloutConfig) -> None:
