@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from lacuna.config import Config
 from lacuna.config.contradictions import contradictions_of
 from own_completions import CASES, gradients_of, step_by_lacuna, student_and_teacher
-from rewarded import completions, write_prompts
+from rewarded import SHARED_LAYOUTS, completions, write_prompts
 from runs import (
     SOURCE,
     curve,
@@ -193,6 +193,7 @@ LAYOUTS = {
     ),
     "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
     "unpacked": ("--packing.mode", "none"),
+    **SHARED_LAYOUTS,
 }
 
 
@@ -210,10 +211,11 @@ def check_layouts(
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
 
 
-def test_shards_learn_as_one_process_does(
-    world: Path, prompts: Path, teacher: Path, tmp_path: Path
+@pytest.mark.parametrize("layout", ["shards", "cp 2, ring", "tp 2"])
+def test_some_layouts_learn_as_one_process_does(
+    layout: str, world: Path, prompts: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    check_layouts("whole", ["shards"], world, prompts, teacher, tmp_path)
+    check_layouts("whole", [layout], world, prompts, teacher, tmp_path)
 
 
 @pytest.mark.slow
@@ -268,8 +270,6 @@ def test_a_student_comes_near_its_teacher(world: Path, tmp_path: Path) -> None:
         ({"distillation": {"teacher_logprobs": "said"}}, "what the model will say is not known"),
         ({"distillation": {"alpha": 0.5}}, "teaches nothing"),
         ({"rollout": {"max_tokens": 64}}, "must fit into training.seq_len"),
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "every rank generates with a whole model"),
-        ({"parallelism": {"context_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"parallelism": {"pipeline_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"parallelism": {"expert_parallel_degree": 2}}, "every rank generates with a whole"),
         ({"training": {"enable_cpu_offload": True}}, "needs the weights on the device"),
