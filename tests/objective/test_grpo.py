@@ -262,6 +262,24 @@ def test_a_reward_that_fails_stops_the_run_on_all_ranks(
     assert {row["reward"] for row in completions(tmp_path / "run")} == {0.0, None}
 
 
+@pytest.mark.slow  # a rank must wait for longer than its limits
+def test_ranks_wait_for_one_whose_rewards_take_long(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\n"
+        "import torch.distributed as dist\n"
+        "async def score(rows, completions):\n"
+        "    await asyncio.sleep(9 * dist.get_rank())\n"
+        "    return [float(len(one)) for one in completions]\n"
+    )
+    own = flags(prompts, "--rewards.functions", "slow:score", "--training.batch_size", 2)
+    limits = ("--comm.train_timeout_seconds", 5, "--comm.save_timeout_seconds", 5)
+    steps_of = ("--training.steps", 2, "--cpus", 2)
+    train(world, tmp_path / "run", *own, *limits, *steps_of, cwd=tmp_path)
+    assert len(completions(tmp_path / "run")) == 2 * 16
+
+
 def test_a_tokenizer_without_an_end_is_refused(world: Path, prompts: Path, tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(world / "model")
     tokenizer.eos_token = None

@@ -117,7 +117,7 @@ def only_together(rows: list[dict], completions: list[str]) -> list[float]:
         (hangs, r"row 2 with the completion '5' \(it takes longer"),
         (backtracks, r"row 1 .*it takes longer than rewards.timeout_seconds = 0.2"),
         (miscounts, r"row 1 .*it returned 0 scores for 1 completions"),
-        (of_words, r"row 1 .*ValueError"),
+        (of_words, r"row 1 .*it returned 'good', which is no number"),
         (only_together, r"fails on 3 completions together .* on none of them alone"),
     ],
 )

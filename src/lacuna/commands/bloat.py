@@ -58,9 +58,9 @@ EXTENSIONS = {
     "rewards": (
         "data/prompts.py",
         "rollout/reward_models.py",
-        "rollout/rewards.py",
         "rollout/verifiers.py",
     ),
+    "asking": ("rollout/asking.py", "rollout/rewards.py"),
     "reward": ("model/scores.py", "objective/reward.py"),
     "ppo": (
         "objective/critic.py",

@@ -27,6 +27,7 @@ from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_
 from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups
 from lacuna.rollout.reward_models import RewardModel, load_models
+from lacuna.rollout.rewards import longest_wait
 from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward, find_rewards
 
@@ -184,7 +185,11 @@ class OnPolicy(LanguageModelling):
         config = self.config
         how = (config.rollout, config.rewards, config.training.seed, self.exchange)
         if self.exchange is not None:
-            set_timeout(self.exchange, config.comm.save_timeout_seconds)  # longer than any step
+            # Longer than any rank generates and is told what its completions are worth.
+            training = config.training
+            prompts = training.batch_size * (training.gradient_accumulation_steps or 1)
+            waiting = longest_wait(config.rewards, prompts * config.rollout.samples)
+            set_timeout(self.exchange, config.comm.save_timeout_seconds + int(waiting))
         return draw_groups(policy, source, self.functions, self.ends, *how)
 
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:

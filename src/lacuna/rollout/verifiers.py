@@ -4,9 +4,10 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import iscoroutinefunction
 from typing import Any
 
 from lacuna.config import UserError, explained
@@ -31,7 +32,19 @@ class Answered:
     left: int
 
 
-Reward = Callable[[Sequence[Answered]], Sequence[Any]]
+Reward = Callable[[Sequence[Answered]], Any]
+"""Is asked for a number of each completion; None and nan mean that it does not apply."""
+
+
+@dataclass(frozen=True)
+class AsyncReward:
+    """A reward that is awaited, beside others: what it returns is a coroutine."""
+
+    function: Callable[[Sequence[Answered]], Awaitable[Any]]
+
+    def __call__(self, answers: Sequence[Answered]) -> Awaitable[Any]:
+        """The coroutine that finds a number for each completion."""
+        return self.function(answers)
 
 
 def exact(answer: Answered, settings: RewardsConfig) -> float:
@@ -161,6 +174,9 @@ def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward
             f"rewards.functions: {name} is no function: give one of rows and completions, which "
             "returns a number for each."
         )
-    return lambda answers: found(
-        [dict(answer.row) for answer in answers], [answer.text for answer in answers]
-    )
+
+    def given(answers: Sequence[Answered]) -> Any:
+        return found([dict(answer.row) for answer in answers], [answer.text for answer in answers])
+
+    is_async = iscoroutinefunction(found) or iscoroutinefunction(type(found).__call__)
+    return AsyncReward(given) if is_async else given
