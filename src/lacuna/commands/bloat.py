@@ -60,6 +60,8 @@ EXTENSIONS = {
         "rollout/reward_models.py",
         "rollout/verifiers.py",
     ),
+    "code": ("rollout/code_rewards.py", "rollout/code_tests.py"),
+    "sandbox": ("rollout/call_filter.py", "rollout/sandbox.py", "rollout/shut_in.py"),
     "asking": ("rollout/asking.py", "rollout/rewards.py"),
     "reward": ("model/scores.py", "objective/reward.py"),
     "ppo": (

@@ -4,14 +4,14 @@ import asyncio
 import math
 import signal
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from inspect import isawaitable
 from itertools import islice
 from types import FrameType
 from typing import Any
 
-from lacuna.rollout.verifiers import Answered, AsyncReward, Reward
+from lacuna.rollout.verifiers import Answered, AsyncReward, OwnTime, Reward
 
 # Seconds for a coroutine to end once it is cancelled.
 _GRACE = 0.5
@@ -40,7 +40,8 @@ def ask(function: Reward, answers: Sequence[Answered], seconds: float) -> list[f
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
-    with _deadline(seconds), _no_exit():
+    deadline = nullcontext() if isinstance(function, OwnTime) else _deadline(seconds)
+    with deadline, _no_exit():
         return _numbers(function(answers), len(answers))
 
 

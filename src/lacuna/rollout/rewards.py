@@ -42,7 +42,8 @@ def score(
 
 def longest_wait(settings: RewardsConfig, completions: int) -> float:
     """Seconds that `score` takes at most, where each function fails and is asked for each alone."""
-    return len(settings.functions) * (1 + completions) * settings.timeout_seconds
+    seconds = max(settings.timeout_seconds, settings.code_seconds)
+    return len(settings.functions) * (1 + completions) * seconds
 
 
 def total(scores: Mapping[str, Sequence[float]], settings: RewardsConfig) -> list[float]:
