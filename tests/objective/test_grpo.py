@@ -262,6 +262,21 @@ def test_a_reward_that_fails_stops_the_run_on_all_ranks(
     assert {row["reward"] for row in completions(tmp_path / "run")} == {0.0, None}
 
 
+def test_code_is_tested_on_all_ranks(world: Path, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    tests = [["assert 1 == 1"], ["assert 1 == 2"], None]
+    lines = [{"prompt": f"ask {n}", "tests": tests[n % 3]} for n in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    nothing = ("--rewards.answer_pattern", "()", "--rewards.code_seconds", 60)
+    own = flags(tmp_path, "--rewards.functions", "code,length", "--training.batch_size", 2)
+    run = ("--training.steps", 2, "--cpus", 2)
+    said = train(world, tmp_path / "run", *own, *nothing, *run)
+    wanted = {f"ask {n}": [1, 0, None][n % 3] for n in range(12)}
+    found = completions(tmp_path / "run")
+    assert len(found) == 2 * 16, said
+    assert all(row["scores"]["code"] == wanted[row["prompt"]] for row in found)
+
+
 @pytest.mark.slow  # a rank must wait for longer than its limits
 def test_ranks_wait_for_one_whose_rewards_take_long(
     world: Path, prompts: Path, tmp_path: Path
