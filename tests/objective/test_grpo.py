@@ -19,6 +19,7 @@ from rewarded import KEYS, completions, flags, write_prompts
 from runs import (
     curve,
     ended,
+    environment,
     lacuna,
     refused,
     rows,
@@ -275,6 +276,20 @@ def test_code_is_tested_on_all_ranks(world: Path, tmp_path: Path) -> None:
     found = completions(tmp_path / "run")
     assert len(found) == 2 * 16, said
     assert all(row["scores"]["code"] == wanted[row["prompt"]] for row in found)
+
+
+def test_a_terminal_is_shown_completions_when_a_step_logs(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = flags(prompts, "--training.steps", 4, "--metrics.log_freq", 2)
+    on_terminal = environment(FORCE_COLOR="1", COLUMNS="120")
+    two = ("--cpus", 2, "--training.batch_size", 2)
+    said = train(world, tmp_path / "terminal", *own, *two, env=on_terminal)
+    assert [f"completions of step {n}" in said for n in range(1, 5)] == [True, False, True, False]
+    assert said.count("completions of step 1") == 1, "the first rank alone shows them"
+    assert "completions of step" not in train(world, tmp_path / "pipe", *own)
+    none = ("--rollout.shown", 0)
+    assert "completions of" not in train(world, tmp_path / "none", *own, *none, env=on_terminal)
 
 
 @pytest.mark.slow  # a rank must wait for longer than its limits

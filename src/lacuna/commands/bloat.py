@@ -62,6 +62,7 @@ EXTENSIONS = {
     ),
     "code": ("rollout/code_rewards.py", "rollout/code_tests.py"),
     "sandbox": ("rollout/call_filter.py", "rollout/sandbox.py", "rollout/shut_in.py"),
+    "completions-table": ("rollout/completions_table.py",),
     "asking": ("rollout/asking.py", "rollout/rewards.py"),
     "reward": ("model/scores.py", "objective/reward.py"),
     "ppo": (

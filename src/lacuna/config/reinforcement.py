@@ -22,6 +22,9 @@ class RolloutConfig(Section):
     engine: Literal["auto", "pages", "padded"] = "auto"
     """How they are generated: with keys and values in pages, or beside padding by transformers'
     own generate. auto is pages where the model is exact with them."""
+    shown: NonNegativeInt = 3
+    """Completions of one prompt that are shown with their rewards where a run writes to a terminal,
+    every metrics.log_freq steps. 0: none."""
 
 
 class RewardsConfig(Section):
