@@ -15,6 +15,7 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig
 from lacuna.objective.on_policy import reference_kind
+from lacuna.rollout.sandbox import Limits, missing_protections
 from rewarded import KEYS, completions, flags, write_prompts
 from runs import (
     curve,
@@ -263,6 +264,9 @@ def test_a_reward_that_fails_stops_the_run_on_all_ranks(
     assert {row["reward"] for row in completions(tmp_path / "run")} == {0.0, None}
 
 
+@pytest.mark.skipif(
+    missing_protections(Limits(10, 2**30)) != (), reason="this system cannot shut in a process"
+)
 def test_code_is_tested_on_all_ranks(world: Path, tmp_path: Path) -> None:
     write_prompts(tmp_path)
     tests = [["assert 1 == 1"], ["assert 1 == 2"], None]

@@ -104,7 +104,9 @@ class _Asking:
 
     def outcomes(self) -> list[Outcome]:
         """What came of each, in order."""
-        known = [None if task in self.late else _outcome(task) for task in self.tasks]
+        # Of all, because asyncio complains of errors that nobody reads.
+        told = {task: _outcome(task) for task in self.tasks}
+        known = [None if task in self.late else one for task, one in told.items()]
         held_up = self.end or next((one for one in known if isinstance(one, Overdue)), None)
         rest: BaseException = held_up or Overdue(_told(self.seconds))
         if held_up is not None and len(known) > 1:
@@ -143,6 +145,9 @@ def _numbers(scores: Any, count: int) -> list[float]:
 
 
 def _number(value: Any) -> float:
+    """A number of any library; one that stands alone in an array too, as models give scores."""
+    if getattr(value, "ndim", 0):
+        value = value.item()
     if isinstance(value, str | bytes):
         raise WrongScores(f"it returned {value!r}, which is no number")
     number = math.nan if value is None else float(value)
