@@ -228,6 +228,8 @@ def test_the_time_of_code_is_its_own() -> None:
     ("tests", "said"),
     [
         ("def test_add():\n    assert add(1, 2) == 3", "no assert, and do not call"),
+        ("print(add(1, 2))", "no assert, and do not call"),
+        (['{"input": "1", "output": "1"}'], "no assert, and do not call"),
         (["assert add(1, 2) =="], "is no Python"),
         ([1, 2], "but list"),
         (7, "but int"),

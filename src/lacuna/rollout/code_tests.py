@@ -101,7 +101,7 @@ def _lines(text: str) -> list[str]:
 
 
 def _parts(sources: Sequence[str]) -> list[Part]:
-    """Statements with an assert are tests; where there are none, calls are. All others prepare."""
+    """Statements that assert are tests; where only functions do, calls are. All others prepare."""
     statements = []
     for source in sources:
         try:
@@ -109,7 +109,8 @@ def _parts(sources: Sequence[str]) -> list[Part]:
         except (SyntaxError, ValueError, RecursionError) as error:
             raise ValueError(f"its test {source[:80]!r} is no Python: {error}") from error
     is_test = [_asserts(one) for one in statements]
-    if not any(is_test):
+    all_nodes = [node for one in statements for node in ast.walk(one)]
+    if not any(is_test) and any(isinstance(node, ast.Assert) for node in all_nodes):
         is_test = [
             isinstance(one, ast.Expr) and isinstance(one.value, ast.Call) for one in statements
         ]
