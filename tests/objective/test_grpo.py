@@ -15,10 +15,12 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig
 from lacuna.objective.on_policy import reference_kind
+from lacuna.rollout.sandbox import Limits, missing_protections
 from rewarded import KEYS, SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
     curve,
     ended,
+    environment,
     lacuna,
     refused,
     rows,
@@ -292,6 +294,56 @@ def test_ranks_without_a_prompt_ask_no_reward(world: Path, prompts: Path, tmp_pa
     own += [*SHARED_LAYOUTS["cp 2, ring"], "--training.steps", 2]
     train(world, tmp_path / "run", *own, cwd=tmp_path)
     assert [row["step"] for row in completions(tmp_path / "run")] == [1] * 4 + [2] * 4
+
+
+@pytest.mark.skipif(
+    missing_protections(Limits(10, 2**30)) != (), reason="this system cannot shut in a process"
+)
+def test_code_is_tested_on_all_ranks(world: Path, tmp_path: Path) -> None:
+    write_prompts(tmp_path)
+    tests = [["assert 1 == 1"], ["assert 1 == 2"], None]
+    lines = [{"prompt": f"ask {n}", "tests": tests[n % 3]} for n in range(12)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines))
+    nothing = ("--rewards.answer_pattern", "()", "--rewards.code_seconds", 60)
+    own = flags(tmp_path, "--rewards.functions", "code,length", "--training.batch_size", 2)
+    run = ("--training.steps", 2, "--cpus", 2)
+    said = train(world, tmp_path / "run", *own, *nothing, *run)
+    wanted = {f"ask {n}": [1, 0, None][n % 3] for n in range(12)}
+    found = completions(tmp_path / "run")
+    assert len(found) == 2 * 16, said
+    assert all(row["scores"]["code"] == wanted[row["prompt"]] for row in found)
+
+
+def test_a_terminal_is_shown_completions_when_a_step_logs(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = flags(prompts, "--training.steps", 4, "--metrics.log_freq", 2)
+    on_terminal = environment(FORCE_COLOR="1", COLUMNS="120")
+    two = ("--cpus", 2, "--training.batch_size", 2)
+    said = train(world, tmp_path / "terminal", *own, *two, env=on_terminal)
+    assert [f"completions of step {n}" in said for n in range(1, 5)] == [True, False, True, False]
+    assert said.count("completions of step 1") == 1, "the first rank alone shows them"
+    assert "completions of step" not in train(world, tmp_path / "pipe", *own)
+    none = ("--rollout.shown", 0)
+    assert "completions of" not in train(world, tmp_path / "none", *own, *none, env=on_terminal)
+
+
+@pytest.mark.slow  # a rank must wait for longer than its limits
+def test_ranks_wait_for_one_whose_rewards_take_long(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\n"
+        "import torch.distributed as dist\n"
+        "async def score(rows, completions):\n"
+        "    await asyncio.sleep(9 * dist.get_rank())\n"
+        "    return [float(len(one)) for one in completions]\n"
+    )
+    own = flags(prompts, "--rewards.functions", "slow:score", "--training.batch_size", 2)
+    limits = ("--comm.train_timeout_seconds", 5, "--comm.save_timeout_seconds", 5)
+    steps_of = ("--training.steps", 2, "--cpus", 2)
+    train(world, tmp_path / "run", *own, *limits, *steps_of, cwd=tmp_path)
+    assert len(completions(tmp_path / "run")) == 2 * 16
 
 
 def test_a_tokenizer_without_an_end_is_refused(world: Path, prompts: Path, tmp_path: Path) -> None:

@@ -137,7 +137,8 @@ RUNS: dict[str, tuple[object, ...]] = {
     "whole": ("--distillation.divergence", "jsd", "--distillation.temperature", 1.5),
     "adapters": ("--lora.rank", 4, "--distillation.teacher_base", "int8"),
     "nf4": (
-        *("--lora.rank", 4, "--quantization.base", "nf4", "--distillation.teacher_base", "nf4"),
+        # A teacher in nf4 would be the student: its gradients would be rounding alone.
+        *("--lora.rank", 4, "--quantization.base", "nf4", "--distillation.teacher_base", "int8"),
         *("--rollout.temperature", 0.7),
     ),
 }
@@ -223,7 +224,9 @@ def test_some_layouts_learn_as_one_process_does(
 def test_every_layout_learns_as_one_process_does(
     case: str, world: Path, prompts: Path, teacher: Path, tmp_path: Path
 ) -> None:
-    check_layouts(case, [*LAYOUTS], world, prompts, teacher, tmp_path)
+    # Packed weights do not split.
+    layouts = [name for name in LAYOUTS if case == "whole" or "tp" not in name]
+    check_layouts(case, layouts, world, prompts, teacher, tmp_path)
 
 
 @torch.no_grad()

@@ -4,9 +4,13 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from decimal import Decimal
+from fractions import Fraction
 
+import numpy as np
 import pytest
+import torch
 
 from lacuna.config import UserError
 from lacuna.config.reinforcement import RewardsConfig
@@ -106,6 +110,10 @@ def of_words(rows: list[dict], completions: list[str]) -> list[str]:
     return ["good"] * len(completions)
 
 
+def leaves(rows: list[dict], completions: list[str]) -> list[float]:
+    sys.exit(0)
+
+
 def only_together(rows: list[dict], completions: list[str]) -> list[float]:
     return [1.0]
 
@@ -117,7 +125,8 @@ def only_together(rows: list[dict], completions: list[str]) -> list[float]:
         (hangs, r"row 2 with the completion '5' \(it takes longer"),
         (backtracks, r"row 1 .*it takes longer than rewards.timeout_seconds = 0.2"),
         (miscounts, r"row 1 .*it returned 0 scores for 1 completions"),
-        (of_words, r"row 1 .*ValueError"),
+        (of_words, r"row 1 .*it returned 'good', which is no number"),
+        (leaves, r"row 1 .*it called sys.exit\(0\)"),
         (only_together, r"fails on 3 completions together .* on none of them alone"),
     ],
 )
@@ -141,6 +150,86 @@ def test_a_failing_function_is_left_out_of_the_sample_where_that_is_set(
     settings = RewardsConfig(functions=(name,), timeout_seconds=0.2, on_error="skip")
     found = score(find_rewards(settings, no_model), ANSWERS, settings)[name]
     assert found == pytest.approx(wanted, nan_ok=True)
+
+
+def endless(count: int) -> Iterator[float]:
+    while True:
+        yield 1.0
+
+
+RETURNED: dict[str, Callable[[int], object]] = {
+    "array": lambda count: np.array([0.5] * count, dtype=np.float32),
+    "integers": lambda count: np.array([2] * count),
+    "booleans": lambda count: np.array([True] * count),
+    "column": lambda count: np.array([[0.5]] * count),
+    "objects": lambda count: np.array([None] * count),
+    "masked": lambda count: np.ma.masked_array([1.0] * count, mask=[True] * count),
+    "tensor": lambda count: torch.full((count,), 0.5, dtype=torch.bfloat16, requires_grad=True),
+    "tensor column": lambda count: torch.full((count, 1), 0.5),
+    "numbers of arrays": lambda count: [np.float64(0.5)] * count,
+    "0-d arrays": lambda count: [np.array(0.5)] * count,
+    "0-d tensors": lambda count: (torch.tensor(0.5) for _ in range(count)),
+    "generator": lambda count: (0.5 for _ in range(count)),
+    "map": lambda count: map(float, ["0.5"] * count),
+    "values": lambda count: dict.fromkeys(range(count), 0.5).values(),
+    "fractions": lambda count: [Fraction(1, 2)] * count,
+    "decimals": lambda count: (Decimal("0.5"),) * count,
+    "bools": lambda count: [True] * count,
+    "nothing": lambda count: [None] * count,
+    "nan": lambda count: [math.nan] * count,
+    "array of nan": lambda count: np.full(count, np.nan),
+    # What is no number for each completion:
+    "infinite": lambda count: [math.inf] * count,
+    "array of infinity": lambda count: np.full(count, -np.inf),
+    "huge": lambda count: [10**400] * count,
+    "complex": lambda count: [1j] * count,
+    "texts": lambda count: ["1"] * count,
+    "array of texts": lambda count: np.array(["1"] * count),
+    "text": lambda count: "1" * count,
+    "bytes": lambda count: b"1" * count,
+    "set": lambda count: set(range(count)),
+    "dictionary": lambda count: dict.fromkeys(range(count), 1.0),
+    "one number": lambda count: 1.0,
+    "one boolean": lambda count: True,
+    "none at all": lambda count: None,
+    "0-d array": lambda count: np.array(1.0),
+    "0-d tensor": lambda count: torch.tensor(1.0),
+    "pairs": lambda count: np.ones((count, 2)),
+    "pairs of a tensor": lambda count: torch.ones(count, 2),
+    "no values": lambda count: torch.ones(count, device="meta"),
+    "lists": lambda count: [[1.0]] * count,
+    "endless": endless,
+    "one too many": lambda count: np.ones(count + 1),
+}
+ASKED: list[str] = []
+
+
+def returns(rows: list[dict], completions: list[str]) -> object:
+    return RETURNED[ASKED[-1]](len(rows))
+
+
+async def returns_later(rows: list[dict], completions: list[str]) -> object:
+    return RETURNED[ASKED[-1]](len(rows))
+
+
+@pytest.mark.parametrize("function", ["returns", "returns_later"])
+@pytest.mark.parametrize("kind", [*RETURNED])
+def test_numbers_of_all_libraries_are_read_and_nothing_else(kind: str, function: str) -> None:
+    ASKED.append(kind)
+    name = f"{__name__}:{function}"
+    wanted = {"integers": 2.0, "booleans": 1.0, "bools": 1.0} | dict.fromkeys(
+        ("objects", "masked", "nothing", "nan", "array of nan"), math.nan
+    )
+    place = [*RETURNED].index
+    if place(kind) < place("infinite"):
+        found = scores(functions=(name,))[name]
+        assert found == pytest.approx([wanted.get(kind, 0.5)] * 3, nan_ok=True)
+        assert {type(one) for one in found} == {float}
+        return
+    with pytest.raises(UserError, match=f"{function} fails on data, row 1 "):
+        scores(functions=(name,))
+    found = scores(functions=(name,), on_error="skip")[name]
+    assert all(map(math.isnan, found)) and len(found) == 3
 
 
 number = 3

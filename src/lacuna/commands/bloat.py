@@ -59,9 +59,12 @@ EXTENSIONS = {
     "rewards": (
         "data/prompts.py",
         "rollout/reward_models.py",
-        "rollout/rewards.py",
         "rollout/verifiers.py",
     ),
+    "code": ("rollout/code_rewards.py", "rollout/code_tests.py"),
+    "sandbox": ("rollout/call_filter.py", "rollout/sandbox.py", "rollout/shut_in.py"),
+    "completions-table": ("rollout/completions_table.py",),
+    "asking": ("rollout/asking.py", "rollout/rewards.py"),
     "reward": ("model/scores.py", "objective/reward.py"),
     "ppo": (
         "objective/critic.py",

@@ -22,6 +22,9 @@ class RolloutConfig(Section):
     engine: Literal["auto", "pages", "padded"] = "auto"
     """How they are generated: with keys and values in pages, or beside padding by transformers'
     own generate. auto is pages where the model is exact with them."""
+    shown: NonNegativeInt = 3
+    """Completions of one prompt that are shown with their rewards where a run writes to a terminal,
+    every metrics.log_freq steps. 0: none."""
 
 
 class RewardsConfig(Section):
@@ -30,9 +33,10 @@ class RewardsConfig(Section):
     functions: Names = ()
     """Functions of the rows of data and their completions, as module:function; folders or Hub ids
     of models that score, as reward trains them; or those that come with lacuna: exact (the answer
-    is the row's), math (it is equal to the row's, by math-verify), pattern (the row's regular
-    expression is found), format (the completion is as rewards.format says), length (it does not
-    come near rollout.max_tokens)."""
+    is the row's), math (it is equal to the row's, by math-verify), code (its Python passes all
+    tests of the row), code_share (the share of them), pattern (the row's regular expression is
+    found), format (the completion is as rewards.format says), length (it does not come near
+    rollout.max_tokens)."""
     weights: Shares = ()
     """Weight of each function in the reward. Unset: 1 each."""
     on_error: Literal["stop", "skip"] = "stop"
@@ -45,7 +49,18 @@ class RewardsConfig(Section):
     (pattern)."""
     answer_pattern: str | None = None
     """Regular expression whose last match in a completion, or its first group, is the answer that
-    exact compares. Unset: the whole completion."""
+    exact compares, or the code that is tested. Unset: the whole completion; for code its last block
+    of Python."""
+    tests_column: str = "tests"
+    """Column of the data with the tests of code: asserts, or inputs with outputs."""
+    code_seconds: PositiveFloat = 10.0
+    """Longest time that all tests of a completion may take."""
+    code_memory_gib: float = Field(default=1.0, ge=0.125)
+    """Addresses that its code may take, libraries included, in GiB."""
+    code_processes: PositiveInt | None = None
+    """Completions whose code a rank runs at a time. Unset: as many as it has cores."""
+    code_unprotected: bool = False
+    """Run code even where nothing can keep it from files, networks or processes."""
     format: str | None = None
     """Regular expression that a whole completion must match, for format."""
     length_margin: PositiveInt = 32

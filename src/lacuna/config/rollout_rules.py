@@ -121,7 +121,7 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
     Rule(
         ("job.task", "rewards.functions"),
         lambda config: config.job.task in _TASKS and not config.rewards.functions,
-        "nothing says what completions are worth; give exact, math, pattern, format, length, "
+        "nothing says what completions are worth; give exact, math, code, pattern, format, length, "
         "a model that scores, or functions of your own as module:function",
     ),
     refused_for(

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
@@ -86,8 +85,7 @@ class Grpo(OnPolicy):
             for sample, advantage in zip(group.samples, advantages, strict=True):
                 sample.advantage = advantage
         self.told = statistics(drawn)
-        if dist.get_rank() == 0:
-            self.file.write(drawn, self.steps + 1)
+        self.keep(drawn)
         if len(drawn) > wanted:
             drawn.sort(key=lambda group: not group.varies)
         return drawn[:wanted]

@@ -25,8 +25,10 @@ from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_of_samples
 from lacuna.parallel.processes import set_timeout
+from lacuna.rollout.completions_table import show_completions
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups
 from lacuna.rollout.reward_models import RewardModel, load_models
+from lacuna.rollout.rewards import longest_wait
 from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward, find_rewards
 
@@ -130,6 +132,7 @@ class OnPolicy(LanguageModelling):
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}
         self.is_under_way = False  # whether this process has made a step
+        self.next_shown = 0  # the step from which on completions are shown again
         self.file = CompletionsFile(str(config.job.dump_folder))
 
     def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
@@ -187,8 +190,22 @@ class OnPolicy(LanguageModelling):
         config = self.config
         how = (config.rollout, config.rewards, config.training.seed, self.exchange)
         if self.exchange is not None:
-            set_timeout(self.exchange, config.comm.save_timeout_seconds)  # longer than any step
+            # Longer than any rank generates and is told what its completions are worth.
+            training = config.training
+            prompts = training.batch_size * (training.gradient_accumulation_steps or 1)
+            waiting = longest_wait(config.rewards, prompts * config.rollout.samples)
+            set_timeout(self.exchange, config.comm.save_timeout_seconds + int(waiting))
         return draw_groups(policy, source, self.functions, self.ends, *how)
+
+    def keep(self, groups: Sequence[Group], leave_out: Sequence[str] = ()) -> None:
+        """Writes new completions to the run folder, and shows some on the terminal."""
+        if dist.get_rank() > 0:
+            return
+        step = self.steps + 1
+        self.file.write(groups, step, leave_out)
+        if step >= self.next_shown:
+            self.next_shown = step + self.config.metrics.log_freq
+            show_completions(groups, step, self.config.rollout.shown, leave_out)
 
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""

@@ -119,8 +119,7 @@ class Ppo(OnPolicy):
         self.told = statistics(groups)
         for name in ("reward_deviation", "flat_groups"):
             del self.told[name]
-        if dist.get_rank() == 0:
-            self.file.write(groups, self.steps + 1, leave_out=("advantage",))
+        self.keep(groups, leave_out=("advantage",))
         return groups
 
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:

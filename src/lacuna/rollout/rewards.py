@@ -1,24 +1,14 @@
 """What completions are worth: the weighted sum of what several functions say, which may fail."""
 
 import math
-import signal
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Mapping, Sequence
 
 from lacuna.config import UserError, logger
 from lacuna.config.reinforcement import RewardsConfig
-from lacuna.rollout.verifiers import Answered, Reward
+from lacuna.rollout.asking import Overdue, Unheard, WrongScores, ask, ask_together
+from lacuna.rollout.verifiers import Answered, AsyncReward, Reward
 
 _SHOWN = 200
-
-
-class _Overdue(BaseException):
-    """A function takes too long; no `except Exception` of its own holds that up."""
-
-
-class _WrongScores(Exception):
-    """A function returns something other than a number for each completion."""
 
 
 def score(
@@ -26,13 +16,36 @@ def score(
 ) -> dict[str, list[float]]:
     """What each function says of each completion; nan where it does not apply, or failed.
 
-    Where there is no completion, as on a rank that has no prompt, no function is asked. A function
-    that fails on all completions together is asked again for each alone, to find out on which it
-    fails. Raises `UserError` that names the function and the sample where `on_error` is stop.
+    Plain functions are asked one after the other, and then all coroutine functions at the same
+    time; none where there is no completion, as on a rank that has no prompt. A function that fails
+    on all completions together is asked again for each alone, to find out on which it fails. Raises
+    `UserError` that names the function and the sample where `on_error` is stop.
     """
     if not answers:
         return {name: [] for name in functions}
-    return {name: _scores_of(name, one, answers, settings) for name, one in functions.items()}
+    awaited = {name: one for name, one in functions.items() if isinstance(one, AsyncReward)}
+    found = {
+        name: _scores_of(name, one, answers, settings)
+        for name, one in functions.items()
+        if name not in awaited
+    }
+    outcomes = []
+    if awaited:
+        outcomes = ask_together([*awaited.values()], answers, settings.timeout_seconds)
+    for (name, one), outcome in zip(awaited.items(), outcomes, strict=True):
+        if isinstance(outcome, Unheard):
+            found[name] = _scores_of(name, one, answers, settings)
+        elif isinstance(outcome, BaseException):
+            found[name] = _scores_alone(name, one, answers, settings, outcome)
+        else:
+            found[name] = outcome
+    return {name: found[name] for name in functions}
+
+
+def longest_wait(settings: RewardsConfig, completions: int) -> float:
+    """Seconds that `score` takes at most, where each function fails and is asked for each alone."""
+    seconds = max(settings.timeout_seconds, settings.code_seconds)
+    return len(settings.functions) * (1 + completions) * seconds
 
 
 def total(scores: Mapping[str, Sequence[float]], settings: RewardsConfig) -> list[float]:
@@ -50,15 +63,25 @@ def _scores_of(
     name: str, function: Reward, answers: Sequence[Answered], settings: RewardsConfig
 ) -> list[float]:
     try:
-        return _ask(function, answers, settings.timeout_seconds)
-    except (Exception, _Overdue) as error:  # whatever the user's own lines raise
-        failure = error
+        return ask(function, answers, settings.timeout_seconds)
+    except (Exception, Overdue) as error:  # whatever the user's own lines raise
+        return _scores_alone(name, function, answers, settings, error)
+
+
+def _scores_alone(
+    name: str,
+    function: Reward,
+    answers: Sequence[Answered],
+    settings: RewardsConfig,
+    failure: BaseException,
+) -> list[float]:
+    """What a function says of each completion alone, after a `failure` on all together."""
     alone = []
     failed = 0
     for answer in answers:
         try:
-            alone += _ask(function, [answer], settings.timeout_seconds)
-        except (Exception, _Overdue) as error:
+            alone += ask(function, [answer], settings.timeout_seconds)
+        except (Exception, Overdue) as error:
             if settings.on_error == "stop":
                 raise _explained(name, answer, error) from error
             failed += 1
@@ -84,41 +107,6 @@ def _explained(name: str, answer: Answered, error: BaseException) -> UserError:
 
 
 def _told(error: BaseException) -> str:
-    if isinstance(error, _Overdue | _WrongScores):
+    if isinstance(error, Overdue | WrongScores):
         return str(error)
     return f"{type(error).__name__}: {error}"
-
-
-def _ask(function: Reward, answers: Sequence[Answered], seconds: float) -> list[float]:
-    """What a function says of completions. Raises whatever it raises, and where it is too late."""
-    with _deadline(seconds):
-        scores = [*function(answers)]
-    if len(scores) != len(answers):
-        raise _WrongScores(f"it returned {len(scores)} scores for {len(answers)} completions")
-    found = []
-    for value in scores:
-        number = math.nan if value is None else float(value)
-        if math.isinf(number):
-            raise _WrongScores(f"it returned {number}")
-        found.append(number)
-    return found
-
-
-@contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """A context that raises `_Overdue` when it takes longer, by an alarm of this process.
-
-    Of code that is not Python it interrupts only what looks for signals, such as waiting, reading
-    and regular expressions.
-    """
-
-    def ring(number: int, frame: FrameType | None) -> None:
-        raise _Overdue(f"it takes longer than rewards.timeout_seconds = {seconds:g}")
-
-    before = signal.signal(signal.SIGALRM, ring)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)

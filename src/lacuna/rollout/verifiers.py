@@ -4,9 +4,10 @@ import logging
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from inspect import iscoroutinefunction
 from typing import Any
 
 from lacuna.config import UserError, explained
@@ -31,7 +32,36 @@ class Answered:
     left: int
 
 
-Reward = Callable[[Sequence[Answered]], Sequence[Any]]
+Reward = Callable[[Sequence[Answered]], Any]
+"""Is asked for a number of each completion; None and nan mean that it does not apply."""
+
+
+@dataclass(frozen=True)
+class AsyncReward:
+    """A reward that is awaited, beside others: what it returns is a coroutine."""
+
+    function: Callable[[Sequence[Answered]], Awaitable[Any]]
+
+    def __call__(self, answers: Sequence[Answered]) -> Awaitable[Any]:
+        """The coroutine that finds a number for each completion."""
+        return self.function(answers)
+
+
+class OwnTime:
+    """A reward that keeps its own time, and is not bound by rewards.timeout_seconds."""
+
+    def __call__(self, answers: Sequence[Answered]) -> Sequence[Any]:
+        """A number for each completion."""
+        raise NotImplementedError
+
+
+def answer_in(text: str, pattern: str) -> str | None:
+    """The last match of a regular expression in a text, or its first group; None without one."""
+    matches = [*re.finditer(pattern, text, re.DOTALL)]
+    if not matches:
+        return None
+    found: str | None = matches[-1][1 if matches[-1].re.groups else 0]
+    return found
 
 
 def exact(answer: Answered, settings: RewardsConfig) -> float:
@@ -44,10 +74,7 @@ def exact(answer: Answered, settings: RewardsConfig) -> float:
         return math.nan
     said: str | None = answer.text
     if settings.answer_pattern is not None:
-        matches = [*re.finditer(settings.answer_pattern, answer.text, re.DOTALL)]
-        said = None
-        if matches:
-            said = matches[-1][1] if matches[-1].re.groups else matches[-1][0]
+        said = answer_in(answer.text, settings.answer_pattern)
     return float(said is not None and said.strip() == str(wanted).strip())
 
 
@@ -96,6 +123,8 @@ def mathematical(answer: Answered, settings: RewardsConfig) -> float:
     return float(verify(right, said, timeout_seconds=None))
 
 
+# Their names, and whether they are the share of tests that code passes.
+_OF_CODE = {"code": False, "code_share": True}
 _OWN = {
     "exact": exact,
     "math": mathematical,
@@ -118,7 +147,7 @@ def find_rewards(settings: RewardsConfig, open_model: Callable[[str], Reward]) -
         )
     if repeated := {name for name in settings.functions if settings.functions.count(name) > 1}:
         raise UserError(f"rewards.functions: {min(repeated)} is named twice: leave one out.")
-    _check_patterns(settings)
+    _check_settings(settings)
     if "math" in settings.functions:
         mend = "pip install 'lacuna-train[math]', or leave it out"
         with explained("rewards.functions: math needs math-verify", ImportError, mend=mend):
@@ -128,13 +157,21 @@ def find_rewards(settings: RewardsConfig, open_model: Callable[[str], Reward]) -
     return {name: _find(name, settings, open_model) for name in settings.functions}
 
 
-def _check_patterns(settings: RewardsConfig) -> None:
-    """Raises `UserError` for regular expressions that are missing, vain or none."""
-    needed_by = {"format": "format", "answer_pattern": "exact"}
-    for setting, name in needed_by.items():
+def _check_settings(settings: RewardsConfig) -> None:
+    """Raises `UserError` for settings that nothing takes, and expressions that are missing."""
+    takers = {"format": ("format",), "answer_pattern": ("exact", *_OF_CODE)}
+    of_code = (
+        "tests_column",
+        *(name for name in type(settings).model_fields if name.startswith("code_")),
+    )
+    takers |= dict.fromkeys(of_code, (*_OF_CODE,))
+    for setting, names in takers.items():
+        is_changed = getattr(settings, setting) != type(settings).model_fields[setting].default
+        if is_changed and not set(names) & set(settings.functions):
+            taken = f"only {' and '.join(names)} take{'s' * (len(names) == 1)} it"
+            raise UserError(f"rewards.{setting}: {taken}: name that in functions.")
+    for setting in ("format", "answer_pattern"):
         value = getattr(settings, setting)
-        if value is not None and name not in settings.functions:
-            raise UserError(f"rewards.{setting}: only {name} takes it: name that in functions.")
         with explained(f"rewards.{setting}: {value!r}", re.error, mend="mend the expression"):
             re.compile(value or "")
     if "format" in settings.functions and settings.format is None:
@@ -146,13 +183,18 @@ def _check_patterns(settings: RewardsConfig) -> None:
 def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward]) -> Reward:
     """The function of this name, which takes completions with their rows."""
     if name in _OWN:
-        own = _OWN[name]
-        return lambda answers: [own(answer, settings) for answer in answers]
+        verifier = _OWN[name]
+        return lambda answers: [verifier(answer, settings) for answer in answers]
+    if name in _OF_CODE:
+        from lacuna.rollout.code_rewards import CodeReward  # an extension
+
+        return CodeReward(settings, _OF_CODE[name])
     if os.path.isdir(name) or "/" in name:
         return open_model(name)
     if ":" not in name:
-        known = f"{', '.join(_OWN)}, module:function, or a folder or Hub id of a model that scores"
-        hint = did_you_mean(name, _OWN) or f"; give {known}."
+        own = [*_OWN, *_OF_CODE]
+        known = f"{', '.join(own)}, module:function, or a folder or Hub id of a model that scores"
+        hint = did_you_mean(name, own) or f"; give {known}."
         raise UserError(f"rewards.functions: there is no {name}{hint}")
     with explained(f"rewards.functions: {name}", ValueError, mend="give it as module:function"):
         found = import_attribute(name)
@@ -161,6 +203,9 @@ def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward
             f"rewards.functions: {name} is no function: give one of rows and completions, which "
             "returns a number for each."
         )
-    return lambda answers: found(
-        [dict(answer.row) for answer in answers], [answer.text for answer in answers]
-    )
+
+    def given(answers: Sequence[Answered]) -> Any:
+        return found([dict(answer.row) for answer in answers], [answer.text for answer in answers])
+
+    is_async = iscoroutinefunction(found) or iscoroutinefunction(type(found).__call__)
+    return AsyncReward(given) if is_async else given
