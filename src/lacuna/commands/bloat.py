@@ -78,7 +78,11 @@ EXTENSIONS = {
         "model/scaled_attention.py",
         "model/softpick.py",
     ),
-    "inspection": ("commands/inspect.py", "rollout/inspection.py"),
+    "inspection": (
+        "commands/inspect.py",
+        "rollout/inspection.py",
+        "train/looks.py",
+    ),
     "softpick-kernels": (
         "model/softpick_backward.py",
         "model/softpick_blocks.py",
