@@ -51,6 +51,7 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "experts": ("model/router.py", "parallel/experts.py"),
+    "balanced-experts": ("model/balanced_experts.py",),
     "router-load": ("model/router_kinds.py", "model/router_load.py"),
     "offload": ("parallel/offload.py",),
     "grpo": (
