@@ -72,6 +72,7 @@ EXTENSIONS = {
         "objective/ppo_losses.py",
         "train/second.py",
     ),
+    "learned-attention": ("model/learned_attention.py", "model/softmax_variants.py"),
     "own-attention": (
         "model/merged_attention.py",
         "model/own_attention.py",

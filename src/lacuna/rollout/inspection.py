@@ -19,6 +19,7 @@ from transformers import (
 from lacuna.config import UserError
 from lacuna.config.attentions import TRAINED, is_own
 from lacuna.model.architecture import decoder_layers
+from lacuna.model.learned_attention import gated
 from lacuna.model.own_attention import attend_to_mask, register, whole_mask
 from lacuna.model.specimen import LENGTH, specimen_and_layers
 from lacuna.parallel.fsdp import inference
@@ -223,6 +224,7 @@ def _attend_observed(
     **named: Any,
 ) -> tuple[Tensor, None]:
     """Computes an own attention by its weights, which are what it makes of values 0 and 1."""
+    gate = named.pop("attention_gate", None)  # which is of what the weights make
     rows, key_heads, keys, _ = key.shape
     ones = torch.eye(keys, dtype=value.dtype, device=value.device)
     ones = ones.expand(rows, key_heads, keys, keys)
@@ -230,7 +232,7 @@ def _attend_observed(
     weights = found.transpose(1, 2)
     observe(module.layer_idx, weights)
     values = value.repeat_interleave(query.shape[1] // key_heads, dim=1)
-    return (weights @ values).transpose(1, 2), None
+    return gated((weights @ values).transpose(1, 2), gate), None
 
 
 def _of_weights(weights: Tensor) -> Tensor:
