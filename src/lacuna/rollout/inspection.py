@@ -18,7 +18,7 @@ from transformers import (
 
 from lacuna.config import UserError
 from lacuna.config.attentions import TRAINED, is_own
-from lacuna.model.architecture import decoder_layers
+from lacuna.model.architecture import decoder_layers, is_from_fla
 from lacuna.model.learned_attention import gated
 from lacuna.model.own_attention import attend_to_mask, register, whole_mask
 from lacuna.model.specimen import LENGTH, specimen_and_layers
@@ -114,8 +114,13 @@ def require_visible_attention(model_config: PretrainedConfig) -> None:
 
     A small one is tried.
     """
+    if is_from_fla(model_config):
+        raise UserError(f"{LOOK}: models of fla do not show their attention: leave it out.")
     cpu = torch.device("cpu")
-    model, layers = specimen_and_layers(model_config, None, LENGTH, cpu, least=1)
+    attention = str(model_config._attn_implementation)
+    if not is_own(attention.removeprefix(TRAINED)):
+        attention = "eager"  # which weights are returned by
+    model, layers = specimen_and_layers(model_config, attention, LENGTH, cpu, least=1)
     look(model, layers, [torch.arange(16)], LOOK, one_by_one=True)
 
 
@@ -194,16 +199,20 @@ def _recorded(
 ) -> Iterator[tuple[int, nn.Module, int]]:
     """The modules of a model that return weights of attention, by layer, and their place there.
 
-    They are those whose weights transformers itself records.
+    They are those whose weights transformers itself records for one of the models in it.
     """
-    recorded: Any = (getattr(type(model), "_can_record_outputs", None) or {}).get("attentions", ())
-    for kind in recorded if isinstance(recorded, list | tuple) else [recorded]:
-        target = getattr(kind, "target_class", kind)
-        if isinstance(target, type):
-            for place, layer in enumerate(layers):
-                for module in layer.modules():
-                    if isinstance(module, target):
-                        yield place, module, getattr(kind, "index", 1)
+    recorded: dict[type, int] = {}
+    for part in model.modules():
+        kinds: Any = (getattr(type(part), "_can_record_outputs", None) or {}).get("attentions", ())
+        for kind in kinds if isinstance(kinds, list | tuple) else [kinds]:
+            target = getattr(kind, "target_class", kind)
+            if isinstance(target, type):
+                recorded[target] = getattr(kind, "index", 1)
+    for place, layer in enumerate(layers):
+        for module in layer.modules():
+            for target, index in recorded.items():
+                if isinstance(module, target):
+                    yield place, module, index
 
 
 def _observe_output(
