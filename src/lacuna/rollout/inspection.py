@@ -101,11 +101,12 @@ def look(
                 for place, seen in enumerate(getattr(output, "attentions", None) or ()):
                     observe(place, seen)
                 del output
+                if not weights or len(states) < len(layers):
+                    raise UserError(
+                        f"{asked_by}: {type(model).__name__} does not show its attention: choose "
+                        "another model."
+                    )
                 found.append(_by_layer(weights, states, len(layers)))
-    if not weights:
-        raise UserError(
-            f"{asked_by}: {type(model).__name__} does not show its attention: choose another model."
-        )
     return torch.stack(found)
 
 
