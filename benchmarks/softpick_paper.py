@@ -82,6 +82,7 @@ global_batch_size = 128
 seed = {seed}
 [data]
 dataset = "{train}"
+document_mask = false  # as in the paper's runs, and as rows are read when they are measured
 [validation]
 dataset = "{held_out}"
 dataset_split = "train"

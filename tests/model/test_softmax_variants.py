@@ -1,6 +1,7 @@
 """Softmax beside sinks and with gates is what its formula says, in every layout and exported."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,12 @@ from transformers import AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from lacuna.config import UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.attentions import SINKS
 from lacuna.model.attention_choice import attention_choices
 from lacuna.model.build import build_meta_model
 from lacuna.model.learned_attention import GATE
-from lacuna.model.own_attention import register
+from lacuna.model.own_attention import OwnAttention, register
 from lacuna.model.own_attention_choice import require_exact
 from lacuna.model.softmax_variants import beside_sinks
 from lacuna.parallel.mesh import Layout
@@ -33,6 +35,8 @@ LEARNED = {
     "gated_softmax": f"{GATE}.weight",
     "head_gated_softmax": f"{GATE}.weight",
 }
+HERE = Path(__file__).name.removesuffix(".py")
+BOTH = OwnAttention(beside_sinks, documents=True, windows=True, sinks=True, gate="heads")
 IDS = torch.arange(9)[None] * 5 + 4
 
 
@@ -149,6 +153,39 @@ def test_every_layout_trains_as_one_process(kind: str, tmp_path: Path) -> None:
         assert outcome.loss == pytest.approx(alone.loss, rel=1e-6)
         assert relative_error(outcome.gradients, alone.gradients) < 1e-5
         assert relative_error(outcome.updated, alone.updated) < 1e-6
+
+
+def test_an_attention_of_ones_own_may_learn_both(tmp_path: Path) -> None:
+    kind = f"{HERE}:BOTH"
+    model_config = tiny_config("qwen3")
+    [name] = attention_choices(kind, True, model_config, "cpu", torch.float32, Layout())
+    require_exact(name, model_config, "packed", 64, CPU, torch.float32)
+    register(kind)
+    model = random_model(tiny_config("llama"), kind)
+    before = model(input_ids=IDS).logits
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.attention_gate.weight.zero_()
+            layer.self_attn.attention_sinks.fill_(-1e4)
+            layer.self_attn.o_proj.weight.mul_(2)  # gates are one half, and sinks take nothing
+    plain = random_model(tiny_config("llama"), "eager")
+    plain.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        for layer in plain.model.layers:
+            layer.self_attn.o_proj.weight.div_(2)
+    ours, theirs = (each(input_ids=IDS).logits for each in (model, plain))
+    torch.testing.assert_close(ours, theirs)
+    assert not torch.allclose(before, ours)
+
+
+@pytest.mark.parametrize("base", ["none", "nf4"])
+def test_adapters_learn_beside_gates_that_the_model_has(base: str, tmp_path: Path) -> None:
+    model = model_folder(tmp_path, "llama", "gated_softmax")
+    case = Case(lora=LoraConfig(rank=2), base=base)  # type: ignore[arg-type]
+    [alone] = outcomes(model, [case])
+    assert any(GATE in name and gradient.any() for name, gradient in alone.gradients.items())
+    [two] = outcomes(model, [replace(case, layout=Layout(dp_shard=2))])
+    assert two.loss == pytest.approx(alone.loss, rel=1e-6)
 
 
 @pytest.mark.slow
