@@ -10,7 +10,8 @@ import pytest
 
 from lacuna.commands import bench
 from lacuna.train.kernels import CLASSES, IDLE
-from runs import environment, lacuna, refused
+from runs import environment, lacuna, refused, write_model
+from tiny import tiny_config
 
 WINDOW = 2
 
@@ -142,3 +143,22 @@ def test_a_row_that_two_ranks_share_counts_once_for_the_peer(
     assert bench.run([*map(str, words[1:])]) == 0
     record = json.loads((tmp_path / "tiny.json").read_text())
     assert record["transformers"]["task"]["tokens_of_steps"] == [4 * 32] * 10
+
+
+def test_experts_are_balanced_by_force_where_that_is_said(world: Path, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    tokens = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}
+    tiny_config("qwen3_moe", **tokens).save_pretrained(folder)
+    words = ("bench", world / "run.toml", "--model.config", folder, "--steps", 1)
+    said = lacuna(*words, "--output", tmp_path, "--job.name", "even", "--balanced-experts")
+    assert "experts are balanced by force" in said
+    assert "a time, of another model than this run trains" in said
+    assert json.loads((tmp_path / "even.json").read_text())["balanced_experts"] is True
+
+
+def test_balance_by_force_is_refused_where_it_says_nothing(world: Path, tmp_path: Path) -> None:
+    words = ("bench", world / "run.toml", "--balanced-experts", "--output", tmp_path)
+    assert "the peer's routers" in refused(*words, "--against", "transformers")
+    assert "has no stacks of experts" in lacuna(*words, "--steps", 1, status=2)
+    training = ("train", world / "run.toml", "--balanced-experts", "--dry-run")
+    assert "balanced_experts: there is no such setting" in refused(*training)

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from every_model import configuration_class, model_types, small_config
 from lacuna.config import UserError
+from lacuna.model.architecture import decoder_layers
 from lacuna.model.own_attention import OwnAttention, register
-from lacuna.rollout.inspection import inspect_model
+from lacuna.rollout import inspection
+from lacuna.rollout.inspection import inspect_model, look
 from tiny import random_model, tiny_config
 
 HERE = Path(__file__).name.removesuffix(".py")
@@ -84,3 +87,43 @@ def test_states_are_measured_by_their_moments() -> None:
 def test_a_model_that_shows_no_attention_is_refused() -> None:
     with pytest.raises(UserError, match="MambaForCausalLM does not show its attention"):
         inspect_model(random_model(tiny_config("mamba"), "eager"), ROWS)
+
+
+def seen_and_returned(kind: str) -> tuple[list[Tensor], list[Tensor]]:
+    """Each layer's attention on the first token, as it is looked at and as transformers tells."""
+    model_config = small_config(configuration_class(kind))
+    model_config.use_cache = False
+    model = random_model(model_config, "eager")
+    ids = torch.arange(TOKENS) + 4
+    [numbers] = look(model, decoder_layers(model), [ids], "x", one_by_one=True)
+    seen = [layer[3:][layer[3:] > -torch.inf].float() for layer in numbers]
+    output = model(input_ids=ids[None], use_cache=False, output_attentions=True)
+    returned = [one for one in output.attentions if one is not None]
+    return [layer for layer in seen if len(layer)], [one[0, :, :, 0].mean(1) for one in returned]
+
+
+@pytest.mark.parametrize("kind", ["llama4_text", "gemma4_text", "qwen3_next"])
+def test_layers_are_seen_where_only_an_inner_model_records_them(kind: str) -> None:
+    seen, returned = seen_and_returned(kind)
+    assert seen
+    torch.testing.assert_close(seen, returned)
+
+
+def test_a_run_cannot_look_at_models_of_fla(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspection, "is_from_fla", lambda _: True)
+    with pytest.raises(UserError, match=r"metrics\.attention: models of fla do not show"):
+        inspection.require_visible_attention(tiny_config("llama"))
+
+
+@pytest.mark.slow
+def test_every_model_is_seen_right_or_refused() -> None:
+    found = 0
+    for kind in model_types():
+        try:
+            seen, returned = seen_and_returned(kind)
+        except (UserError, AttributeError) as error:  # some configurations have no decoder layers
+            assert "does not show" in str(error) or "layers" in str(error), kind
+            continue
+        torch.testing.assert_close(seen, returned, msg=kind)
+        found += 1
+    assert found > 120

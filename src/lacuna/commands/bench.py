@@ -16,6 +16,8 @@ The learning rate is constant, and the data are those before any stage of a curr
   --against PEER    transformers, torchtitan or automodel: then the same model makes the same steps
                     in the trainer of that, in processes of its own, and the ratio is printed (from
                     a clone of the repository, whose folder benchmarks has the peers' drivers)
+  --balanced-experts  give every expert of a mixture as many tokens by force, in turn, whatever its
+                    routers say: for timings alone, since what is trained so is another model
   --gpus N          processes, one per GPU (default: all GPUs, or $NGPU)
   --cpus N          processes on the CPU instead (default without a GPU: 1)
 """
@@ -47,6 +49,7 @@ def run(words: list[str]) -> int | None:
     parser.add_argument("--windows", type=int, default=LEAST_WINDOWS)
     parser.add_argument("--output", default="bench")
     parser.add_argument("--against", choices=PEERS)
+    parser.add_argument("--balanced-experts", "--balanced_experts", action="store_true")
     parser.add_argument("--hand-over")  # of our own: where a worker leaves what a peer needs
     given, rest = parser.parse_known_args(words)
     options, config = parse_run("bench", str(__doc__), rest)
@@ -71,6 +74,11 @@ def _check_words(given: Namespace) -> None:
         raise UserError("bench: --steps must be at least 1.")
     if given.windows < LEAST_WINDOWS:
         raise UserError(f"bench: --windows must be at least {LEAST_WINDOWS}: fewer have no spread.")
+    if given.balanced_experts and given.against:
+        raise UserError(
+            "bench: --balanced-experts, --against: the peer's routers would choose experts, and "
+            "ours not: drop one of them."
+        )
     require_writable(given.output)
 
 
@@ -120,7 +128,7 @@ def _measure_here(given: Namespace, config: Config) -> None:
     with own as made, naming_silent_ranks(config.comm), worker_ends_explained():
         require_same_config(config, process)
         short = measured_config(*about, folder=on_first(process, lambda: made))
-        done, measured = measure(short, process, console)
+        done, measured = measure(short, process, console, given.balanced_experts)
         if given.hand_over:
             from lacuna.train.peers import hand_over
 
@@ -130,6 +138,7 @@ def _measure_here(given: Namespace, config: Config) -> None:
         measured["memory_gib"]["estimated"] = _estimate(done)
         name = config.job.name
         record = describe(done, name, config.model_dump(mode="json"), given.steps)
+        record["balanced_experts"] = given.balanced_experts
         _write(given, name, config.metrics, record | {"lacuna": measured})
 
 

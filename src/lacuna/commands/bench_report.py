@@ -42,6 +42,8 @@ def _parts(record: dict[str, Any]) -> list[Text | Table]:
         f"{device['processes']} × {device['name']}; {len(own['windows'])} windows of "
         f"{record['steps_of_a_window']} steps"
     )
+    if record["balanced_experts"]:
+        title.append("\nexperts balanced by force: a time, of another model than this run trains")
     step = own["kernels"]
     milliseconds = {name: 1000 * seconds for name, seconds in step["seconds"].items()}
     return [

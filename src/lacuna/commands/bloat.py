@@ -51,6 +51,7 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "experts": ("model/router.py", "parallel/experts.py"),
+    "balanced-experts": ("model/balanced_experts.py",),
     "router-load": ("model/router_kinds.py", "model/router_load.py"),
     "offload": ("parallel/offload.py",),
     "on-policy": ("objective/on_policy.py", "objective/sample_batches.py"),
@@ -72,6 +73,7 @@ EXTENSIONS = {
         "objective/ppo_losses.py",
         "train/second.py",
     ),
+    "learned-attention": ("model/learned_attention.py", "model/softmax_variants.py"),
     "own-attention": (
         "model/merged_attention.py",
         "model/own_attention.py",
@@ -79,7 +81,11 @@ EXTENSIONS = {
         "model/scaled_attention.py",
         "model/softpick.py",
     ),
-    "inspection": ("commands/inspect.py", "rollout/inspection.py"),
+    "inspection": (
+        "commands/inspect.py",
+        "rollout/inspection.py",
+        "train/looks.py",
+    ),
     "softpick-kernels": (
         "model/softpick_backward.py",
         "model/softpick_blocks.py",

@@ -56,7 +56,8 @@ def run(words: list[str]) -> None:
     rows = min(given.rows, len(ids) // max(tokens, 1))
     if tokens < 2:
         raise UserError("inspect: --data has no two tokens: give a longer text.")
-    layers = inspect_model(model, torch.tensor(ids[: rows * tokens]).view(rows, tokens))
+    read = torch.tensor(ids[: rows * tokens]).view(rows, tokens)
+    layers = inspect_model(model, [*read])
     print(f"{rows} rows of {tokens} tokens, attention {model.config._attn_implementation}")
     print(_table(layers))
     if given.json:
@@ -85,21 +86,15 @@ def _write(file: str, text: str) -> None:
 
 def _table(layers: "list[Layer]") -> str:
     """The numbers of each layer, and their means, or the largest of the largest values."""
+    from lacuna.rollout.inspection import numbers_of, summary_of
+
     heads = "layer  first token  sinks>0.2  sinks>0.3  sparsity   kurtosis    largest"
-    lines = [heads]
-    columns = []
-    for place, layer in enumerate(layers):
-        first = sum(layer.first) / max(len(layer.first), 1)
-        numbers = (first, *layer.sinks, layer.sparsity, layer.kurtosis, layer.largest)
-        columns.append(numbers)
-        lines.append(_line(str(place), numbers))
-    *means, _ = (sum(column) / len(layers) for column in zip(*columns, strict=True))
-    largest = max(layer.largest for layer in layers)
-    return "\n".join([*lines, _line("all", (*means, largest))])
+    lines = [_line(str(place), numbers_of(layer)) for place, layer in enumerate(layers)]
+    return "\n".join([heads, *lines, _line("all", summary_of(layers))])
 
 
-def _line(name: str, numbers: tuple[float, ...]) -> str:
-    first, low, high, sparsity, kurtosis, largest = numbers
+def _line(name: str, numbers: dict[str, float]) -> str:
+    first, low, high, sparsity, kurtosis, largest = numbers.values()
     shares = f"{first:>11.3f}{low:>11.1%}{high:>11.1%}{sparsity:>10.1%}"
     return f"{name:>5}  {shares}{kurtosis:>11.1f}{largest:>11.2f}"
 

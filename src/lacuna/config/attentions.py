@@ -19,8 +19,14 @@ OTHER = {
     "rectified": "lacuna.model.softpick:RECTIFIED",
     "scaled_softmax": "lacuna.model.softpick:SCALED_SOFTMAX",
     "scaled_softpick": "lacuna.model.softpick:SCALED_SOFTPICK",
+    "softmax_plus_one": "lacuna.model.softmax_variants:SOFTMAX_PLUS_ONE",
+    "softmax_sinks": "lacuna.model.softmax_variants:SOFTMAX_SINKS",
+    "gated_softmax": "lacuna.model.softmax_variants:GATED_SOFTMAX",
+    "head_gated_softmax": "lacuna.model.softmax_variants:HEAD_GATED_SOFTMAX",
 }
-SCALE = "attention_scale"  # the parameter of attentions that are scaled
+# Parameters of attentions that files of softmax weights lack; the run then begins them itself.
+SCALE = "attention_scale"
+SINKS = "attention_sinks"
 # How transformers' name of one of these begins while a model is trained.
 TRAINED = "lacuna_own:"
 
@@ -30,11 +36,6 @@ def is_own(attention: str | None) -> bool:
     name = attention or ""
     # Names of kernels on the Hub have a slash, and may have a colon.
     return name in OTHER or (":" in name and "/" not in name)
-
-
-def is_scaled(attention: str | None) -> bool:
-    """Whether an attention has a parameter, by which it multiplies queries."""
-    return (attention or "").startswith("scaled_")
 
 
 def known_attention(name: str) -> str:

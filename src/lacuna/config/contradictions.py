@@ -1,6 +1,7 @@
 """Settings that do not go together, or that cannot be had at all: which, when, and why."""
 
 from collections.abc import Iterator
+from functools import partial
 
 from lacuna.config.attentions import is_own
 from lacuna.config.documents import READERS
@@ -34,6 +35,11 @@ _UNAVAILABLE = {
         "the estimate is computed from shapes, nothing is faked; leave it out"
     ),
 }
+
+
+def _is_shared(degree: str, config: Config) -> bool:
+    return bool(getattr(config.parallelism, f"{degree}_parallel_degree") > 1)
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -264,5 +270,26 @@ RULES: tuple[Rule, ...] = (
         "first out",
     ),
     *FLOAT8_RULES,
+    Rule(
+        ("metrics.attention", "validation.dataset"),
+        is_given("metrics.attention", lambda config: not config.validation.resolved_source()),
+        "held-out rows are read; set the second, and not validation.enable = false",
+    ),
+    Rule(
+        ("metrics.attention", "job.task"),
+        is_given(
+            "metrics.attention",
+            lambda config: config.gives_scores or config.trains_on == "prompts",
+        ),
+        "not for models that score, nor where held-out rows are prompts; drop the first",
+    ),
+    *(
+        Rule(
+            ("metrics.attention", f"parallelism.{degree}_parallel_degree"),
+            is_given("metrics.attention", partial(_is_shared, degree)),
+            "no rank sees a whole row of attention; use lacuna inspect on checkpoints instead",
+        )
+        for degree in ("tensor", "context", "pipeline")
+    ),
     *(Rule((setting,), is_given(setting), reason) for setting, reason in _UNAVAILABLE.items()),
 )

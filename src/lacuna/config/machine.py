@@ -234,6 +234,10 @@ class MetricsConfig(Section):
     """Report the load of each expert of a mixture, how far the largest is above the mean, and the
     entropy of routers, by layer. Layers with experts are not compiled then."""
 
+    attention: NonNegativeInt = 0
+    """Steps between two looks at attention sinks, the sparsity of attention and the size of hidden
+    states on held-out rows, by layer, as lacuna inspect tells them. 0: never."""
+
     enable_wandb: bool = False
     """Send the metrics to Weights & Biases; needs the wandb package."""
 

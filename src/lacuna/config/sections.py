@@ -87,7 +87,8 @@ class ModelConfig(Section):
     """How attention is computed: auto (the fastest that is exact on this machine), sdpa, eager,
     varlen (FlashAttention of the newest kind that is installed), flex_attention,
     flash_attention_2, flash_attention_3; or what it is in the place of softmax: softpick,
-    rectified, scaled_softmax, scaled_softpick, or an attention of your own, as module:name."""
+    rectified, scaled_softmax, scaled_softpick, softmax_plus_one, softmax_sinks, gated_softmax,
+    head_gated_softmax, or an attention of your own, as module:name."""
 
 
 class TrainingConfig(Section):

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,12 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import sdpa_mask
 
 from lacuna.config import UserError
-from lacuna.config.attentions import OTHER, TRAINED
+from lacuna.config.attentions import OTHER, SCALE, SINKS, TRAINED
 from lacuna.config.user_code import import_attribute
 from lacuna.model.attention import of_one_width
+from lacuna.model.learned_attention import Learned, gated, learn, number_of
 from lacuna.model.merged_attention import merged_attention
-from lacuna.model.scaled_attention import scale_new_models, scaled_queries
+from lacuna.model.scaled_attention import scaled_queries
 from lacuna.parallel.context import gather_sequence, ring_attention
 from lacuna.parallel.partial_attention import PARTIAL_ATTENTIONS, Part, visible
 
@@ -43,15 +44,22 @@ class OwnAttention:
             merged by their log-sum-exps. The ring of context parallelism needs that.
         relative_flops: its FLOPs for a pair of query and key, relative to softmax attention's.
         scaled: whether queries are first multiplied by the logarithm of the keys that they see, and
-            by a learned number of their head; only for lacuna's own.
+            by a learned number of their head.
+        sinks: whether the function is also given, after `window`, a learned number of each head, a
+            tensor [heads] that begins at 0. It is the parameter `attention_sinks` of each layer.
+        gate: whether the output is multiplied by learned gates, one for each of the "heads" or of
+            their "elements". They are the sigmoid of a linear map of the layer's input, which is
+            the module `attention_gate` of each layer.
     """
 
-    function: Callable[[Tensor, Tensor, Tensor, Part, float, int | None], Tensor]
+    function: Callable[..., Tensor]
     documents: bool
     windows: bool
     merged: tuple[Callable[..., Any], Callable[..., Any]] | None = None
     relative_flops: float = 1.0
     scaled: bool = False
+    sinks: bool = False
+    gate: Literal["heads", "elements"] | None = None
 
 
 def of_parts(kind: str, attend: Callable[..., Any], backward: Callable[..., Any]) -> OwnAttention:
@@ -81,8 +89,8 @@ def register(name: str) -> OwnAttention:
             f'model.attention: transformers would take "{name}" for one of its own: leave '
             f"{', '.join(_TAKEN)} out of the name."
         )
-    if own.scaled:
-        scale_new_models()
+    numbers = [*[SCALE] * own.scaled, *[SINKS] * own.sinks]
+    learn(name, Learned(tuple(numbers), own.gate))
     if own.merged is not None:
         PARTIAL_ATTENTIONS[name] = own.merged
     AttentionInterface.register(TRAINED + name, partial(_attend_in_training, name, own))
@@ -132,6 +140,7 @@ def _attend_in_training(
     parts: tuple[Part, ...] = (),
     group: ProcessGroup | None = None,
     ring: tuple[Tensor, int] | None = None,
+    attention_gate: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes the attention of documents in rows; arguments are those of `packed_attention`."""
@@ -144,15 +153,21 @@ def _attend_in_training(
         width = value.shape[-1]
         tensors = of_one_width(query, key, value)
         output = ring_attention(*tensors, *ring, group, scaling, name)
-        return output[..., :width].transpose(1, 2), None
+        return gated(output[..., :width].transpose(1, 2), attention_gate), None
     if group is not None:
         key, value = gather_sequence(key, 2, group), gather_sequence(value, 2, group)
     outputs = []
+    learned = _sinks_of(name, own, module, query.shape[1])
     for part, queries in zip(parts, query.chunk(len(parts), 2), strict=True):
         keys, values = (one[:, :, : part.stop].transpose(1, 2) for one in (key, value))
         queries = queries.transpose(1, 2)
-        outputs.append(own.function(queries, keys, values, part, scaling, sliding_window))
-    return torch.cat(outputs, dim=1), None
+        outputs.append(own.function(queries, keys, values, part, scaling, sliding_window, *learned))
+    return gated(torch.cat(outputs, dim=1), attention_gate), None
+
+
+def _sinks_of(name: str, own: OwnAttention, module: nn.Module, heads: int) -> tuple[Tensor, ...]:
+    """What the function of an attention is given beside the rest: its sinks, if it has any."""
+    return (number_of(name, SINKS, module, heads),) if own.sinks else ()
 
 
 def whole_mask(*arguments: Any, **named: Any) -> Tensor | None:
@@ -173,6 +188,7 @@ def attend_to_mask(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    attention_gate: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Computes attention as transformers' own code asks for it, in generation with a cache too."""
@@ -185,7 +201,9 @@ def attend_to_mask(
         query = scaled_queries(name, module, query, (part,), sliding_window)
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key, value = (one.transpose(1, 2).contiguous() for one in (query, key, value))
-    output = own.function(query, key, value, part, scaling, sliding_window)
+    learned = _sinks_of(name, own, module, query.shape[2])
+    output = own.function(query, key, value, part, scaling, sliding_window, *learned)
+    output = gated(output, attention_gate)
     unseeing = ~attention_mask[:, 0].any(-1)  # in padding, of which functions may make anything
     return output.masked_fill(unseeing[:, :, None, None], 0), None
 

@@ -29,7 +29,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from lacuna.config import UserError, explained
 from lacuna.config.adapters import LoraConfig
-from lacuna.config.attentions import SCALE, is_scaled
+from lacuna.config.attentions import SCALE, SINKS, is_own
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data.tokenizer import added_ids
 from lacuna.data.unpacked import hf_folder
@@ -67,10 +67,10 @@ def fill_model(
     if loaded:
         for module in adapted_modules(model).values():
             module.to_empty(device=home, recurse=False)  # no file has adapters
-        if is_scaled(getattr(model.config, "attn_implementation", None)):
-            from lacuna.model.scaled_attention import begin_scales  # an extension
+        if is_own(getattr(model.config, "attn_implementation", None)):
+            from lacuna.model.learned_attention import begin_learned  # an extension
 
-            begin_scales(model, str(source.name_or_path), home)
+            begin_learned(model, str(source.name_or_path), home)
         places = {"": home} | dict.fromkeys(buffers & stored, device)
         load_weights(model, shadow, source, places, device)
     else:
@@ -217,7 +217,7 @@ def load_weights(
         joined = _load_joined(model, shadow, slices, on_cpu, home)
         info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
     lacking = info.missing_keys - {*model.all_tied_weights_keys} - joined
-    missing = sorted(name for name in lacking if not name.endswith((*PARTS, SCALE)))
+    missing = sorted(name for name in lacking if not name.endswith((*PARTS, SCALE, SINKS)))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"does not fit: {sorted(info.mismatched_keys)[:3]}"
         if missing:

@@ -2,12 +2,14 @@
 
 import torch
 from rich.table import Table
+from transformers import PretrainedConfig
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.console import open_console
 from lacuna.config.devices import check_device
 from lacuna.config.errors import require_writable
 from lacuna.config.learning_rate import learning_rate, peak_step, warmup_steps
+from lacuna.config.machine import MetricsConfig
 from lacuna.config.optimizers import LRSchedulerConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data import build_loader, build_validation, run_tokenizer
@@ -46,6 +48,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     loader = build_loader(config, tokenizer, batch, dp_rank=0)
     steps = total_steps(config.training, config.lr_scheduler, loader.rows_left, batch.global_batch)
     sequences = steps * batch.global_batch if loader.rows_left is None else loader.rows_left
+    _require_visible_attention(config.metrics, model.config)
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, batch, dp_rank=0)
     compute = str(compute_dtype(config.training, device)).removeprefix("torch.")
@@ -73,6 +76,13 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
     open_console(config.metrics).print(table, "Nothing was started.")
+
+
+def _require_visible_attention(metrics: MetricsConfig, model_config: PretrainedConfig) -> None:
+    if metrics.attention:
+        from lacuna.rollout.inspection import require_visible_attention  # an extension
+
+        require_visible_attention(model_config)
 
 
 def _about_memory(parts: dict[str, float], accumulation: int) -> str:

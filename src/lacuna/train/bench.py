@@ -17,7 +17,7 @@ from torch._C._autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from lacuna import __version__ as lacuna_version
-from lacuna.config import Config
+from lacuna.config import Config, logger
 from lacuna.config.documents import CurriculumConfig, ValidationConfig
 from lacuna.config.machine import ProfilingConfig
 from lacuna.config.optimizers import LRSchedulerConfig
@@ -77,13 +77,22 @@ def measured_config(config: Config, window: int, windows: int, folder: str) -> C
     return config.model_copy(update=sections)
 
 
-def measure(config: Config, process: Process, console: Console) -> tuple[Run, dict[str, Any]]:
+def measure(
+    config: Config, process: Process, console: Console, balanced: bool = False
+) -> tuple[Run, dict[str, Any]]:
     """Makes the run of a `measured_config`, and measures its steps; all ranks must call it.
+
+    If `balanced`, all experts of a mixture are given as many tokens by force.
 
     Returns what there is of the run after it, and what was measured: speed over all ranks, memory
     of the rank that took most, and the time of the first rank's kernels.
     """
     run = Run(config, process, console)
+    if balanced:
+        from lacuna.model.balanced_experts import balance_experts  # an extension
+
+        balance_experts(run.built.model)
+        logger.warning("experts are balanced by force: only times mean something, and no loss")
     with run.metrics as ending:
         ending.callback(lambda: run.loader.close())
         train(run, [])

@@ -53,6 +53,7 @@ class Run:
     second: "Learner | None" = None
     skipped_in_a_row = 0
     router_load: Any = None  # a `RouterLoad` where the load of experts is counted
+    looks: Any = None  # `Looks` where attention is looked at
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.process = process
@@ -99,7 +100,7 @@ class Run:
             saved_in = start if saved is not None else None
             self.second = open_learner(second, config.optimizer, saved_in, process)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
-        self.count_router_load()
+        self.watch_model()
         self.open_metrics(console)
         self.first_step = self.state.step + 1
         self.saved_step = self.state.step
@@ -224,13 +225,17 @@ class Run:
                 tensors |= optimizer_tensors(model, self.optimizer)
             read_tensors(start, tensors, self.process)
 
-    def count_router_load(self) -> None:
-        """Has the model count what its experts are given, where the settings ask for it."""
+    def watch_model(self) -> None:
+        """Has the model watched as the settings ask: its attention, and what experts are given."""
         settings = self.config.model.router_bias_update_rate, self.config.metrics.router
         if any(settings):
             from lacuna.model.router_load import RouterLoad  # an extension
 
             self.router_load = RouterLoad(self.built, *settings)
+        if self.validation is not None and self.config.metrics.attention:
+            from lacuna.train.looks import Looks  # an extension
+
+            self.looks = Looks(self.built, self.validation, self.batch)
 
     def say_what_changed(self, started_with: dict[str, Any] | None) -> None:
         """Logs what a resumed run goes on with that differs from what it was `started_with`."""

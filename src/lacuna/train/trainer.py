@@ -114,6 +114,8 @@ def train_step(run: Run, stop: bool) -> None:
     started = time.perf_counter()
     if state.step % config.validation.freq == 0:
         _validate(run)
+    if run.looks is not None and state.step % config.metrics.attention == 0:
+        run.metrics.write({"step": state.step} | run.looks.report())
     if not run.stopping:
         _advance_curriculum(run)
     _save_if_due(run)
