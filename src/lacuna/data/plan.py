@@ -188,6 +188,11 @@ def make_row_plan(
     difficulty = config.curriculum.difficulty_column if endless else None
     numbers = (difficulty,) if difficulty else ()
     sources = tuple(open_source(one, data, chat, judged, numbers, asks) for one in settings)
+    if config.rollout.takes_turns:
+        from lacuna.data.tools import descriptions_of  # an extension
+
+        tools = descriptions_of(config.rollout.tools)
+        sources = tuple(replace(source, tools=tools) for source in sources)
     if difficulty:
         order = from_low_to_high([source.dataset[difficulty] for source in sources], difficulty)
     table = None

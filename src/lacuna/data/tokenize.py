@@ -65,7 +65,7 @@ def document_of(
             if source.asks:
                 from lacuna.data.prompts import prompt_document  # an extension, as few need it
 
-                return prompt_document(row, place, tokenizer, source.chat)
+                return prompt_document(row, place, tokenizer, source.chat, source.tools)
             if source.preference is None:
                 from lacuna.data.chat import encode  # an extension
 
@@ -179,6 +179,7 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
             tokenizer.chat_template,
             None if source.preference is None else source.preference.loss == "kto",
             source.asks,
+            source.tools,
         ]
     made_of = [
         _CACHE_VERSION,

@@ -13,7 +13,7 @@ from lacuna.rollout.verifiers import Answered, Reward
 _SHOWN = 200
 
 
-class _Overdue(BaseException):
+class Overdue(BaseException):
     """A function takes too long; no `except Exception` of its own holds that up."""
 
 
@@ -49,14 +49,14 @@ def _scores_of(
 ) -> list[float]:
     try:
         return _ask(function, answers, settings.timeout_seconds)
-    except (Exception, _Overdue) as error:  # whatever the user's own lines raise
+    except (Exception, Overdue) as error:  # whatever the user's own lines raise
         failure = error
     alone = []
     failed = 0
     for answer in answers:
         try:
             alone += _ask(function, [answer], settings.timeout_seconds)
-        except (Exception, _Overdue) as error:
+        except (Exception, Overdue) as error:
             if settings.on_error == "stop":
                 raise _explained(name, answer, error) from error
             failed += 1
@@ -65,7 +65,7 @@ def _scores_of(
     if not failed and settings.on_error == "stop":
         raise UserError(
             f"rewards.functions: {name} fails on {len(answers)} completions together "
-            f"({_told(failure)}) and on none of them alone: mend it, and the same command goes on."
+            f"({told(failure)}) and on none of them alone: mend it, and the same command goes on."
         ) from failure
     if failed:
         logger.warning("%s (%d of %d samples are left out)", said, failed, len(answers))
@@ -74,22 +74,28 @@ def _scores_of(
 
 def _explained(name: str, answer: Answered, error: BaseException) -> UserError:
     """The message about a function that fails on a sample."""
-    shown = answer.text[:_SHOWN] + ("..." if len(answer.text) > _SHOWN else "")
     return UserError(
-        f"rewards.functions: {name} fails on {answer.where} with the completion {shown!r} "
-        f"({_told(error)}): mend it, and the same command goes on; or set rewards.on_error = skip."
+        f"rewards.functions: {name} fails on {answer.where} with the completion "
+        f"{shortened(answer.text)!r} "
+        f"({told(error)}): mend it, and the same command goes on; or set rewards.on_error = skip."
     )
 
 
-def _told(error: BaseException) -> str:
-    if isinstance(error, _Overdue | _WrongScores):
+def shortened(text: str) -> str:
+    """The beginning of a text, for a message."""
+    return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")
+
+
+def told(error: BaseException) -> str:
+    """What a failure is, for a message."""
+    if isinstance(error, Overdue | _WrongScores):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def _ask(function: Reward, answers: Sequence[Answered], seconds: float) -> list[float]:
     """What a function says of completions. Raises whatever it raises, and where it is too late."""
-    with _deadline(seconds):
+    with deadline(seconds):
         scores = [*function(answers)]
     if len(scores) != len(answers):
         raise _WrongScores(f"it returned {len(scores)} scores for {len(answers)} completions")
@@ -103,15 +109,15 @@ def _ask(function: Reward, answers: Sequence[Answered], seconds: float) -> list[
 
 
 @contextmanager
-def _deadline(seconds: float) -> Iterator[None]:
-    """A context that raises `_Overdue` when it takes longer, by an alarm of this process.
+def deadline(seconds: float) -> Iterator[None]:
+    """A context that raises `Overdue` when it takes longer, by an alarm of this process.
 
     Of code that is not Python it interrupts only what looks for signals, such as waiting, reading
     and regular expressions.
     """
 
     def ring(number: int, frame: FrameType | None) -> None:
-        raise _Overdue(f"it takes longer than rewards.timeout_seconds = {seconds:g}")
+        raise Overdue(f"it takes longer than rewards.timeout_seconds = {seconds:g}")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, seconds)
