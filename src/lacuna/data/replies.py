@@ -83,11 +83,15 @@ def stand_in(chat: Chat, reply: Messages) -> dict[str, Any]:
 
 @lru_cache
 def _key_of_reasoning(tokenizer: PreTrainedTokenizerBase, template: str) -> str | None:
-    """The key of messages under which a template looks for reasoning; None where it writes none."""
+    """The key of messages under which a template looks for reasoning; None where it writes none.
+
+    It writes none either where it begins an answer as one without reasoning.
+    """
+    asked = render(Chat("chat.template", tokenizer, template, [_QUESTION]), asks=True)[0]
     for key in REASONING:
         answer = {"role": "assistant", "content": _ANSWER, key: _THOUGHT}
-        chat = Chat("chat.template", tokenizer, template, [_QUESTION, answer])
-        if _THOUGHT in render(chat)[0]:
+        text = render(Chat("chat.template", tokenizer, template, [_QUESTION, answer]))[0]
+        if _THOUGHT in text and text.startswith(asked):
             return key
     return None
 
@@ -140,8 +144,8 @@ def until_end(answered: Chat) -> str:
     asked = render(replace(answered, messages=answered.messages[:-1]), asks=True)[0]
     if not found or len(before) < len(asked):
         raise UserError(
-            f"{answered.where}: the chat template does not end an answer with calls by {last}, as "
-            "it ends others: set chat.template."
+            f"{answered.where}: the chat template does not end every answer by {last}: set "
+            "chat.template."
         )
     return before + found
 

@@ -43,7 +43,7 @@ def require_tools(chat: Chat) -> None:
 
 
 def calls_in(text: str, chat: Chat) -> list[dict[str, Any]]:
-    """The calls of tools in a turn of the model: the name of each and its arguments.
+    """The calls of tools in a turn that the model has ended: the name and arguments of each.
 
     They are read by the tokenizer's response_template. Without one they are the JSON objects behind
     the reasoning that have a name and arguments (or parameters, as Llama calls them). What cannot
@@ -52,6 +52,7 @@ def calls_in(text: str, chat: Chat) -> list[dict[str, Any]]:
     if getattr(chat.tokenizer, "response_template", None) is None:
         return [*_json_calls(text.rpartition("</think>")[2])]
     asked = render(chat, asks=True)[0]
+    text += str(chat.tokenizer.convert_ids_to_tokens(end_token(chat)))
     tools: list[Any] = chat.tools or []
     try:
         message = chat.tokenizer.parse_response(text, prefix=asked, tools=tools)
