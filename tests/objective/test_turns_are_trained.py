@@ -29,7 +29,6 @@ from runs import (
     curve,
     ended,
     lacuna,
-    refused,
     rows,
     start,
     steps,
@@ -154,6 +153,15 @@ def talks(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_talks(tmp_path_factory.mktemp("talks"))
 
 
+def write_judge(folder: Path) -> Path:
+    """Fills a folder with a tiny model that scores."""
+    write_model(folder, num_labels=1)
+    torch.manual_seed(5)
+    shape = LlamaConfig.from_pretrained(folder)
+    AutoModelForSequenceClassification.from_config(shape).save_pretrained(folder)
+    return folder
+
+
 def slow_returns(rewards: list[float], values: list[float], decay: float) -> list[float]:
     """What the critic learns, with nothing discounted: value and advantage, term by term."""
     following = [*values[1:], 0.0]
@@ -168,10 +176,7 @@ def slow_returns(rewards: list[float], values: list[float], decay: float) -> lis
 
 
 def test_values_and_advantages_are_of_the_models_own_tokens(world: Path, tmp_path: Path) -> None:
-    judge = write_model(tmp_path / "judge", num_labels=1)
-    torch.manual_seed(5)
-    shape = LlamaConfig.from_pretrained(judge)
-    AutoModelForSequenceClassification.from_config(shape).save_pretrained(judge)
+    judge = write_judge(tmp_path / "judge")
     config = Config(
         job={"task": "ppo"},
         ppo={"critic": str(judge), "beta": 0.0, "gae_lambda": 0.5},
@@ -400,17 +405,15 @@ def test_settings_of_turns_that_say_nothing_are_refused(
 def test_what_several_turns_cannot_have_is_refused_before_the_first_step(
     world: Path, talks: Path, tmp_path: Path
 ) -> None:
-    def said(*more: object) -> str:
-        return refused("train", world / "run.toml", *flags(talks, *more))
-
-    assert "nowhere does not import" in said("--rollout.environment", "nowhere:A")
+    own = ("--job.dump_folder", tmp_path / "run")
+    run = ("train", world / "run.toml", *flags(talks, *own))
+    elsewhere = ("--rollout.environment", "nowhere:A")
+    assert "nowhere does not import" in lacuna(*run, *elsewhere, status=2, cwd=talks)
     tokenizer = load_tokenizer(str(talks / "model"))
     tokenizer.chat_template = None
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    judge = write_model(tmp_path / "judge", num_labels=1)
+    judge = write_judge(tmp_path / "judge")
     plain = ("--chat.template", "none", "--model.tokenizer_path", tmp_path / "tokenizer")
-    own = ("--job.dump_folder", tmp_path / "run")
-    run = ("train", world / "run.toml", *flags(talks, *own))
     assert "the tokenizer has no chat template" in lacuna(*run, *plain, status=2, cwd=talks)
     judged = ("--rewards.functions", judge)
     assert "models score a prompt with one answer" in lacuna(*run, *judged, status=2, cwd=talks)
