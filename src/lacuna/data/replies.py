@@ -60,10 +60,13 @@ def given_tokens(chat: Chat, reply: Messages) -> list[int]:
     answered = replace(chat, messages=[*chat.messages, stand_in(chat, reply)])
     before = until_end(answered)
     text = _continued(before, replace(answered, messages=answered.messages + reply), 2)
+    end = end_token(chat)
+    closing = str(chat.tokenizer.convert_ids_to_tokens(end))
+    # Behind the token itself, as tokenizers may begin a text with a blank.
     found: list[int] = chat.tokenizer(
-        text[len(before) :], add_special_tokens=False, verbose=False
+        closing + text[len(before) :], add_special_tokens=False, verbose=False
     ).input_ids
-    return found
+    return found[found.index(end) + 1 :]
 
 
 def stand_in(chat: Chat, reply: Messages) -> dict[str, Any]:

@@ -179,8 +179,9 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
             tokenizer.chat_template,
             None if source.preference is None else source.preference.loss == "kto",
             source.asks,
-            source.tools,
         ]
+        if source.tools is not None:
+            chat.append(source.tools)
     made_of = [
         _CACHE_VERSION,
         source.dataset._fingerprint,

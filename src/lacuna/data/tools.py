@@ -1,6 +1,7 @@
 """Functions of the user's own that a model may call, and how they are described to it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from transformers.utils.chat_template_utils import (
@@ -11,6 +12,7 @@ from transformers.utils.chat_template_utils import (
 
 from lacuna.config import UserError, explained
 from lacuna.config.user_code import import_attribute
+from lacuna.data.sources import Documents
 
 
 def functions_of(names: Sequence[str]) -> dict[str, Callable[..., Any]]:
@@ -48,3 +50,12 @@ def descriptions_of(names: Sequence[str]) -> list[dict[str, Any]]:
         with explained(problem, DocstringParsingException, TypeHintParsingException, mend=mend):
             described.append(get_json_schema(function))
     return described
+
+
+def with_tools(sources: Sequence[Documents], names: Sequence[str]) -> tuple[Documents, ...]:
+    """The sources, whose prompts all begin conversations, and tell of these functions.
+
+    Raises `UserError` where a function cannot be described.
+    """
+    tools = descriptions_of(names)
+    return tuple(replace(source, tools=tools) for source in sources)

@@ -35,7 +35,8 @@ def go_on(
     alone. Every rank must call it; they tell each other by the group `exchange` how long they go
     on. Raises `UserError` where an environment fails, unless `rewards.on_error` is skip.
     """
-    chat = opening(tokenizer, descriptions_of(rollout.tools), "rollout.environment")
+    where = "rollout.tools" if rollout.tools else "rollout.environment"
+    chat = opening(tokenizer, descriptions_of(rollout.tools), where)
     host = Host(find_environment(rollout, tokenizer), rewards)
     host.furnish(talks, seed)
     active = [one for one in talks if one.ended]
