@@ -128,6 +128,13 @@ EXTENSIONS = {
         "rollout/paged_probe.py",
         "rollout/pages.py",
     ),
+    "turns": (
+        "data/replies.py",
+        "rollout/environment.py",
+        "rollout/talks.py",
+        "rollout/turns.py",
+    ),
+    "tools": ("data/tools.py", "rollout/tool_calls.py"),
     "bench": (
         "commands/bench.py",
         "commands/bench_report.py",

@@ -16,7 +16,8 @@ class RolloutConfig(Section):
     """Divides the logits of the model when it generates, and when it is trained on what it said.
     Tokens are drawn from all of the vocabulary."""
     max_tokens: PositiveInt = 256
-    """Longest completion, in tokens; a prompt and a completion must fit into training.seq_len."""
+    """Longest completion, in tokens of the model in all its turns; a prompt and a completion must
+    fit into training.seq_len."""
     batch_size: PositiveInt = 64
     """Completions that a rank generates at a time."""
     engine: Literal["auto", "pages", "padded"] = "auto"
@@ -25,6 +26,19 @@ class RolloutConfig(Section):
     shown: NonNegativeInt = 3
     """Completions of one prompt that are shown with their rewards where a run writes to a terminal,
     every metrics.log_freq steps. 0: none."""
+    environment: str | None = None
+    """Class or function of your own, as module:name, that makes what replies to the model, so that
+    a completion has several turns. Unset: it has one."""
+    tools: Names = ()
+    """Functions of your own, as module:function, that the model is told of and may call; what they
+    return is given to it. Unset: none."""
+    turns: PositiveInt = 8
+    """Most turns of the model in a completion, with rollout.environment or rollout.tools."""
+
+    @property
+    def takes_turns(self) -> bool:
+        """Whether something replies to the model."""
+        return bool(self.environment or self.tools)
 
 
 class RewardsConfig(Section):
@@ -36,7 +50,7 @@ class RewardsConfig(Section):
     is the row's), math (it is equal to the row's, by math-verify), code (its Python passes all
     tests of the row), code_share (the share of them), pattern (the row's regular expression is
     found), format (the completion is as rewards.format says), length (it does not come near
-    rollout.max_tokens)."""
+    rollout.max_tokens), environment (what rollout.environment says)."""
     weights: Shares = ()
     """Weight of each function in the reward. Unset: 1 each."""
     on_error: Literal["stop", "skip"] = "stop"

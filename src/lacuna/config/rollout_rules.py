@@ -130,6 +130,22 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "one completion has no other to be compared with; set the first to 2 or more",
         lambda config: config.rollout.samples == 1,
     ),
+    Rule(
+        ("rollout.environment", "rollout.tools"),
+        lambda config: config.rollout.environment and config.rollout.tools,
+        "either replies to the model; call the functions in the first, or drop it",
+    ),
+    Rule(
+        ("rollout.turns", "rollout.environment"),
+        is_changed("rollout.turns", lambda config: not config.rollout.takes_turns),
+        "nothing replies to the model; set the second or rollout.tools, or drop the first",
+    ),
+    Rule(
+        ("rewards.functions", "rollout.environment"),
+        lambda config: "environment" in config.rewards.functions and not config.rollout.environment,
+        "there is no environment that says what completions are worth; set the second, or leave "
+        "environment out of the first",
+    ),
     *(
         Rule(
             (setting, "grpo.loss"),

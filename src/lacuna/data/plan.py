@@ -187,7 +187,8 @@ def make_row_plan(
         require_writable_cache()
     difficulty = config.curriculum.difficulty_column if endless else None
     numbers = (difficulty,) if difficulty else ()
-    sources = tuple(open_source(one, data, chat, judged, numbers, asks) for one in settings)
+    opened = [open_source(one, data, chat, judged, numbers, asks) for one in settings]
+    sources = _told_of_tools(opened, config.rollout)
     if difficulty:
         order = from_low_to_high([source.dataset[difficulty] for source in sources], difficulty)
     table = None
@@ -197,8 +198,7 @@ def make_row_plan(
         if judged is not None:
             stages = config.curriculum_stages() if endless else [config]
             refuse_long_pairs(table.lengths, [stage.row_form for stage in stages])
-    has_order = order is not None or not endless
-    mixture = _mix(sources, settings, data, lanes, config.training.seed, has_order)
+    mixture = _mix(sources, settings, data, lanes, config.training.seed, endless and order is None)
     if endless:
         _require_common_order(mixture, config.curriculum)
     kinds: Mapping[str, np.ndarray] = {}
@@ -207,6 +207,15 @@ def make_row_plan(
         table, kinds = _annotated(table, sources, tokenizer, form, said, config.rollout)
     plan = RowPlan(form, data, tokenizer, mixture, sources, table, endless, order, kinds)
     return replace(plan, epochs=config.training.epochs, decided_by=deciding_settings(config))
+
+
+def _told_of_tools(opened: Sequence[Documents], rollout: RolloutConfig) -> tuple[Documents, ...]:
+    """The sources, whose prompts begin conversations about tools where something replies."""
+    if not rollout.takes_turns:
+        return tuple(opened)
+    from lacuna.data.tools import with_tools  # an extension, which few runs need
+
+    return with_tools(opened, rollout.tools)
 
 
 def _require_common_order(mixture: Mixture, curriculum: CurriculumConfig) -> None:
@@ -248,11 +257,11 @@ def _mix(
     data: DataConfig,
     lanes: int,
     seed: int,
-    has_order: bool,
+    may_shuffle: bool,
 ) -> Mixture:
     """The order in which documents of all sources come: shuffled, unless they have one already."""
     sizes = _pool_sizes(sources, data.streaming, lanes, is_one=settings[0].weight is None)
-    is_shuffled = data.shuffle and not has_order
+    is_shuffled = data.shuffle and may_shuffle
     pools = tuple(
         Pool(size, random_key(seed, 0, number) if is_shuffled else None)
         for number, size in enumerate(sizes)

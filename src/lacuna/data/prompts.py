@@ -36,11 +36,16 @@ class Prompt:
 
 
 def prompt_document(
-    row: dict[str, Any], where: str, tokenizer: PreTrainedTokenizerBase, settings: ChatConfig
+    row: dict[str, Any],
+    where: str,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: ChatConfig,
+    tools: list[dict[str, Any]] | None = None,
 ) -> Document:
     """The document of the prompt of a row.
 
-    A text in the column prompt is given to the model as it is; messages by the chat template, up to
+    A text in the column prompt is given to the model as it is; or as a message of the user where
+    there is a list of `tools`, if an empty one. Messages are given by the chat template, up to
     where the answer begins. Raises UserError where there is neither.
     """
     column = columns_by_our_names(row, settings).get("prompt")
@@ -50,12 +55,12 @@ def prompt_document(
             "model.tokenizer_path: the tokenizer has no token that ends a text, with which "
             "completions could end: give it an eos_token."
         )
-    if column is not None and isinstance(row[column], str):
+    if tools is None and column is not None and isinstance(row[column], str):
         tokens = tokenize_text(tokenizer, row[column]).tolist()
         if tokens[-1] == tokenizer.eos_token_id and not row[column].endswith(tokenizer.eos_token):
             tokens.pop()
     else:
-        text = question_of(row, where, settings, tokenizer).text
+        text = question_of(row, where, settings, tokenizer, tools).text
         tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokens:
         raise UserError(f"{where}: the prompt is empty; leave the row out")

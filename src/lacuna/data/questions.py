@@ -81,14 +81,25 @@ def read_questions(
 
 
 def question_of(
-    row: dict[str, Any], place: str, settings: ChatConfig, tokenizer: PreTrainedTokenizerBase
+    row: dict[str, Any],
+    place: str,
+    settings: ChatConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    tools: list[dict[str, Any]] | None = None,
 ) -> Question:
     """The question of a row: its messages without the answers at their end, or its prompt.
 
-    Raises UserError where there is none.
+    It tells of the tools of the row, or of those that are given. Raises UserError where there is no
+    question, or there are tools of both.
     """
     found = columns_by_our_names(row, settings)
-    tools = read_tools(row, found, place)
+    own_tools = read_tools(row, found, place)
+    if own_tools and tools:
+        raise UserError(
+            f"{place}: has tools of its own, of which only rollout.tools could be called: leave "
+            "the column out, or call them in a rollout.environment."
+        )
+    tools = own_tools or tools or None
     messages: list[dict[str, Any]] = []
     if "messages" in found:
         messages = read_messages(row[found["messages"]], place, settings)

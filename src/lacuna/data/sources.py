@@ -46,6 +46,7 @@ class Documents:
         preference: what is learnt from its records, if they are preferences.
         answers_per_row: how many documents a row becomes; `dataset` holds the row as often.
         asks: whether its documents are prompts, whose rows have what completions are judged by.
+        tools: what prompts tell of, where all of them are conversations; None where they need not.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Documents:
     preference: PreferenceConfig | None = None
     answers_per_row: int = 1
     asks: bool = False
+    tools: list[dict[str, Any]] | None = None
 
     def columns_of(self, row: Collection[str]) -> tuple[tuple[str, ...], dict[str, str]]:
         """Our names of the columns of a row that are read; and the data's name of each, by ours."""

@@ -65,7 +65,7 @@ def document_of(
             if source.asks:
                 from lacuna.data.prompts import prompt_document  # an extension, as few need it
 
-                return prompt_document(row, place, tokenizer, source.chat)
+                return prompt_document(row, place, tokenizer, source.chat, source.tools)
             if source.preference is None:
                 from lacuna.data.chat import encode  # an extension
 
@@ -180,6 +180,8 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
             None if source.preference is None else source.preference.loss == "kto",
             source.asks,
         ]
+        if source.tools is not None:
+            chat.append(source.tools)
     made_of = [
         _CACHE_VERSION,
         source.dataset._fingerprint,

@@ -26,6 +26,7 @@ from lacuna.objective.reference import begins_as_base
 from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_of_samples
 from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.completions_table import show_completions
+from lacuna.rollout.environment import check_environment
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups
 from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.rewards import longest_wait
@@ -120,7 +121,18 @@ class OnPolicy(LanguageModelling):
         functions: Mapping[str, Reward],
         updates: int,
     ) -> None:
-        """Begins with no completions; `updates` steps are made on the same ones."""
+        """Begins with no completions; `updates` steps are made on the same ones.
+
+        Raises `UserError` for completions of several turns that cannot be had.
+        """
+        if config.rollout.takes_turns:
+            check_environment(config.rollout, config.rewards.functions, tokenizer)
+            if any(isinstance(function, RewardModel) for function in functions.values()):
+                raise UserError(
+                    "rewards.functions, rollout.environment: models score a prompt with one "
+                    "answer, and completions have several turns: drop the model, or ask it in a "
+                    "function of your own."
+                )
         self.config = config
         self.tokenizer = tokenizer
         self.functions = functions

@@ -33,8 +33,8 @@ class Targets:
     """What a loss takes of a sample.
 
     Attributes:
-        names: the columns of its tokens.
-        of: gives them, [tokens] each.
+        names: the columns of its own tokens.
+        of: gives them, float32 [tokens] each.
         is_trained: whether a sample is trained at all.
     """
 
@@ -67,7 +67,7 @@ def lay_out(
     Each has `training.batch_size` rows in the form of the data; the last ones may be padding.
     """
     size = training.batch_size
-    lengths = np.array([len(one.prompt) + len(one.tokens) for one in samples], dtype=np.int64)
+    lengths = np.array([len(one.prompt) + len(one.after) for one in samples], dtype=np.int64)
     bins = [[number] for number in range(len(samples))]
     if form.packing.mode != "none":
         bins = best_fit(lengths, form.length)
@@ -95,16 +95,22 @@ def lay_out(
 
 
 def _span(sample: Sample, targets: Targets) -> Span:
-    """The prompt and the completion as a document whose columns are those of the loss."""
-    asked = len(sample.prompt)
-    whole = asked + len(sample.tokens)
+    """The prompt and what follows it as a document whose columns are those of the loss.
+
+    What the model was given between its turns is read, and not trained.
+    """
+    is_own = np.pad(sample.is_own, (len(sample.prompt), 0))
+    columns = {}
+    for name, one in targets.of(sample).items():
+        columns[name] = np.zeros(len(is_own), dtype=np.float32)
+        columns[name][is_own] = one.numpy()
     document = Document(
-        np.array(sample.prompt + sample.tokens, dtype=np.int64),
+        np.array(sample.prompt + sample.after, dtype=np.int64),
         float("nan"),
-        trained=(np.arange(whole) >= asked) & targets.is_trained(sample),
-        columns={name: F.pad(one, (asked, 0)).numpy() for name, one in targets.of(sample).items()},
+        trained=is_own & targets.is_trained(sample),
+        columns=columns,
     )
-    return Span(document, sample.source, 0, whole)
+    return Span(document, sample.source, 0, len(is_own))
 
 
 @dataclass(frozen=True)
@@ -180,7 +186,7 @@ def of_samples(
     """The part of each sample in what was `found` of the batches, [tokens] each, by labels."""
     on_host = [one.cpu() for one in found]
     return [
-        on_host[number][start : start + len(sample.tokens)].tolist()
+        on_host[number][start : start + len(sample.after)][sample.is_own].tolist()
         for sample, (number, start) in zip(samples, laid.places, strict=True)
     ]
 

@@ -9,7 +9,7 @@ from functools import cache
 from inspect import isawaitable
 from itertools import islice
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from lacuna.rollout.verifiers import Answered, AsyncReward, OwnTime, Reward
 
@@ -29,6 +29,7 @@ class Unheard(Exception):
     """Nothing is known of a function, because another one held up all."""
 
 
+T = TypeVar("T")
 Outcome = list[float] | BaseException
 """What a function says of completions, or why it says nothing."""
 
@@ -40,25 +41,30 @@ def ask(function: Reward, answers: Sequence[Answered], seconds: float) -> list[f
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
-    deadline = nullcontext() if isinstance(function, OwnTime) else _deadline(seconds)
-    with deadline, _no_exit():
+    is_timed = not isinstance(function, OwnTime)
+    with deadline(seconds) if is_timed else nullcontext(), no_exit():
         return _numbers(function(answers), len(answers))
 
 
 def ask_together(
     functions: Sequence[AsyncReward], answers: Sequence[Answered], seconds: float
 ) -> list[Outcome]:
-    """What each coroutine function says of completions, all of them awaited at the same time.
+    """What each coroutine function says of completions, all of them awaited at the same time."""
+    return await_together([_answered(function, answers) for function in functions], seconds)
+
+
+def await_together(coroutines: Sequence[Awaitable[T]], seconds: float) -> list[T | BaseException]:
+    """What each coroutine returns, or why it does not, all of them awaited at the same time.
 
     All are done after `seconds`, or cancelled, and so is whatever they began. One that does not
-    give way to the others is interrupted as a plain function is, and those of which nothing is
-    known by then are `Unheard`.
+    give way to the others is interrupted, and those of which nothing is known by then are
+    `Unheard`.
     """
-    asking = _Asking([_answered(function, answers) for function in functions], seconds)
+    asking = _Asking(coroutines, seconds)
     loop = _event_loop()
     try:
         # Whoever gives way is told before the alarm; it rings again for those who hold up the end.
-        with _deadline(seconds, 2 * _GRACE, again=_GRACE), _no_exit():
+        with deadline(seconds, 2 * _GRACE, again=_GRACE), no_exit():
             is_empty = loop.run_until_complete(asking.run())
     except (Overdue, WrongScores) as error:  # between two coroutines, or of what one began
         is_empty = False
@@ -76,24 +82,24 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
-class _Asking:
+class _Asking(Generic[T]):
     """Coroutines that are awaited together, and what came of them.
 
     Attributes:
         end: what ended the waiting for all of them, if it was none of their own failures.
     """
 
-    def __init__(self, coroutines: Sequence[Awaitable[list[float]]], seconds: float) -> None:
+    def __init__(self, coroutines: Sequence[Awaitable[T]], seconds: float) -> None:
         self.coroutines = coroutines
         self.seconds = seconds
-        self.tasks: list[asyncio.Future[list[float]]] = []
-        self.late: set[asyncio.Future[list[float]]] = set()
+        self.tasks: list[asyncio.Future[T]] = []
+        self.late: set[asyncio.Future[T]] = set()
         self.end: BaseException | None = None
 
     async def run(self) -> bool:
         """Awaits them, and cancels what is left; whether nothing is left after that."""
         own = asyncio.current_task()
-        self.tasks = [asyncio.ensure_future(one) for one in self.coroutines]
+        self.tasks = [asyncio.ensure_future(_guarded(one)) for one in self.coroutines]
         _, self.late = await asyncio.wait(self.tasks, timeout=self.seconds)
         left = asyncio.all_tasks() - {own}
         for task in left:
@@ -102,30 +108,33 @@ class _Asking:
             _, left = await asyncio.wait(left, timeout=_GRACE)
         return not left
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[T | BaseException]:
         """What came of each, in order."""
         # Of all, because asyncio complains of errors that nobody reads.
-        told = {task: _outcome(task) for task in self.tasks}
-        known = [None if task in self.late else one for task, one in told.items()]
-        held_up = self.end or next((one for one in known if isinstance(one, Overdue)), None)
+        told = {task: _outcome(task) for task in self.tasks if task.done()}
+        heard = {task: one for task, one in told.items() if task not in self.late}
+        ends = (one for one in heard.values() if isinstance(one, Overdue))
+        held_up = self.end or next(ends, None)
         rest: BaseException = held_up or Overdue(_told(self.seconds))
-        if held_up is not None and len(known) > 1:
-            rest = Unheard()
-        return [rest if one is None else one for one in known]
+        if held_up is not None and len(self.tasks) > 1:
+            rest = Unheard("another one held it up")
+        return [heard.get(task, rest) for task in self.tasks]
 
 
-def _outcome(task: asyncio.Future[list[float]]) -> Outcome | None:
-    """What came of a task; None where it is not done."""
-    if not task.done():
-        return None
+def _outcome(task: asyncio.Future[Any]) -> Any:
+    """What a task that is done returned, or the exception that it raised."""
     if task.cancelled():
         return WrongScores("it was cancelled")
     return task.exception() or task.result()
 
 
+async def _guarded(coroutine: Awaitable[T]) -> T:
+    with no_exit():
+        return await coroutine
+
+
 async def _answered(function: AsyncReward, answers: Sequence[Answered]) -> list[float]:
-    with _no_exit():
-        return _numbers(await function.function(answers), len(answers))
+    return _numbers(await function.function(answers), len(answers))
 
 
 def _numbers(scores: Any, count: int) -> list[float]:
@@ -161,7 +170,7 @@ def _told(seconds: float) -> str:
 
 
 @contextmanager
-def _no_exit() -> Iterator[None]:
+def no_exit() -> Iterator[None]:
     """A context in which a call of sys.exit is a failure, and not the end of the run."""
     try:
         yield
@@ -170,7 +179,7 @@ def _no_exit() -> Iterator[None]:
 
 
 @contextmanager
-def _deadline(seconds: float, more: float = 0.0, again: float = 0.0) -> Iterator[None]:
+def deadline(seconds: float, more: float = 0.0, again: float = 0.0) -> Iterator[None]:
     """A context that raises `Overdue` when it takes `more` than so long, by this process's alarm.
 
     After that it does so each `again` seconds, unless that is 0. Of code that is not Python it

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -15,20 +16,22 @@ from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
 from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
-from lacuna.rollout.drawing import Completion
 from lacuna.rollout.rewards import score, total
 from lacuna.rollout.sampling import generate, part_of_rank
-from lacuna.rollout.verifiers import Answered, Reward
+from lacuna.rollout.talks import Talk
+from lacuna.rollout.turns import go_on
+from lacuna.rollout.verifiers import Reward
 
 
 @dataclass
 class Sample:
-    """A completion, and what is known of it; lists have a value for each of its tokens.
+    """A completion, and what is known of it; lists have a value for each token of the model.
 
     Attributes:
         prompt: the tokens of its prompt.
-        tokens: its own, with the end if it `ended`.
+        tokens: those of the model, of all its turns, with the ends of those that have one.
         sampled: their log-probabilities as generating found them.
+        ended: whether it came to its end, and nothing cut it off.
         source: the number of the source that the prompt is from.
         advantage: how much better it is than the others of its group.
         old: log-probabilities as training finds them before the first step on it.
@@ -37,6 +40,7 @@ class Sample:
         values: what the critic expects before each token; empty without one, as are
         advantages: how much better each token is than the critic expected;
         returns: what the critic should have expected.
+        given: what the model was given between its turns, and how many tokens it had said before.
     """
 
     prompt: list[int]
@@ -51,6 +55,23 @@ class Sample:
     values: list[float] = field(default_factory=list)
     advantages: list[float] = field(default_factory=list)
     returns: list[float] = field(default_factory=list)
+    given: list[tuple[int, list[int]]] = field(default_factory=list)
+
+    @property
+    def after(self) -> list[int]:
+        """All tokens that follow the prompt, in their order."""
+        found: list[int] = []
+        start = 0
+        for place, tokens in self.given:
+            found += self.tokens[start:place] + tokens
+            start = place
+        return found + self.tokens[start:]
+
+    @property
+    def is_own(self) -> np.ndarray:
+        """Whether each token that follows the prompt is the model's, bool [tokens]."""
+        places = [place for place, tokens in self.given for _ in tokens]
+        return np.insert(np.ones(len(self.tokens), dtype=bool), np.array(places, dtype=int), False)
 
 
 @dataclass(frozen=True)
@@ -58,6 +79,8 @@ class Group:
     """The completions of a prompt, as text and as samples, and what each is worth.
 
     `scores` has what each function says of each; `rewards` are nan where no function applies.
+    Where completions have several turns, `messages` has those of each, and `tool_errors` how many
+    calls of tools failed in it; nan where nobody counts.
     """
 
     prompt: str
@@ -65,6 +88,8 @@ class Group:
     samples: list[Sample]
     scores: dict[str, list[float]]
     rewards: list[float]
+    messages: list[list[dict[str, Any]]] = field(default_factory=list)
+    tool_errors: list[float] = field(default_factory=list)
 
     @property
     def varies(self) -> bool:
@@ -79,7 +104,10 @@ class Group:
             row |= {"completion": self.texts[number], "reward": _number(self.rewards[number])}
             row["scores"] = {name: _number(own[number]) for name, own in self.scores.items()}
             row |= {"advantage": sample.advantage, "tokens": len(sample.tokens)}
-            rows.append(row | {"ended": sample.ended})
+            row["ended"] = sample.ended
+            if self.messages:
+                row["messages"] = self.messages[number]
+            rows.append(row)
         return rows
 
 
@@ -104,26 +132,34 @@ def draw_groups(
     """
     plan = source.plan
     asked, keys = _next_prompts(policy, source)
-    prompts = [prompt.tokens for prompt in asked]
-    said = generate(policy, prompts, keys, rollout, ends, seed)
-    groups = []
-    answers = []
-    for prompt, completions in zip(asked, said, strict=True):
-        row, where, number = row_of_prompt(prompt.document, plan.tokens, plan.sources)
-        texts = [str(plan.tokenizer.decode(_without_end(one))) for one in completions]
-        for one, text in zip(completions, texts, strict=True):
-            left = rollout.max_tokens - len(one.tokens)
-            answers.append(Answered(row, where, text, left))
-        samples = [
-            Sample(prompt.tokens, one.tokens, one.logprobs, one.ended, number)
-            for one in completions
-        ]
-        asked_text = str(plan.tokenizer.decode(prompt.tokens))
-        groups.append(Group(asked_text, texts, samples, {}, []))
-    _add_rewards(groups, answers, functions, rewards)
+    said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed)
+    talks: list[list[Talk]] = []
+    for prompt, key, completions in zip(asked, keys, said, strict=True):
+        origin = row_of_prompt(prompt.document, plan.tokens, plan.sources)
+        talks.append([Talk(prompt.tokens, *origin, (key, n)) for n in range(len(completions))])
+        for talk, one in zip(talks[-1], completions, strict=True):
+            talk.hear(one, plan.tokenizer)
+    flat = [talk for group in talks for talk in group]
+    if rollout.takes_turns:
+        room = plan.form.length
+        go_on(policy, flat, rollout, rewards, room, ends, seed, plan.tokenizer, exchange)
+    groups = [_group_of(one, str(plan.tokenizer.decode(one[0].prompt)), rollout) for one in talks]
+    _add_rewards(groups, flat, functions, rollout.max_tokens, rewards)
     of_ranks: list[list[Group]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, groups, group=exchange)
     return [group for part in of_ranks for group in part]
+
+
+def _group_of(talks: Sequence[Talk], prompt: str, rollout: RolloutConfig) -> Group:
+    """The group of the completions of a prompt, which nobody has judged yet."""
+    samples = [
+        Sample(one.prompt, one.tokens, one.logprobs, one.ended, one.source, given=one.given)
+        for one in talks
+    ]
+    texts = ["\n".join(one.texts) for one in talks]
+    messages = [one.messages for one in talks if rollout.takes_turns]
+    errors = [one.tool_errors for one in talks if rollout.takes_turns]
+    return Group(prompt, texts, samples, {}, [], messages, errors)
 
 
 def _next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
@@ -145,20 +181,23 @@ def _next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], lis
     return asked[part], keys[part]
 
 
-def _without_end(completion: Completion) -> list[int]:
-    """The tokens of a completion but the one that ends it."""
-    return completion.tokens[:-1] if completion.ended else completion.tokens
-
-
 def _add_rewards(
     groups: Sequence[Group],
-    answers: Sequence[Answered],
+    talks: Sequence[Talk],
     functions: Mapping[str, Reward],
+    most: int,
     settings: RewardsConfig,
 ) -> None:
-    """Writes into the groups, in place, what their completions, the `answers`, are worth."""
+    """Writes into the groups, in place, what their completions, the `talks`, are worth.
+
+    A completion has at most so many tokens. Where an environment failed it is worth nan.
+    """
+    answers = [one.answered(most) for one in talks]
     scores = score(functions, answers, settings)
-    rewards = total(scores, settings) if scores else [math.nan] * len(answers)
+    totals = total(scores, settings) if scores else [math.nan] * len(answers)
+    rewards = [
+        math.nan if one.has_failed else reward for one, reward in zip(talks, totals, strict=True)
+    ]
     start = 0
     for group in groups:
         part = slice(start, start + len(group.texts))
@@ -177,6 +216,9 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     rewards = [reward for group in groups for reward in group.rewards]
     several = [group.rewards for group in groups if len(group.rewards) > 1]
     deviations = [torch.tensor(rewards).std().item() for rewards in several]
+    turns = [1.0 + len(sample.given) for sample in samples]
+    errors = _mean([number for group in groups for number in group.tool_errors])
+    of_turns = {"turns": _mean(turns)} | ({} if errors is None else {"tool_errors": errors})
     return {
         "reward": _mean(rewards),
         "reward_deviation": _mean(deviations),
@@ -184,6 +226,7 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
         "flat_groups": sum(not group.varies for group in groups) / len(groups),
         "completion_tokens": _mean([len(sample.tokens) for sample in samples]),
         "ended": _mean([float(sample.ended) for sample in samples]),
+        **(of_turns if groups[0].messages else {}),
     }
 
 

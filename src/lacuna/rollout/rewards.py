@@ -90,7 +90,7 @@ def _scores_alone(
     if not failed and settings.on_error == "stop":
         raise UserError(
             f"rewards.functions: {name} fails on {len(answers)} completions together "
-            f"({_told(failure)}) and on none of them alone: mend it, and the same command goes on."
+            f"({told(failure)}) and on none of them alone: mend it, and the same command goes on."
         ) from failure
     if failed:
         logger.warning("%s (%d of %d samples are left out)", said, failed, len(answers))
@@ -99,14 +99,20 @@ def _scores_alone(
 
 def _explained(name: str, answer: Answered, error: BaseException) -> UserError:
     """The message about a function that fails on a sample."""
-    shown = answer.text[:_SHOWN] + ("..." if len(answer.text) > _SHOWN else "")
     return UserError(
-        f"rewards.functions: {name} fails on {answer.where} with the completion {shown!r} "
-        f"({_told(error)}): mend it, and the same command goes on; or set rewards.on_error = skip."
+        f"rewards.functions: {name} fails on {answer.where} with the completion "
+        f"{shortened(answer.text)!r} "
+        f"({told(error)}): mend it, and the same command goes on; or set rewards.on_error = skip."
     )
 
 
-def _told(error: BaseException) -> str:
-    if isinstance(error, Overdue | WrongScores):
+def shortened(text: str) -> str:
+    """The beginning of a text, for a message."""
+    return text[:_SHOWN] + ("..." if len(text) > _SHOWN else "")
+
+
+def told(error: BaseException) -> str:
+    """What a failure is, for a message."""
+    if isinstance(error, Overdue | WrongScores | Unheard):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -12,7 +12,7 @@ from lacuna.rollout.generate import complete
 from lacuna.rollout.paged_probe import reason_against_pages
 
 # Tells the randomness of completions from all other that derives from the seed.
-_STREAM = 2
+STREAM = 2
 
 
 def generate(
@@ -33,11 +33,18 @@ def generate(
     asked = [
         Asked(
             prompt,
-            [random_key(seed, _STREAM, key, number) for number in range(sampling.samples)],
+            [random_key(seed, STREAM, key, number) for number in range(sampling.samples)],
             sampling.max_tokens,
         )
         for prompt, key in zip(prompts, keys, strict=False)
     ]
+    return say(policy, asked, sampling, ends)
+
+
+def say(
+    policy: BuiltModel, asked: Sequence[Asked], sampling: RolloutConfig, ends: Sequence[int]
+) -> list[list[Completion]]:
+    """The completions of what is `asked`, by the model as it is now; every rank must call it."""
     return complete(
         policy.model,
         asked,

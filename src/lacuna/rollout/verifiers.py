@@ -22,14 +22,23 @@ class Answered:
 
     Attributes:
         where: the place of the row, for messages.
-        text: the completion without the token that ends it.
+        text: the completion without the token that ends it; of several turns, the last.
         left: how many tokens more it might have had.
+        earlier: what the model said in the turns before.
+        environment: what replied to the model, where something did.
     """
 
     row: dict[str, Any]
     where: str
     text: str
     left: int
+    earlier: Sequence[str] = ()
+    environment: Any = None
+
+    @property
+    def all_turns(self) -> str:
+        """What the model said in all its turns, each in a line of its own."""
+        return "\n".join([*self.earlier, self.text])
 
 
 Reward = Callable[[Sequence[Answered]], Any]
@@ -103,6 +112,14 @@ def length(answer: Answered, settings: RewardsConfig) -> float:
     return min(0.0, answer.left / settings.length_margin - 1)
 
 
+def of_environment(answer: Answered, settings: RewardsConfig) -> float:
+    """What the environment says that the conversation is worth; nan where it has failed."""
+    if answer.environment is None:
+        return math.nan
+    worth = answer.environment.reward()
+    return math.nan if worth is None else float(worth)
+
+
 def mathematical(answer: Answered, settings: RewardsConfig) -> float:
     """1 where math-verify finds the answer mathematically equal to that of the row, else 0.
 
@@ -131,6 +148,7 @@ _OWN = {
     "pattern": pattern,
     "format": format_fits,
     "length": length,
+    "environment": of_environment,
 }
 
 
@@ -205,7 +223,8 @@ def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward
         )
 
     def given(answers: Sequence[Answered]) -> Any:
-        return found([dict(answer.row) for answer in answers], [answer.text for answer in answers])
+        rows = [dict(answer.row) for answer in answers]
+        return found(rows, [answer.all_turns for answer in answers])
 
     is_async = iscoroutinefunction(found) or iscoroutinefunction(type(found).__call__)
     return AsyncReward(given) if is_async else given
