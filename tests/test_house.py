@@ -9,7 +9,7 @@ from lacuna.commands import bloat
 
 PACKAGE = Path(bloat.__file__).parent.parent
 STOREYS = (
-    {"__main__", "cli", "launch", "commands"},
+    {"__main__", "cli", "imports", "launch", "commands"},
     {"train", "plan"},
     {"objective"},
     {"rollout"},

@@ -23,6 +23,9 @@ def main() -> int:
     signal.signal(signal.SIGINT, end_at_once)
     # The launcher holds Ctrl-C back until we are here.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    from lacuna.imports import keep_bytecode  # an extension
+
+    keep_bytecode()
     from lacuna.cli import main
     from lacuna.config.orphans import end_children_with_us
 

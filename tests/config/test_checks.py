@@ -95,6 +95,7 @@ def error_of(flags="", **kwargs):
             "optimizer.name",
         ),
         ("--optimizer.ns_steps 3", "optimizer.ns_steps", "optimizer.name"),
+        ("--optimizer.neuron_beta2 0.95", "optimizer.neuron_beta2", "optimizer.name"),
         ("--optimizer.nesterov false", "optimizer.nesterov", "optimizer.name"),
         ("--data.dataset a/b,c/d", "data.dataset", "data.data_probs"),
         (

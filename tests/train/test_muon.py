@@ -1,5 +1,6 @@
 """Muon in any layout is torch's Muon on whole matrices, with AdamW for all that is no matrix."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lacuna.config import UserError
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.parameter_groups import muon_matrices
@@ -36,6 +38,7 @@ from tiny import (
 )
 
 SETTINGS = OptimizerConfig(name="Muon", lr=1e-2, weight_decay=0.3)
+EVENED = SETTINGS.model_copy(update={"neuron_beta2": 0.9})
 
 
 @pytest.fixture
@@ -81,10 +84,37 @@ def torchs_steps(
     return {name: parameter.detach() for name, parameter in parameters.items()} | state
 
 
-def check_three_steps(folder: Path, cases: dict[str, Case]) -> None:
+def normuons_steps(before: dict[str, Tensor], settings: OptimizerConfig) -> dict[str, Tensor]:
+    """The same by NorMuon's formulas (arXiv 2510.05491), on whole matrices [out, in]."""
+    expected = torchs_steps(before, settings)
+    beta = settings.neuron_beta2
+    for name in [name for name in before if f"optimizer.{name}.momentum_buffer" in expected]:
+        weight = before[name]
+        momentum, squares = torch.zeros_like(weight), torch.zeros(weight.shape[0])
+        for step in range(3):
+            new = gradient(name, weight.shape, step)
+            momentum = 0.95 * momentum + 0.05 * new
+            update = orthogonalised(0.95 * momentum[None] + 0.05 * new, settings.ns_steps)[0]
+            squares = beta * squares + (1 - beta) * update.square().mean(dim=1)
+            evened = update / squares.sqrt()[:, None]
+            evened *= update.norm() / evened.norm()
+            rate = settings.lr * (step + 1)
+            weight = weight * (1 - rate * settings.weight_decay)
+            weight = weight - rate * 0.2 * max(weight.shape) ** 0.5 * evened
+        expected[name] = weight
+        expected[f"optimizer.{name}.neuron_square"] = squares
+    return expected
+
+
+def check_three_steps(
+    folder: Path,
+    cases: dict[str, Case],
+    settings: OptimizerConfig = SETTINGS,
+    reference: Callable[..., dict[str, Tensor]] = torchs_steps,
+) -> None:
     tiny_config("llama", num_hidden_layers=4).save_pretrained(folder)
     ranks = {case.layout.data_parallel * case.layout.sharing for case in cases.values()}.pop()
-    results = run_ranks(ranks, three_steps, folder, [*cases.values()], SETTINGS)
+    results = run_ranks(ranks, three_steps, folder, [*cases.values()], settings)
     for name, of_ranks in zip(cases, zip(*results, strict=True), strict=True):
         before: dict[str, Tensor] = {}
         after: dict[str, Tensor] = {}
@@ -94,8 +124,8 @@ def check_three_steps(folder: Path, cases: dict[str, Case]) -> None:
             assert differing(*equal) == [], name
             before |= first
             after |= last
-        expected = torchs_steps(before)
-        assert len(expected) == len(before) + 28
+        expected = reference(before, settings)
+        assert len(expected) == len(before) + (28 if reference is torchs_steps else 56)
         changed = {key: after[key] - before[key] for key in before}
         wanted = {key: expected[key] - before[key] for key in before}
         assert relative_error(changed, wanted) < 1e-5, name
@@ -109,6 +139,37 @@ def test_on_two_ranks_three_steps_are_torchs(tmp_path: Path, in_float32: None) -
 @pytest.mark.slow
 def test_on_four_ranks_three_steps_are_torchs(tmp_path: Path, in_float32: None) -> None:
     check_three_steps(tmp_path, FOUR_RANKS)
+
+
+def test_on_two_ranks_three_steps_are_normuons(tmp_path: Path, in_float32: None) -> None:
+    check_three_steps(tmp_path, TWO_RANKS, EVENED, normuons_steps)
+
+
+@pytest.mark.slow
+def test_on_four_ranks_three_steps_are_normuons(tmp_path: Path, in_float32: None) -> None:
+    check_three_steps(tmp_path, FOUR_RANKS, EVENED, normuons_steps)
+
+
+@pytest.mark.parametrize("architecture, inputs", [("llama", 1), ("gpt2", 0)])
+def test_all_neurons_of_a_matrix_move_by_as_much_at_first(architecture: str, inputs: int) -> None:
+    model = random_model(tiny_config(architecture))
+    optimizer = build_optimizer(model, EVENED.model_copy(update={"weight_decay": 0.0}))
+    weights = [p for p, _ in optimizer.matrices if p.shape[0] != p.shape[1]]
+    before = [weight.detach().clone() for weight in weights]
+    for weight in weights:
+        weight.grad = torch.randn(weight.shape)
+    optimizer.step()
+    assert weights
+    for weight, old in zip(weights, before, strict=True):
+        moved = (weight.detach() - old).square().mean(dim=inputs).sqrt()
+        assert moved.std() < 1e-3 * moved.mean()
+        assert moved.mean() == pytest.approx(0.2 * EVENED.lr, rel=0.3)  # as AdamW's updates
+
+
+def test_neurons_of_stacks_are_refused() -> None:
+    model = random_model(tiny_config("qwen3_moe"), "eager")
+    with pytest.raises(UserError, match="optimizer.neuron_beta2: this model has stacks"):
+        build_optimizer(model, EVENED)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +288,7 @@ def test_each_expert_of_a_stack_is_a_matrix_of_its_own(tmp_path: Path) -> None:
 
 def skipped_steps(folder: Path, implementation: str) -> None:
     """Skipped steps, by a NaN in one rank's shard or by nothing to learn from, leave no trace."""
-    settings = SETTINGS.model_copy(update={"implementation": implementation})
+    settings = EVENED.model_copy(update={"implementation": implementation})
     training = TrainingConfig(seq_len=24, skip_nan_inf=True)
     built = build(folder, Case(Layout(dp_shard=2)), settings, training)
     optimizer = build_optimizer(built.model, settings)
@@ -272,14 +333,17 @@ def test_homes_share_the_work_evenly() -> None:
     assert max(costs) < 1.3 * sum(costs) / 4
 
 
-FLAGS = ("--optimizer.name", "muon", "--training.steps", 12, "--checkpoint.interval", 4)
+FLAGS = (
+    *("--optimizer.name", "muon", "--training.steps", 12, "--checkpoint.interval", 4),
+    *("--optimizer.neuron_beta2", 0.95),
+)
 
 
 def test_a_stopped_run_goes_on_to_the_bit_and_only_with_muon(world: Path, tmp_path: Path) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     flags = (*FLAGS, "--cpus", 2)
     together(lambda: train(world, straight, *flags), lambda: stop_after(5, world, stopped, *flags))
-    said = train(world, stopped, *FLAGS[2:], "--cpus", 2, status=2)
+    said = train(world, stopped, *FLAGS[2:6], "--cpus", 2, status=2)
     assert "it belongs to another optimizer (optimizer.name)" in said
     train(world, stopped, *flags)
     assert curve(stopped, "loss", "grad_norm") == curve(straight, "loss", "grad_norm")

@@ -30,6 +30,7 @@ RUNS = {
     "early": ["--optimizer.early_step_in_backward", "--training.max_norm", "0"],
     "adapters": ["--lora.rank", "4"],
     "Muon": ["--optimizer.name", "Muon"],
+    "NorMuon": ["--optimizer.name", "Muon", "--optimizer.neuron_beta2", "0.95"],
     "deterministic": ["--training.deterministic"],
 }
 ON_THE_HOST = {"data", "inputs.py", "step_flops", "find_packed_sequence_indices"}

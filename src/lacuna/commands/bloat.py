@@ -33,6 +33,7 @@ EXTENSIONS = {
     "branches": ("train/branch.py",),
     "curriculum": ("train/curriculum.py",),
     "profiling": ("train/profiling.py",),
+    "imports": ("imports.py",),
     "chat": ("data/chat.py", "data/marks.py"),
     "conversations": ("data/messages.py", "data/template.py"),
     "pairs": ("data/judged.py", "data/pairs.py", "data/preferences.py"),

@@ -21,8 +21,11 @@ from lacuna.launch import launch, processes_to_start
 def run(words: list[str]) -> int | None:
     """Runs the command; returns the exit status of the run, if there is one."""
     options, config = parse_run("train", str(__doc__), words, "--dry-run", "--dry_run")
-    processes = processes_to_start(options.gpus, options.cpus)
     # torch takes seconds to import, so mistakes above are told first.
+    from lacuna.imports import without_collections, without_unused_libraries  # an extension
+
+    with without_collections():
+        processes = processes_to_start(options.gpus, options.cpus)
     if options.dry_run or config.memory_estimation.enabled:
         from lacuna.plan.dry_run import dry_run
 
@@ -30,6 +33,6 @@ def run(words: list[str]) -> int | None:
         return None
     if processes > 1:
         return launch(["train", *words], processes, str(config.job.dump_folder))
-    from lacuna.train.session import train_here
-
+    with without_collections(), without_unused_libraries():
+        from lacuna.train.session import train_here
     return train_here(config)

@@ -3,7 +3,8 @@
 from lacuna.config.rules import Rule, is_changed, rule_for_each
 
 _OF_MUON = tuple(
-    f"optimizer.{name}" for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+    f"optimizer.{name}"
+    for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "neuron_beta2")
 )
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (

@@ -66,6 +66,10 @@ class OptimizerConfig(Section):
     """Muon: how lr depends on a matrix' shape; match_rms_adamw makes updates as large as AdamW's,
     so that its lr and weight_decay serve."""
 
+    neuron_beta2: float | None = Field(default=None, ge=0, lt=1)
+    """Muon: decay of the running mean of each neuron's squared update, by whose root the update is
+    divided (NorMuon, which has 0.95). Unset: it is not."""
+
     groups: tuple[OptimizerGroup, ...] = Field(default=(), strict=False)
     """Parameters that learn otherwise: [[optimizer.groups]] tables with pattern, lr_ratio,
     weight_decay, name; the first pattern that matches a parameter counts; TOML only."""

@@ -5,6 +5,7 @@ A matrix of (tokens × vocabulary) never exists.
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -143,7 +144,10 @@ def _gradient_and_sums(
     return gradient, sums
 
 
-_compiled_gradient_and_sums = torch.compile(_gradient_and_sums, fullgraph=True, dynamic=False)
+@cache
+def _compiled_gradient_and_sums() -> Callable[..., tuple[Tensor, Tensor]]:
+    """The same, compiled. Made when it is asked for, because this imports torch's compiler."""
+    return torch.compile(_gradient_and_sums, fullgraph=True, dynamic=False)
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -168,7 +172,8 @@ def _gradients_by_chunk(
     are float32, and None where they are not `needed`.
     """
     hidden, weight, bias = tensors
-    step = _compiled_gradient_and_sums if head.compiled and hidden.is_cuda else _gradient_and_sums
+    is_compiled = head.compiled and hidden.is_cuda
+    step = _compiled_gradient_and_sums() if is_compiled else _gradient_and_sums
     total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
     hidden_gradient = torch.empty_like(hidden)
     weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None

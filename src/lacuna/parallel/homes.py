@@ -168,7 +168,7 @@ class Homes:
         self,
         matrices: Sequence[int],
         part_of: Callable[[int], Tensor],
-        function: Callable[[list[Tensor]], list[Tensor]],
+        function: Callable[[dict[int, Tensor]], dict[int, Tensor]],
         put: Callable[[int, Tensor], None],
         like: Tensor,
     ) -> None:
@@ -184,8 +184,8 @@ class Homes:
             assert coming is not None
             wholes = self._assemble(this, _arrived(coming), like)
             coming = self._gather(following, part_of, like) if following else None
-            results = dict(zip(wholes, function([*wholes.values()]), strict=True))
-            back = [[result[of[m]] for m, result in results.items()] for of in self.parts]
+            results = function(wholes)
+            back = [[results[m][of[m]] for m in wholes] for of in self.parts]
             sizes = [[self._size(self.rank, m) for m in of_home] for of_home in this.homes]
             pieces = _arrived(self._exchange(back, sizes, like))
             changed = (matrix for of_home in this.homes for matrix in of_home)

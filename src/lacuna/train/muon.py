@@ -5,10 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from lacuna.config import UserError
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.model.parameter_groups import parameter_groups
 from lacuna.parallel.fsdp import local
@@ -17,6 +19,8 @@ from lacuna.parallel.homes import Homes
 # Of the quintic iteration: https://kellerjordan.github.io/posts/muon/
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
 _EPSILON = 1e-7
+# The name in the optimizer's state of the running mean square of each neuron's update.
+_SQUARES = "neuron_square"
 
 
 def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
@@ -58,6 +62,10 @@ class Muon(torch.optim.AdamW):
     leaves everything as it is where `found_inf` is 1, without waiting for the device.
 
     The iteration runs in `dtype`: by default in bfloat16 on GPUs, as torch's, else in float32.
+
+    With `neuron_beta2` it is NorMuon (arXiv 2510.05491): an orthogonal update is divided, neuron by
+    neuron, by the root of the running mean of its square, and then made as large as before. Each
+    rank has these means of all matrices, for which the matrices' homes work them out.
     """
 
     def __init__(
@@ -83,6 +91,11 @@ class Muon(torch.optim.AdamW):
         device = _device_of(parameters)
         dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
         self.like = torch.empty(0, device=device, dtype=dtype)
+        self.new_squares: dict[int, Tensor] = {}
+        if settings.neuron_beta2 is not None:
+            for matrix, group in self.matrices:
+                neurons = matrix.shape[-1 if group["transposed"] else -2]
+                self.state[matrix][_SQUARES] = torch.zeros(neurons, device=device)
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -100,21 +113,57 @@ class Muon(torch.optim.AdamW):
         self.homes.transform(
             sharded, self._advance, self._orthogonalised_by_shape, self._apply, self.like
         )
+        if self.settings.neuron_beta2 is not None and sharded:
+            self._take_squares(sharded)
         return super().step(closure)
 
     def _orthogonalised_stack(self, stack: Tensor) -> Tensor:
         """A stack [..., m, n] of matrices, each made orthogonal."""
         return orthogonalised(stack.flatten(0, -3), self.settings.ns_steps).view_as(stack)
 
-    def _orthogonalised_by_shape(self, matrices: list[Tensor]) -> list[Tensor]:
+    def _orthogonalised_by_shape(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
         """These matrices made orthogonal; those of one shape are computed together."""
-        results = [*matrices]
-        for shape in {matrix.shape for matrix in matrices}:
-            places = [place for place, matrix in enumerate(matrices) if matrix.shape == shape]
-            stack = torch.stack([matrices[place] for place in places])
-            for place, result in zip(places, self._orthogonalised_stack(stack), strict=True):
-                results[place] = result
+        alike: dict[Any, list[int]] = {}
+        for number, matrix in matrices.items():
+            _, group = self.matrices[number]
+            alike.setdefault((matrix.shape, group["transposed"]), []).append(number)
+        results: dict[int, Tensor] = {}
+        for (_, is_transposed), numbers in alike.items():
+            stack = self._orthogonalised_stack(torch.stack([matrices[one] for one in numbers]))
+            if self.settings.neuron_beta2 is not None:
+                stack = self._evened(numbers, stack, is_transposed, self.settings.neuron_beta2)
+            results |= dict(zip(numbers, stack, strict=True))
         return results
+
+    def _evened(
+        self, numbers: list[int], stack: Tensor, is_transposed: bool, beta: float
+    ) -> Tensor:
+        """Orthogonal updates [B, m, n] of these matrices, with neurons divided by their means."""
+        inputs = -2 if is_transposed else -1
+        update = stack.float()
+        before = torch.stack([self.state[self.matrices[one][0]][_SQUARES] for one in numbers])
+        squares = before.lerp(update.square().mean(inputs), 1 - beta)
+        self.new_squares |= dict(zip(numbers, squares, strict=True))
+        evened = update / squares.sqrt().clamp(min=_EPSILON).unsqueeze(inputs)
+        wanted, norm = (
+            torch.linalg.vector_norm(one, dim=(-2, -1), keepdim=True) for one in (update, evened)
+        )
+        evened *= wanted / norm.clamp(min=_EPSILON)
+        return evened.to(stack.dtype)
+
+    def _take_squares(self, numbers: list[int]) -> None:
+        """Has every rank take the means of these matrices' neurons from the matrices' homes."""
+        states = [self.state[self.matrices[number][0]][_SQUARES] for number in numbers]
+        found = [
+            self.new_squares.pop(number, torch.zeros_like(state))
+            for number, state in zip(numbers, states, strict=True)
+        ]
+        together = torch.cat(found)
+        if len(self.homes.parts) > 1:
+            dist.all_reduce(together, group=self.homes.group)
+        parts = together.split([state.numel() for state in states])
+        for state, part in zip(states, parts, strict=True):
+            self._replace(state, part)
 
     def _advance(self, number: int) -> Tensor:
         """Takes the gradient of a matrix into its momentum; returns this rank's part of the sum."""
@@ -151,8 +200,18 @@ def muon_of(
     groups: list[dict[str, Any]],
     kernels: dict[str, bool],
 ) -> Muon:
-    """Muon for a model, whose parameters are in `groups` by their weight decay."""
-    return Muon(parameter_groups(model, settings, groups), settings, kernels)
+    """Muon for a model, whose parameters are in `groups` by their weight decay.
+
+    Raises `UserError` for stacks of matrices, such as those of experts, with `neuron_beta2`.
+    """
+    divided = parameter_groups(model, settings, groups)
+    matrices = [one for group in divided if group["muon"] for one in group["params"]]
+    if settings.neuron_beta2 is not None and any(matrix.ndim > 2 for matrix in matrices):
+        raise UserError(
+            "optimizer.neuron_beta2: this model has stacks of matrices, as of experts, of whose "
+            "neurons no means are kept; leave it out."
+        )
+    return Muon(divided, settings, kernels)
 
 
 def _device_of(parameters: Sequence[Tensor]) -> torch.device:
