@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import json
+import math
 from collections.abc import Awaitable, Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -67,7 +68,8 @@ class Talk:
     @property
     def tool_errors(self) -> float:
         """How many calls of tools failed; nan where the environment does not count them."""
-        return float(getattr(self.environment, "tool_errors", "nan"))
+        counted = getattr(self.environment, "tool_errors", None)
+        return float(counted) if isinstance(counted, int | float) else math.nan
 
     def hear(self, said: Completion, tokenizer: PreTrainedTokenizerBase) -> None:
         """Adds a turn of the model."""
@@ -157,7 +159,7 @@ class Host:
         loop = _event_loop()
         seconds = self.settings.timeout_seconds
         late = Overdue(f"it takes longer than rewards.timeout_seconds = {seconds:g}")
-        tasks = [asyncio.ensure_future(one, loop=loop) for one in pending]
+        tasks = [loop.create_task(_kept_in(one)) for one in pending]
         try:
             # Who waits is cancelled before the alarm, which is for those who do not give way.
             with deadline(seconds + 2 * _GRACE):
@@ -187,6 +189,14 @@ def _read(reply: Any) -> Messages:
 def _event_loop() -> asyncio.AbstractEventLoop:
     """The loop of all steps, so that connections that tools keep stay usable."""
     return asyncio.new_event_loop()
+
+
+async def _kept_in(pending: Awaitable[Any]) -> Any:
+    """What it returns; a call of sys.exit, which would end the loop, is a failure like others."""
+    try:
+        return await pending
+    except SystemExit as error:
+        return error
 
 
 async def _wait(tasks: Sequence[asyncio.Future[Any]], seconds: float) -> None:
