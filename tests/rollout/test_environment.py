@@ -2,14 +2,17 @@
 
 import importlib
 import json
+import math
 import random
 import re
 from pathlib import Path
 
 import pytest
 
-from lacuna.config.reinforcement import RolloutConfig
+from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.rollout.environment import find_environment
+from lacuna.rollout.rewards import score
+from lacuna.rollout.verifiers import Answered, find_rewards
 from rewarded import completions
 from runs import SOURCE, rows, train
 from talking import flags, talker, write_talks
@@ -62,6 +65,33 @@ def test_a_run_has_the_example_of_the_documentation_for_an_environment(
     own = flags(talks, "--rollout.environment", "calculator:Calculator", "--training.steps", 1)
     train(world, tmp_path / "run", *own, "--rewards.functions", "environment", cwd=talks)
     assert {row["scores"]["environment"] for row in completions(tmp_path / "run")} <= {0, 1}
+
+
+class Worth:
+    """An environment that is over."""
+
+    def __init__(self, worth: float | None) -> None:
+        self.worth = worth
+
+    def reward(self) -> float | None:
+        return self.worth
+
+
+def words(rows: list[dict], completions: list[str]) -> list[int]:
+    return [len(said.split()) for said in completions]
+
+
+def test_the_last_answer_is_judged_and_functions_of_ones_own_are_given_all() -> None:
+    own = f"{__name__}:words"
+    settings = RewardsConfig(functions=("exact", "environment", own))
+    answers = [
+        Answered({"answer": "7"}, "row 1", " 7", 3, ("add 3 4", "and 5"), Worth(0.5)),
+        Answered({"answer": "add"}, "row 2", "7", 3, ("add",), Worth(None)),
+        Answered({"answer": "7"}, "row 3", "7", 3),
+    ]
+    found = score(find_rewards(settings, lambda name: None), answers, settings)
+    assert found["exact"] == [1, 0, 1] and found[own] == [6, 2, 1]
+    assert found["environment"] == pytest.approx([0.5, math.nan, math.nan], nan_ok=True)
 
 
 def write_lessons(path: Path) -> None:

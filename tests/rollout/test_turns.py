@@ -53,6 +53,11 @@ class Late(Echo):
         return [{"role": "tool", "content": "is"}]
 
 
+class Leaving(Echo):
+    async def reply(self, text: str) -> list[dict[str, Any]] | None:
+        raise SystemExit(3)
+
+
 class Stuck(Echo):
     def reply(self, text: str) -> list[dict[str, Any]] | None:
         time.sleep(60 if self.row["number"] == 2 else 0)
@@ -209,6 +214,7 @@ def test_asynchronous_replies_are_awaited_together_and_those_too_late_are_left_o
 @pytest.mark.parametrize(
     ("environment", "row", "said"),
     [
+        (Leaving, {}, r"fails on row .*\(SystemExit: 3\)"),
         (Stuck, {}, r"fails on row 2 after '.*' \(it takes longer than rewards.timeout_seconds"),
         (Unmade, {}, r"fails on row 0 after .*KeyError: 'no such room'.*on_error = skip"),
         (Odd, {"reply": "yes"}, "its reply: should be a list, not 'yes'"),

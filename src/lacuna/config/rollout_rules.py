@@ -135,6 +135,10 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         lambda config: config.rollout.environment and config.rollout.tools,
         "either replies to the model; call the functions in the first, or drop it",
     ),
+    *(
+        refused_for("distill", setting, "a teacher judges completions of one turn; drop the first")
+        for setting in ("rollout.environment", "rollout.tools")
+    ),
     Rule(
         ("rollout.turns", "rollout.environment"),
         is_changed("rollout.turns", lambda config: not config.rollout.takes_turns),

@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import math
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
@@ -65,7 +66,8 @@ class Talk:
     @property
     def tool_errors(self) -> float:
         """How many calls of tools failed; nan where the environment does not count them."""
-        return float(getattr(self.environment, "tool_errors", "nan"))
+        counted = getattr(self.environment, "tool_errors", None)
+        return float(counted) if isinstance(counted, int | float) else math.nan
 
     def hear(self, said: Completion, tokenizer: PreTrainedTokenizerBase) -> None:
         """Adds a turn of the model."""
