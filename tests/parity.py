@@ -134,10 +134,10 @@ EXPERTS_READ = (
 )
 
 COMPLETIONS_READ = (
-    "Two steps each are made on the same completions, which are given: tests of whole runs compare "
-    "what is generated. GRPO, with the losses of DAPO and of GSPO, and PPO ask a frozen copy, and "
-    "with LoRA the model without its adapters; GSPO asks none. A loss of PPO is that of the policy "
-    "and that of the critic together, and its norm that of the policy."
+    "Every two steps are made on completions that are given; tests of whole runs compare what is "
+    "generated. GRPO, with the loss of DAPO, and PPO compare the model with a frozen copy of what "
+    "it began as, with LoRA with itself without its adapters, and GSPO with neither. The loss of "
+    "PPO is that of the model and of the critic together, and its norm is the model's."
 )
 
 Columns = dict[str, dict[str, str]]
