@@ -8,7 +8,7 @@ gradient norm over them, or why lacuna refuses the combination when it reads the
 import os
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -134,10 +134,10 @@ EXPERTS_READ = (
 )
 
 COMPLETIONS_READ = (
-    "Two steps each are made on the same completions, which are given: tests of whole runs compare "
-    "what is generated. GRPO, with the losses of DAPO and of GSPO, and PPO ask a frozen copy, and "
-    "with LoRA the model without its adapters; GSPO asks none. A loss of PPO is that of the policy "
-    "and that of the critic together, and its norm that of the policy."
+    "Every two steps are made on completions that are given; tests of whole runs compare what is "
+    "generated. GRPO, with the loss of DAPO, and PPO compare the model with a frozen copy of what "
+    "it began as, with LoRA with itself without its adapters, and GSPO with neither. The loss of "
+    "PPO is that of the model and of the critic together, and its norm is the model's."
 )
 
 Columns = dict[str, dict[str, str]]
@@ -208,10 +208,12 @@ def columns_of_experts() -> Columns:
     return columns
 
 
-def columns_of_tasks(tasks_of: Callable[[Path], dict[str, Task]]) -> Columns:
-    """The layouts of the second table train every task; `tasks_of` makes them for a teacher."""
+def columns_of_tasks(
+    tasks_of: Callable[[Path], dict[str, Task]], architectures: Sequence[str]
+) -> Columns:
+    """The layouts of the tables of tasks train every task; `tasks_of` makes them for a teacher."""
     columns = {}
-    for architecture in TASK_ARCHITECTURES:
+    for architecture in architectures:
         with tempfile.TemporaryDirectory() as folder:
             model, teacher = write_models(architecture, Path(folder))
             for name, task in tasks_of(teacher).items():
@@ -248,8 +250,8 @@ def print_table(columns: Columns, refusals: list[str]) -> None:
 def main() -> None:
     of_architectures = columns_of_architectures()
     of_experts = columns_of_experts()
-    of_tasks = columns_of_tasks(tasks_taught_by)
-    by_rewards = columns_of_tasks(lambda _: tasks_by_rewards())
+    of_tasks = columns_of_tasks(tasks_taught_by, TASK_ARCHITECTURES)
+    by_rewards = columns_of_tasks(lambda _: tasks_by_rewards(), TASK_ARCHITECTURES[:1])
     refusals: list[str] = []
     print("# Every layout is one device\n")
     print(

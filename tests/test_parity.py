@@ -13,6 +13,7 @@ from parity import (
     EXPERT_CASES,
     TASK_ARCHITECTURES,
     TASK_CASES,
+    tasks_by_rewards,
     tasks_taught_by,
 )
 
@@ -38,7 +39,8 @@ def test_every_layout_is_exact_or_refused_with_a_reason() -> None:
     text = TABLES.read_text()
     others, _, tasks = text.partition("## Preference and distillation")
     pretraining, _, experts = others.partition("## Mixtures of experts")
-    tasks, _, reasons = tasks.partition("Refused when the configuration is read:")
+    tasks, _, completions = tasks.partition("## Completions")
+    completions, _, reasons = completions.partition("Refused when the configuration is read:")
     refusals = len(reasons.strip().splitlines())
     check(pretraining, [*ARCHITECTURES], [*CASES], refusals)
     check(experts, [*EXPERT_ARCHITECTURES], [*EXPERT_CASES], refusals)
@@ -48,3 +50,5 @@ def test_every_layout_is_exact_or_refused_with_a_reason() -> None:
         for name in tasks_taught_by(Path())
     ]
     check(tasks, columns, [*TASK_CASES], refusals)
+    columns = [f"{name}, {TASK_ARCHITECTURES[0]}" for name in tasks_by_rewards()]
+    check(completions, columns, [*TASK_CASES], refusals)

@@ -74,7 +74,14 @@ CASES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, "updates, cp 2, ring", "updates, tp 2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        "updates, cp 2, ring",
+        pytest.param("updates, tp 2", marks=pytest.mark.slow),
+    ],
+)
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -74,7 +74,14 @@ CASES: dict[str, tuple[object, ...]] = {
 }
 
 
-@pytest.mark.parametrize("case", [*CASES, "adaptive, cp 2, ring", "adaptive, tp 2"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *CASES,
+        pytest.param("adaptive, cp 2, ring", marks=pytest.mark.slow),
+        "adaptive, tp 2",
+    ],
+)
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
