@@ -258,6 +258,8 @@ LAYOUTS = {
     "shards": ("--cpus", 2, "--training.batch_size", 2),
     "unpacked": ("--packing.mode", "none", "--rollout.engine", "padded"),
     "zero 1": ("--cpus", 2, "--training.batch_size", 2, "--parallelism.zero_stage", 1),
+    "context": ("--cpus", 2, "--parallelism.context_parallel_degree", 2),
+    "tensor": ("--cpus", 2, "--parallelism.tensor_parallel_degree", 2),
     "accumulated": ("--training.batch_size", 2, "--training.gradient_accumulation_steps", 2),
 }
 

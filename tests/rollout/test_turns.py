@@ -214,7 +214,7 @@ def test_asynchronous_replies_are_awaited_together_and_those_too_late_are_left_o
 @pytest.mark.parametrize(
     ("environment", "row", "said"),
     [
-        (Leaving, {}, r"fails on row .*\(SystemExit: 3\)"),
+        (Leaving, {}, r"fails on row .*\(it called sys.exit\(3\)\)"),
         (Stuck, {}, r"fails on row 2 after '.*' \(it takes longer than rewards.timeout_seconds"),
         (Unmade, {}, r"fails on row 0 after .*KeyError: 'no such room'.*on_error = skip"),
         (Odd, {"reply": "yes"}, "its reply: should be a list, not 'yes'"),

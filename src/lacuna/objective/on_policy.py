@@ -205,7 +205,10 @@ class OnPolicy(LanguageModelling):
             # Longer than any rank generates and is told what its completions are worth.
             training = config.training
             prompts = training.batch_size * (training.gradient_accumulation_steps or 1)
-            waiting = longest_wait(config.rewards, prompts * config.rollout.samples)
+            completions = prompts * config.rollout.samples
+            waiting = longest_wait(config.rewards, completions)
+            if config.rollout.takes_turns:  # each environment may fail to reply in time
+                waiting += completions * config.rewards.timeout_seconds
             set_timeout(self.exchange, config.comm.save_timeout_seconds + int(waiting))
         return draw_groups(policy, source, self.functions, self.ends, *how)
 

@@ -120,13 +120,11 @@ def _attend(
         total += 1.0
         sums += _write_new(value + new, values + place, columns < WIDTH)[None, :]
     begin, end = _pages_of_split(position, WINDOW, SIZE, SPLITS)
-    tiles: tl.constexpr = SIZE // TILE
-    for number in range(begin * tiles, end * tiles):
-        page = _page(table, number // tiles, SIZE * WIDTH) + number % tiles * TILE * WIDTH
+    for number in range(begin * (SIZE // TILE), end * (SIZE // TILE)):
+        tile = _page(table, number * TILE // SIZE, SIZE * WIDTH) + number * TILE % SIZE * WIDTH
         seen = _seen(position, number, WINDOW, TILE)
-        highest, total, sums = _see_tile(
-            q, keys + page, values + page, seen, highest, total, sums, scale, WIDTH
-        )
+        found = (highest, total, sums)
+        highest, total, sums = _see_tile(q, keys + tile, values + tile, seen, *found, scale, WIDTH)
     into = of_queries * SPLITS + tl.program_id(2)
     total = tl.maximum(total, 1e-30)  # it is 0 in a split without pages
     result = (sums / total[:, None]).to(output.dtype.element_ty)
