@@ -22,6 +22,10 @@ class RolloutConfig(Section):
     engine: Literal["auto", "pages", "padded"] = "auto"
     """How they are generated: with keys and values in pages, or beside padding by transformers'
     own generate. auto is pages where the model is exact with them."""
+    validation_samples: PositiveInt = 1
+    """Completions of each prompt of validation.dataset."""
+    validation_temperature: NonNegativeFloat = 0.0
+    """Temperature of these completions; 0 takes the likeliest token."""
 
 
 class RewardsConfig(Section):
@@ -48,6 +52,9 @@ class RewardsConfig(Section):
     exact compares. Unset: the whole completion."""
     format: str | None = None
     """Regular expression that a whole completion must match, for format."""
+    solved_at: float = 1.0
+    """Reward from which on a completion solves its prompt, as held-out prompts and
+    curriculum.by_success count it."""
     length_margin: PositiveInt = 32
     """Tokens before rollout.max_tokens over which length falls from 0 to -1."""
 

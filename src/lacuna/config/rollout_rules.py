@@ -1,7 +1,7 @@
 """Rules for the tasks whose models learn from their own completions."""
 
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
-from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
+from lacuna.config.rules import Predicate, Rule, is_changed, only_for, refused_for
 
 _TASKS = ("grpo", "ppo")
 
@@ -32,10 +32,6 @@ _REFUSED = {
 }
 # The same of settings that cannot have some values.
 _REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
-    "validation.dataset": (
-        is_given("validation.dataset"),
-        "what completions of held-out prompts are worth is not measured yet; drop the first",
-    ),
     "data.tokenization": (
         lambda config: config.data.tokenization == "online",
         "prompts are read from the cache; drop the first",
@@ -74,6 +70,27 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         lambda config: config.job.task in _TASKS and not config.rewards.functions,
         "nothing says what completions are worth; give exact, math, pattern, format, length, "
         "a model that scores, or functions of your own as module:function",
+    ),
+    *(
+        Rule(
+            (setting, "validation.dataset"),
+            is_changed(setting, lambda config: config.validation.resolved_source() is None),
+            "without the second no held-out prompts are answered; set it, or drop the first",
+        )
+        for setting in ("rollout.validation_samples", "rollout.validation_temperature")
+    ),
+    Rule(
+        ("rollout.validation_samples", "rollout.validation_temperature"),
+        lambda config: (
+            config.rollout.validation_samples > 1 and not config.rollout.validation_temperature
+        ),
+        "the likeliest tokens are the same in all completions; set the second above 0, or drop the "
+        "first",
+    ),
+    Rule(
+        ("rewards.solved_at", "validation.dataset"),
+        is_changed("rewards.solved_at", lambda config: config.validation.resolved_source() is None),
+        "without the second nobody asks which prompts are solved; set it, or drop the first",
     ),
     refused_for(
         "grpo",

@@ -202,7 +202,7 @@ def make_row_plan(
     if endless:
         _require_common_order(mixture, config.curriculum)
     kinds: Mapping[str, np.ndarray] = {}
-    if table is not None and endless:
+    if table is not None and (endless or asks):
         said = config.distillation.teacher_logprobs
         table, kinds = _annotated(table, sources, tokenizer, form, said, config.rollout)
     plan = RowPlan(form, data, tokenizer, mixture, sources, table, endless, order, kinds)

@@ -1,5 +1,6 @@
 """What all objectives share that learn from completions of the model in training."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -15,17 +16,18 @@ from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig
-from lacuna.data import Batch, Loader
+from lacuna.data import Batch, HeldOut, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.layers.lora import without_adapters
 from lacuna.objective.critic import SecondModel
+from lacuna.objective.held_out import held_out_groups, held_out_row
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_of_samples
 from lacuna.parallel.processes import set_timeout
-from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups
+from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, next_prompts
 from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward, find_rewards
@@ -127,8 +129,10 @@ class OnPolicy(LanguageModelling):
         self.own: list[list[Sample]] = []  # this rank's groups
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}
-        self.is_under_way = False  # whether this process has made a step
-        self.file = CompletionsFile(str(config.job.dump_folder))
+        self.is_under_way = False  # whether this process has made a step or a validation
+        folder = str(config.job.dump_folder)
+        self.file = CompletionsFile(folder)
+        self.held_out_file = CompletionsFile(folder, "validation_completions.jsonl")
 
     def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New groups of all ranks, on every rank: one for each prompt of a step."""
@@ -153,9 +157,7 @@ class OnPolicy(LanguageModelling):
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
         """This rank's completions in micro-batches, newly made unless updates are left for them."""
-        if not self.is_under_way and dist.get_rank() == 0:
-            self.file.go_on(self.steps)
-        self.is_under_way = True
+        self._go_on_with_files()
         is_new = not self.updates_left
         if is_new:
             groups = [group.samples for group in self.roll_out(policy, source)]
@@ -185,7 +187,35 @@ class OnPolicy(LanguageModelling):
         how = (config.rollout, config.rewards, config.training.seed, self.exchange)
         if self.exchange is not None:
             set_timeout(self.exchange, config.comm.save_timeout_seconds)  # longer than any step
-        return draw_groups(policy, source, self.functions, self.ends, *how)
+        asked, keys = next_prompts(policy, source)
+        return draw_groups(policy, source.plan, asked, keys, self.functions, self.ends, *how)
+
+    def measure_held_out(
+        self, policy: BuiltModel, held_out: HeldOut
+    ) -> tuple[dict[str, float | None], float]:
+        """What rewards say of the answers to held-out prompts, and minus their mean.
+
+        Writes the answers to the run folder.
+        """
+        config = self.config
+        self._go_on_with_files()
+        if self.exchange is not None:
+            set_timeout(self.exchange, config.comm.save_timeout_seconds)
+        how = (config.rollout, config.rewards, config.training.seed, self.exchange)
+        groups = held_out_groups(policy, held_out, self.functions, self.ends, *how)
+        if dist.get_rank() == 0:
+            self.held_out_file.write(groups, self.steps, leave_out=("advantage",))
+        row = held_out_row(groups, config.rewards.solved_at)
+        reward = row["val_reward"]
+        return row, math.inf if reward is None else -reward
+
+    def _go_on_with_files(self) -> None:
+        """Drops from the files, once, what a run wrote that was killed after this one's start."""
+        if not self.is_under_way and dist.get_rank() == 0:
+            self.file.go_on(self.steps)
+            # A run from the start asks held-out prompts before its first step, as once before.
+            self.held_out_file.go_on(self.steps or -1)
+        self.is_under_way = True
 
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""

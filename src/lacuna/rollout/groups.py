@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
+from lacuna.data.plan import RowPlan
 from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.drawing import Completion
@@ -90,7 +91,9 @@ def _number(value: float) -> float | None:
 
 def draw_groups(
     policy: BuiltModel,
-    source: Loader,
+    plan: RowPlan,
+    asked: Sequence[Prompt],
+    keys: Sequence[int],
     functions: Mapping[str, Reward],
     ends: Sequence[int],
     rollout: RolloutConfig,
@@ -98,12 +101,11 @@ def draw_groups(
     seed: int,
     exchange: dist.ProcessGroup | None = None,
 ) -> list[Group]:
-    """The groups of the next prompts of all ranks, on every rank, in the order of the data.
+    """The groups of the prompts of all ranks, on every rank, in the order of the ranks.
 
-    Ranks have them minutes apart, and tell each other of them by the group `exchange`.
+    Each rank asks its own, which are prompts of the `plan`, and each has a key for its randomness.
+    Ranks have the groups minutes apart, and tell each other of them by the group `exchange`.
     """
-    plan = source.plan
-    asked, keys = _next_prompts(policy, source)
     prompts = [prompt.tokens for prompt in asked]
     said = generate(policy, prompts, keys, rollout, ends, seed)
     groups = []
@@ -126,7 +128,7 @@ def draw_groups(
     return [group for part in of_ranks for group in part]
 
 
-def _next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
+def next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
     """This rank's next prompts, and the number of each among all prompts of the run."""
     first = source.rows_done
     batches = source.next_step()
@@ -171,7 +173,8 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     samples = [sample for group in groups for sample in group.samples]
     told = {f"reward_{name}": _mean([*_of(groups, name)]) for name in groups[0].scores}
     rewards = [reward for group in groups for reward in group.rewards]
-    deviations = [torch.tensor(group.rewards).std().item() for group in groups]
+    several = [group.rewards for group in groups if len(group.rewards) > 1]
+    deviations = [torch.tensor(rewards).std().item() for rewards in several]
     return {
         "reward": _mean(rewards),
         "reward_deviation": _mean(deviations),
@@ -193,10 +196,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 class CompletionsFile:
-    """The file of a run folder that has every completion, with its reward and the step."""
+    """A file of a run folder that has every completion, with its reward and the step."""
 
-    def __init__(self, folder: str) -> None:
-        self.path = Path(folder, "completions.jsonl")
+    def __init__(self, folder: str, name: str = "completions.jsonl") -> None:
+        self.path = Path(folder, name)
 
     def go_on(self, step: int) -> None:
         """Drops the rows of later steps: a run that goes on after this one makes them anew."""
