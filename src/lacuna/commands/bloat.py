@@ -54,7 +54,7 @@ EXTENSIONS = {
     "router-load": ("model/router_kinds.py", "model/router_load.py"),
     "offload": ("parallel/offload.py",),
     "on-policy": ("objective/on_policy.py", "objective/sample_batches.py"),
-    "held-out": ("objective/held_out.py",),
+    "held-out": ("objective/held_out.py", "objective/success.py"),
     "grpo": ("objective/grpo.py", "objective/grpo_losses.py"),
     "rewards": (
         "data/prompts.py",

@@ -1,7 +1,7 @@
 """Rules for the tasks whose models learn from their own completions."""
 
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
-from lacuna.config.rules import Predicate, Rule, is_changed, only_for, refused_for
+from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
 
 _TASKS = ("grpo", "ppo")
 
@@ -50,6 +50,22 @@ _REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
     ),
 }
 
+# Setting that curriculum.by_success does not go with -> where that is so, and why.
+_AGAINST_SUCCESS: dict[str, tuple[Predicate, str]] = {
+    "job.task": (
+        lambda config: config.trains_on != "prompts",
+        "only prompts are solved or not; set the second to grpo or ppo, or drop the first",
+    ),
+    "training.epochs": (
+        lambda config: config.training.epochs,
+        "prompts come as often as they teach something; use training.steps, or drop the first",
+    ),
+    "curriculum.difficulty_column": (
+        lambda config: config.curriculum.difficulty_column,
+        "they are two orders of the same prompts; keep one",
+    ),
+}
+
 ROLLOUT_RULES: tuple[Rule, ...] = (
     *only_for(("grpo",), "grpo", GrpoConfig),
     *only_for(("ppo",), "ppo", PpoConfig),
@@ -88,9 +104,24 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "first",
     ),
     Rule(
-        ("rewards.solved_at", "validation.dataset"),
-        is_changed("rewards.solved_at", lambda config: config.validation.resolved_source() is None),
-        "without the second nobody asks which prompts are solved; set it, or drop the first",
+        ("rewards.solved_at", "validation.dataset", "curriculum.by_success"),
+        is_changed(
+            "rewards.solved_at",
+            lambda config: (
+                config.validation.resolved_source() is None and not config.curriculum.by_success
+            ),
+        ),
+        "without one of the others nobody asks which prompts are solved; set one, or drop the "
+        "first",
+    ),
+    *(
+        Rule(("curriculum.by_success", other), is_given("curriculum.by_success", is_wrong), reason)
+        for other, (is_wrong, reason) in _AGAINST_SUCCESS.items()
+    ),
+    Rule(
+        ("curriculum.success_decay", "curriculum.by_success"),
+        is_changed("curriculum.success_decay", lambda config: not config.curriculum.by_success),
+        "nothing else counts successes; set the second, or drop the first",
     ),
     refused_for(
         "grpo",

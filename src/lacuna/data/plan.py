@@ -211,7 +211,7 @@ def make_row_plan(
 
 def _require_common_order(mixture: Mixture, curriculum: CurriculumConfig) -> None:
     """Raises UserError where documents are to come in an order that sources have not in common."""
-    is_ordered = curriculum.difficulty_column or curriculum.rank_every
+    is_ordered = curriculum.difficulty_column or curriculum.rank_every or curriculum.by_success
     if is_ordered and len(mixture.pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the "

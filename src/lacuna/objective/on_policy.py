@@ -26,6 +26,7 @@ from lacuna.objective.held_out import held_out_groups, held_out_row
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_of_samples
+from lacuna.objective.success import Successes
 from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, next_prompts
 from lacuna.rollout.reward_models import RewardModel, load_models
@@ -98,6 +99,7 @@ class OnPolicy(LanguageModelling):
         targets: what the loss takes of each.
         reference: a frozen copy, where the model is compared with one.
         kind: where the reference comes from: base, copy, or None without one.
+        successes: how often prompts were solved, where that says which come next.
         told: what the log has of the newest completions.
     """
 
@@ -110,6 +112,7 @@ class OnPolicy(LanguageModelling):
     reference: BuiltModel | None = None
     kind: str | None = None
     exchange: dist.ProcessGroup | None = None
+    successes: Successes | None = None
 
     def begin(
         self,
@@ -129,6 +132,9 @@ class OnPolicy(LanguageModelling):
         self.own: list[list[Sample]] = []  # this rank's groups
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}
+        if config.curriculum.by_success:
+            how = (config.curriculum, config.rewards.solved_at, config.training.seed)
+            self.successes = Successes(*how)
         self.is_under_way = False  # whether this process has made a step or a validation
         folder = str(config.job.dump_folder)
         self.file = CompletionsFile(folder)
@@ -163,6 +169,8 @@ class OnPolicy(LanguageModelling):
             groups = [group.samples for group in self.roll_out(policy, source)]
             self.own = _part_of_rank(groups, policy)
             self.updates_left = self.updates
+            if self.successes is not None:
+                self.told |= self.successes.shares()
         elif self.resumed:
             self.own = _part_of_rank(self.resumed, policy)
         self.resumed = []
@@ -187,8 +195,12 @@ class OnPolicy(LanguageModelling):
         how = (config.rollout, config.rewards, config.training.seed, self.exchange)
         if self.exchange is not None:
             set_timeout(self.exchange, config.comm.save_timeout_seconds)  # longer than any step
-        asked, keys = next_prompts(policy, source)
-        return draw_groups(policy, source.plan, asked, keys, self.functions, self.ends, *how)
+        draw_prompts = next_prompts if self.successes is None else self.successes.next_prompts
+        asked, keys = draw_prompts(policy, source)
+        groups = draw_groups(policy, source.plan, asked, keys, self.functions, self.ends, *how)
+        if self.successes is not None:
+            self.successes.note(groups)
+        return groups
 
     def measure_held_out(
         self, policy: BuiltModel, held_out: HeldOut
@@ -258,12 +270,16 @@ class OnPolicy(LanguageModelling):
             dist.all_gather_object(of_ranks, self.own)
             kept = [[asdict(one) for one in group] for part in of_ranks for group in part]
         numbers = {"steps": self.steps, "updates_left": self.updates_left, "told": self.told}
-        return numbers | {"groups": kept}
+        successes = None if self.successes is None else self.successes.state_dict()
+        return numbers | {"groups": kept, "successes": successes}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Goes on from what `state_dict` gave."""
         self.steps = cast(int, state["steps"])
         self.updates_left = cast(int, state["updates_left"])
         self.told = cast(dict[str, float | None], state["told"])
+        successes = cast(dict[str, Any] | None, state.get("successes"))
+        if self.successes is not None and successes is not None:
+            self.successes.load_state_dict(successes)
         saved = cast(list[list[dict[str, Any]]], state["groups"])
         self.resumed = [[Sample(**one) for one in group] for group in saved]
