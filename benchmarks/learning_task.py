@@ -10,8 +10,10 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 END = "<end>"
-LEVELS = 6
-"""Problems of level n have n + 1 numbers; those of level 1 have one digit each, all others two."""
+LEVELS = ((9, 9), (99, 9), (99, 99), (99, 99, 9), (99, 99, 99), (99, 99, 99, 99))
+"""The largest that each number of a sum may be, level by level."""
+EASY = 4
+"""So many levels, from the first, are learnt before."""
 
 
 @dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Sizes:
 
     Attributes:
         shape: what the model has that is trained from scratch.
-        sft: problems that it is first trained on, of the first half of the levels alone.
+        sft: problems that it is first trained on, of the easy levels alone.
         prompts: problems to learn from by reward, equally many of every level.
         held_out: problems to measure by, the same.
         batch: prompts of a step by reward.
@@ -57,10 +59,10 @@ TINY = Sizes(
 
 def problem(level: int, numbers: random.Random) -> tuple[str, str]:
     """A sum and its result, such as 12+34-5= and 41."""
-    largest = 9 if level == 1 else 99
-    result = numbers.randint(0, largest)
+    first, *others = LEVELS[level]
+    result = numbers.randint(0, first)
     text = str(result)
-    for _ in range(level):
+    for largest in others:
         number = numbers.randint(0, largest)
         is_plus = numbers.random() < 0.5
         text += f"+{number}" if is_plus else f"-{number}"
@@ -68,8 +70,8 @@ def problem(level: int, numbers: random.Random) -> tuple[str, str]:
     return f"{text}=", str(result)
 
 
-def problems(count: int, levels: range, seed: int, without: set[str]) -> list[tuple[str, str]]:
-    """Different problems, of each level in turn, none of those that are to be left out.
+def problems(count: int, levels: int, seed: int, without: set[str]) -> list[tuple[str, str]]:
+    """Different problems, of each of the first levels in turn, none that are to be left out.
 
     A level that has no more of them, as the first may, gives way to the next.
     """
@@ -79,7 +81,7 @@ def problems(count: int, levels: range, seed: int, without: set[str]) -> list[tu
     level = 0
     while len(found) < count:
         for _ in range(100):
-            one = problem(levels[level % len(levels)], numbers)
+            one = problem(level % levels, numbers)
             if one[0] not in seen:
                 found.append(one)
                 seen.add(one[0])
@@ -94,16 +96,14 @@ def write_task(folder: Path, sizes: Sizes) -> None:
     Beside them is a chat template, which the texts need not, but fine-tuning asks for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    every = range(1, LEVELS + 1)
-    easy = range(1, LEVELS // 2 + 1)
-    held_out = problems(sizes.held_out, every, 0, set())
+    held_out = problems(sizes.held_out, len(LEVELS), 0, set())
     asked = {prompt for prompt, _ in held_out}
     (folder / "plain.jinja").write_text(
         "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
     )
     _write_rows(folder / "held_out.jsonl", held_out, "answer")
-    _write_rows(folder / "prompts.jsonl", problems(sizes.prompts, every, 1, asked), "answer")
-    _write_rows(folder / "sft.jsonl", problems(sizes.sft, easy, 2, asked), "completion")
+    _write_rows(folder / "prompts.jsonl", problems(sizes.prompts, len(LEVELS), 1, asked), "answer")
+    _write_rows(folder / "sft.jsonl", problems(sizes.sft, EASY, 2, asked), "completion")
 
 
 def _write_rows(path: Path, rows: list[tuple[str, str]], name: str) -> None:

@@ -34,15 +34,14 @@ def test_sums_are_right_different_and_not_held_out_from_themselves(tmp_path: Pat
             assert str(eval(row["prompt"].rstrip("="))) == said
     assert not found["held_out"] & (found["prompts"] | found["sft"])
     longest = [max(sum(map(text.count, "+-")) for text in texts) for texts in found.values()]
-    assert longest == [6, 6, 3]
+    assert longest == [3, 3, 2]
 
 
 def test_the_tokenizer_has_a_token_for_each_sign_and_the_task_fits(tmp_path: Path) -> None:
     task.write_model(tmp_path, task.TINY)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer("12+34-5=").input_ids) == 8
-    longest = "=" + "+99" * 7
-    assert len(tokenizer(longest).input_ids) + 8 <= 64
+    assert len(tokenizer("99+99+99+99=").input_ids) == 12
 
 
 @pytest.mark.parametrize("tiny", [True, False])
