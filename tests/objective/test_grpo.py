@@ -195,7 +195,16 @@ def test_prompts_are_shown(world: Path, prompts: Path) -> None:
         ({"optimizer": {"early_step_in_backward": True}}, "how many micro-batches"),
         ({"float8": {"enable_float8_linear": True}}, "no shape that float8 takes"),
         ({"lora": {"rank": 2, "dropout": 0.1}}, "would be those of dropout"),
-        ({"validation": {"dataset": "a.jsonl"}}, "held-out prompts"),
+        (
+            {"rollout": {"validation_samples": 2, "validation_temperature": 1.0}},
+            "n_samples, validat",
+        ),
+        ({"rollout": {"validation_temperature": 1.0}}, "no held-out prompts are answered"),
+        ({"rewards": {"solved_at": 0.5}}, "nobody asks which prompts are solved"),
+        (
+            {"rollout": {"validation_samples": 2}, "validation": {"dataset": "a.jsonl"}},
+            "the same in all completions",
+        ),
         ({"data": {"streaming": True}}, "read from the cache"),
         ({"data": {"tokenization": "online"}}, "read from the cache"),
         ({"data": {"document_mask": False}}, "must not see each other"),
@@ -217,7 +226,7 @@ def test_settings_that_do_not_go_with_rewards_are_refused(settings: dict, said: 
     def problems(**sections: Any) -> list[str]:
         training = {"seq_len": 64} | sections.pop("training", {})
         rollout = {"max_tokens": 16} | sections.pop("rollout", {})
-        rewards = {"functions": ("exact",)}
+        rewards = {"functions": ("exact",)} | sections.pop("rewards", {})
         own = {"training": training, "rollout": rollout, "rewards": rewards}
         config = Config(job={"task": "grpo"}, **own, **sections)
         return [one for one in contradictions_of(config) if said in one]

@@ -113,7 +113,7 @@ def test_patience_ends_a_run_that_does_not_get_better_and_the_run_counts_as_fini
     runs: dict[str, tuple[Path, str]],
 ) -> None:
     folder, output = runs["hopeless"]
-    assert "stopping early: no better validation loss for 2 validations" in output
+    assert "stopping early: nothing better in 2 validations" in output
     assert [row["step"] for row in validations(folder)] == [0, 2, 4]
     assert [step for step, *_ in curve(folder)] == [1, 2, 3, 4]
     assert steps(folder) == [4]

@@ -57,6 +57,7 @@ EXTENSIONS = {
     "offload": ("parallel/offload.py",),
     "on-policy": ("objective/on_policy.py", "objective/sample_batches.py"),
     "on-policy-distillation": ("objective/on_policy_distillation.py",),
+    "held-out": ("objective/held_out.py", "objective/success.py"),
     "grpo": ("objective/grpo.py", "objective/grpo_losses.py"),
     "rewards": (
         "data/prompts.py",

@@ -259,6 +259,14 @@ class CurriculumConfig(Section):
     """Steps between two rankings by the model's own loss, from step 0 on: the documents that a pass
     has left are then taken from low to high loss. Unset: never."""
 
+    by_success: bool = False
+    """Draw prompts that the model solves now and then more often than those that it solves always
+    or never (job.task = grpo or ppo)."""
+
+    success_decay: float = Field(default=0.5, ge=0, le=1)
+    """What the completions of the draw before count, of those of a prompt's latest draw, for
+    by_success; 1 forgets nothing."""
+
     stages: tuple[CurriculumStage, ...] = Field(default=(), strict=False)
     """Tables [[curriculum.stages]], each with from_step or from_loss, and data_probs, seq_len,
     batch_size or global_batch_size that hold from then on; TOML only. Each stage draws its data

@@ -34,6 +34,10 @@ class RolloutConfig(Section):
     return is given to it. Unset: none."""
     turns: PositiveInt = 8
     """Most turns of the model in a completion, with rollout.environment or rollout.tools."""
+    validation_samples: PositiveInt = 1
+    """Completions of each prompt of validation.dataset."""
+    validation_temperature: NonNegativeFloat = 0.0
+    """Temperature of these completions; 0 takes the likeliest token."""
 
     @property
     def takes_turns(self) -> bool:
@@ -77,6 +81,9 @@ class RewardsConfig(Section):
     """Run code even where nothing can keep it from files, networks or processes."""
     format: str | None = None
     """Regular expression that a whole completion must match, for format."""
+    solved_at: float = 1.0
+    """Reward from which on a completion solves its prompt, as held-out prompts and
+    curriculum.by_success count it."""
     length_margin: PositiveInt = 32
     """Tokens before rollout.max_tokens over which length falls from 0 to -1."""
 

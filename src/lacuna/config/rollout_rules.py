@@ -31,10 +31,6 @@ _REFUSED = {
 }
 # The same of settings that cannot have some values.
 _REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
-    "validation.dataset": (
-        is_given("validation.dataset"),
-        "what completions of held-out prompts are worth is not measured yet; drop the first",
-    ),
     "data.tokenization": (
         lambda config: config.data.tokenization == "online",
         "prompts are read from the cache; drop the first",
@@ -82,6 +78,22 @@ def _with_prompts(is_wrong: Predicate) -> Predicate:
     return lambda config: _distils_from_prompts(config) and is_wrong(config)
 
 
+# Setting that curriculum.by_success does not go with -> where that is so, and why.
+_AGAINST_SUCCESS: dict[str, tuple[Predicate, str]] = {
+    "job.task": (
+        lambda config: config.trains_on != "prompts",
+        "only prompts are solved or not; set the second to grpo or ppo, or drop the first",
+    ),
+    "training.epochs": (
+        lambda config: config.training.epochs,
+        "prompts come as often as they teach something; use training.steps, or drop the first",
+    ),
+    "curriculum.difficulty_column": (
+        lambda config: config.curriculum.difficulty_column,
+        "they are two orders of the same prompts; keep one",
+    ),
+}
+
 ROLLOUT_RULES: tuple[Rule, ...] = (
     *only_for(("grpo",), "grpo", GrpoConfig),
     *only_for(("ppo",), "ppo", PpoConfig),
@@ -118,11 +130,58 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         Rule((setting, "distillation.data"), _with_prompts(is_wrong), f"{reason} with prompts")
         for setting, (is_wrong, reason) in _REFUSED_VALUES.items()
     ),
+    *(
+        Rule(
+            (setting, "rewards.functions"),
+            is_given(
+                setting,
+                lambda config: _distils_from_prompts(config) and not config.rewards.functions,
+            ),
+            "nothing says what completions are worth; set the second, or drop the first",
+        )
+        for setting in ("validation.dataset", "curriculum.by_success")
+    ),
     Rule(
         ("job.task", "rewards.functions"),
         lambda config: config.job.task in _TASKS and not config.rewards.functions,
         "nothing says what completions are worth; give exact, math, code, pattern, format, length, "
         "a model that scores, or functions of your own as module:function",
+    ),
+    *(
+        Rule(
+            (setting, "validation.dataset"),
+            is_changed(setting, lambda config: config.validation.resolved_source() is None),
+            "without the second no held-out prompts are answered; set it, or drop the first",
+        )
+        for setting in ("rollout.validation_samples", "rollout.validation_temperature")
+    ),
+    Rule(
+        ("rollout.validation_samples", "rollout.validation_temperature"),
+        lambda config: (
+            config.rollout.validation_samples > 1 and not config.rollout.validation_temperature
+        ),
+        "the likeliest tokens are the same in all completions; set the second above 0, or drop the "
+        "first",
+    ),
+    Rule(
+        ("rewards.solved_at", "validation.dataset", "curriculum.by_success"),
+        is_changed(
+            "rewards.solved_at",
+            lambda config: (
+                config.validation.resolved_source() is None and not config.curriculum.by_success
+            ),
+        ),
+        "without one of the others nobody asks which prompts are solved; set one, or drop the "
+        "first",
+    ),
+    *(
+        Rule(("curriculum.by_success", other), is_given("curriculum.by_success", is_wrong), reason)
+        for other, (is_wrong, reason) in _AGAINST_SUCCESS.items()
+    ),
+    Rule(
+        ("curriculum.success_decay", "curriculum.by_success"),
+        is_changed("curriculum.success_decay", lambda config: not config.curriculum.by_success),
+        "nothing else counts successes; set the second, or drop the first",
     ),
     refused_for(
         "grpo",

@@ -27,7 +27,7 @@ Row R belongs to step R // global_batch. None of the three ways depends on how m
 there are.
 """
 
-from lacuna.data.loader import Loader, build_loader, build_validation, merge_states
+from lacuna.data.loader import HeldOut, Loader, build_loader, build_validation, merge_states
 from lacuna.data.micro_batches import BatchSizes
 from lacuna.data.packing import Batch
 from lacuna.data.plan import run_tokenizer
@@ -36,6 +36,7 @@ from lacuna.data.workers import is_worker_end, worker_ends_explained
 __all__ = [
     "Batch",
     "BatchSizes",
+    "HeldOut",
     "Loader",
     "build_loader",
     "build_validation",

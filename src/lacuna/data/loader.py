@@ -3,8 +3,8 @@
 import itertools
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,12 @@ class Loader:
 
     Attributes:
         plan: what decides the rows.
+        batch: how many of them a step has.
     """
 
     def __init__(self, source: MicroBatches, workers: int) -> None:
         self.plan = source.plan
+        self.batch = source.batch
         self._source = source
         self._workers = workers
         self._broken: dict[str, None] = {}
@@ -216,10 +218,26 @@ def build_loader(
     return Loader(MicroBatches(plan, batch, dp_rank, last), workers)
 
 
+@dataclass(frozen=True)
+class HeldOut:
+    """The validation batches of one rank, the same whenever it is called.
+
+    `most` is how many batches are taken, None for all.
+    """
+
+    plan: RowPlan
+    batch: BatchSizes
+    dp_rank: int
+    most: int | None
+
+    def __call__(self) -> Iterator[Batch]:
+        return itertools.islice(_batches_of_a_pass(self.plan, self.batch, self.dp_rank), self.most)
+
+
 def build_validation(
     config: Config, tokenizer: PreTrainedTokenizerBase, batch: BatchSizes, dp_rank: int
-) -> Callable[[], Iterator[Batch]]:
-    """A function that goes over the validation batches of one rank, the same in each call.
+) -> HeldOut:
+    """What goes over the validation batches of one rank.
 
     They hold every token of the set once, or the first validation.steps batches of it. There are
     equally many on every rank, in micro-batches like those of training. Documents come in the
@@ -231,7 +249,7 @@ def build_validation(
     assert source is not None, "validation.dataset is set where this is called"
     plan = make_row_plan(config, tokenizer, [source], lanes=1, endless=False)
     most = None if config.validation.steps < 0 else config.validation.steps
-    return lambda: itertools.islice(_batches_of_a_pass(plan, batch, dp_rank), most)
+    return HeldOut(plan, batch, dp_rank, most)
 
 
 def _batches_of_a_pass(plan: RowPlan, batch: BatchSizes, dp_rank: int) -> Iterator[Batch]:

@@ -202,7 +202,7 @@ def make_row_plan(
     if endless:
         _require_common_order(mixture, config.curriculum)
     kinds: Mapping[str, np.ndarray] = {}
-    if table is not None and endless:
+    if table is not None and (endless or asks):
         said = config.distillation.teacher_logprobs
         table, kinds = _annotated(table, sources, tokenizer, form, said, config.rollout)
     plan = RowPlan(form, data, tokenizer, mixture, sources, table, endless, order, kinds)
@@ -220,7 +220,7 @@ def _told_of_tools(opened: Sequence[Documents], rollout: RolloutConfig) -> tuple
 
 def _require_common_order(mixture: Mixture, curriculum: CurriculumConfig) -> None:
     """Raises UserError where documents are to come in an order that sources have not in common."""
-    is_ordered = curriculum.difficulty_column or curriculum.rank_every
+    is_ordered = curriculum.difficulty_column or curriculum.rank_every or curriculum.by_success
     if is_ordered and len(mixture.pools) > 1:
         raise UserError(
             "curriculum: sources mixed by weight have no common order; drop their weights, or the "

@@ -105,6 +105,12 @@ def prompts_of(batch: Batch) -> Iterator[Prompt]:
             yield Prompt(ids[: last + 1].tolist(), int(documents[last]), place)
 
 
+def prompt_of(document: int, table: TokenTable) -> Prompt:
+    """The prompt that a document of the table is."""
+    tokens = table.document(document)[0].tokens
+    return Prompt(tokens[:-1].tolist(), document, place=0)
+
+
 def row_of_prompt(
     document: int, table: TokenTable, sources: Sequence[Documents]
 ) -> tuple[dict[str, Any], str, int]:

@@ -1,5 +1,6 @@
 """What all objectives share that learn from completions of the model in training."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
@@ -15,19 +16,21 @@ from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig
-from lacuna.data import Batch, Loader
+from lacuna.data import Batch, HeldOut, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.layers.lora import without_adapters
 from lacuna.objective.critic import SecondModel
+from lacuna.objective.held_out import held_out_groups, held_out_row
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_of_samples
+from lacuna.objective.success import Successes
 from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.completions_table import show_completions
 from lacuna.rollout.environment import check_environment
-from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups
+from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, next_prompts
 from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.rewards import longest_wait
 from lacuna.rollout.sampling import check_engine
@@ -100,6 +103,7 @@ class OnPolicy(LanguageModelling):
         reference: a frozen copy, where the model is compared with one.
         kind: where the reference comes from: base, copy, or None without one.
         sharing: how many ranks, one after the other, have the same completions.
+        successes: how often prompts were solved, where that says which come next.
         told: what the log has of the newest completions.
     """
 
@@ -113,6 +117,7 @@ class OnPolicy(LanguageModelling):
     kind: str | None = None
     exchange: dist.ProcessGroup | None = None
     sharing = 1
+    successes: Successes | None = None
 
     def begin(
         self,
@@ -143,9 +148,14 @@ class OnPolicy(LanguageModelling):
         self.own: list[list[Sample]] = []  # this rank's groups
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}
-        self.is_under_way = False  # whether this process has made a step
+        if config.curriculum.by_success:
+            how = (config.curriculum, config.rewards.solved_at, config.training.seed)
+            self.successes = Successes(*how)
+        self.is_under_way = False  # whether this process has made a step or a validation
         self.next_shown = 0  # the step from which on completions are shown again
-        self.file = CompletionsFile(str(config.job.dump_folder))
+        folder = str(config.job.dump_folder)
+        self.file = CompletionsFile(folder)
+        self.held_out_file = CompletionsFile(folder, "validation_completions.jsonl")
 
     def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New groups of all ranks, on every rank: one for each prompt of a step."""
@@ -171,14 +181,14 @@ class OnPolicy(LanguageModelling):
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
         """This rank's completions in micro-batches, newly made unless updates are left for them."""
-        if not self.is_under_way and dist.get_rank() == 0:
-            self.file.go_on(self.steps)
-        self.is_under_way = True
+        self._go_on_with_files()
         is_new = not self.updates_left
         if is_new:
             groups = [group.samples for group in self.roll_out(policy, source)]
             self.own = _part_of_rank(groups, policy)
             self.updates_left = self.updates
+            if self.successes is not None:
+                self.told |= self.successes.shares()
         elif self.resumed:
             self.own = _part_of_rank(self.resumed, policy)
         self.resumed = []
@@ -201,16 +211,51 @@ class OnPolicy(LanguageModelling):
         """The groups of the next prompts of all ranks, on every rank."""
         config = self.config
         how = (config.rollout, config.rewards, config.training.seed, self.exchange)
-        if self.exchange is not None:
-            # Longer than any rank generates and is told what its completions are worth.
-            training = config.training
-            prompts = training.batch_size * (training.gradient_accumulation_steps or 1)
-            completions = prompts * config.rollout.samples
-            waiting = longest_wait(config.rewards, completions)
-            if config.rollout.takes_turns:  # each environment may fail to reply in time
-                waiting += completions * config.rewards.timeout_seconds
-            set_timeout(self.exchange, config.comm.save_timeout_seconds + int(waiting))
-        return draw_groups(policy, source, self.functions, self.ends, *how)
+        training = config.training
+        prompts = training.batch_size * (training.gradient_accumulation_steps or 1)
+        self._wait_for_completions(prompts * config.rollout.samples)
+        draw_prompts = next_prompts if self.successes is None else self.successes.next_prompts
+        asked, keys = draw_prompts(policy, source)
+        groups = draw_groups(policy, source.plan, asked, keys, self.functions, self.ends, *how)
+        if self.successes is not None:
+            self.successes.note(groups)
+        return groups
+
+    def measure_held_out(
+        self, policy: BuiltModel, held_out: HeldOut
+    ) -> tuple[dict[str, float | None], float]:
+        """What rewards say of the answers to held-out prompts, and minus their mean.
+
+        Writes the answers to the run folder.
+        """
+        config = self.config
+        self._go_on_with_files()
+        prompts = -(-len(held_out.plan.tokens.lengths) // dist.get_world_size())
+        self._wait_for_completions(prompts * config.rollout.validation_samples)
+        how = (config.rollout, config.rewards, config.training.seed, self.exchange)
+        groups = held_out_groups(policy, held_out, self.functions, self.ends, *how)
+        if dist.get_rank() == 0:
+            self.held_out_file.write(groups, self.steps, leave_out=("advantage",))
+        row = held_out_row(groups, config.rewards.solved_at)
+        reward = row["val_reward"]
+        return row, math.inf if reward is None else -reward
+
+    def _wait_for_completions(self, count: int) -> None:
+        """Has ranks wait longer than any of them makes so many, and is told what they are worth."""
+        if self.exchange is None:
+            return
+        waiting = longest_wait(self.config.rewards, count)
+        if self.config.rollout.takes_turns:  # each environment may fail to reply in time
+            waiting += count * self.config.rewards.timeout_seconds
+        set_timeout(self.exchange, self.config.comm.save_timeout_seconds + int(waiting))
+
+    def _go_on_with_files(self) -> None:
+        """Drops from the files, once, what a run wrote that was killed after this one's start."""
+        if not self.is_under_way and dist.get_rank() == 0:
+            self.file.go_on(self.steps)
+            # A run from the start asks held-out prompts before its first step, as once before.
+            self.held_out_file.go_on(self.steps or -1)
+        self.is_under_way = True
 
     def keep(self, groups: Sequence[Group], leave_out: Sequence[str] = ()) -> None:
         """Writes new completions to the run folder, and shows some on the terminal."""
@@ -264,12 +309,16 @@ class OnPolicy(LanguageModelling):
             different = of_ranks[:: self.sharing]  # ranks that share sequences have the same
             kept = [[asdict(one) for one in group] for part in different for group in part]
         numbers = {"steps": self.steps, "updates_left": self.updates_left, "told": self.told}
-        return numbers | {"groups": kept}
+        successes = None if self.successes is None else self.successes.state_dict()
+        return numbers | {"groups": kept, "successes": successes}
 
     def load_state_dict(self, state: dict[str, object]) -> None:
         """Goes on from what `state_dict` gave."""
         self.steps = cast(int, state["steps"])
         self.updates_left = cast(int, state["updates_left"])
         self.told = cast(dict[str, float | None], state["told"])
+        successes = cast(dict[str, Any] | None, state.get("successes"))
+        if self.successes is not None and successes is not None:
+            self.successes.load_state_dict(successes)
         saved = cast(list[list[dict[str, Any]]], state["groups"])
         self.resumed = [[Sample(**one) for one in group] for group in saved]

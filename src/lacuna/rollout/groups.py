@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
+from lacuna.data.plan import RowPlan
 from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.rewards import score, total
@@ -118,7 +119,9 @@ def _number(value: float) -> float | None:
 
 def draw_groups(
     policy: BuiltModel,
-    source: Loader,
+    plan: RowPlan,
+    asked: Sequence[Prompt],
+    keys: Sequence[int],
     functions: Mapping[str, Reward],
     ends: Sequence[int],
     rollout: RolloutConfig,
@@ -126,12 +129,11 @@ def draw_groups(
     seed: int,
     exchange: dist.ProcessGroup | None = None,
 ) -> list[Group]:
-    """The groups of the next prompts of all ranks, on every rank, in the order of the data.
+    """The groups of the prompts of all ranks, on every rank, in the order of the ranks.
 
-    Ranks have them minutes apart, and tell each other of them by the group `exchange`.
+    Each rank asks its own, which are prompts of the `plan`, and each has a key for its randomness.
+    Ranks have the groups minutes apart, and tell each other of them by the group `exchange`.
     """
-    plan = source.plan
-    asked, keys = _next_prompts(policy, source)
     said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed)
     talks: list[list[Talk]] = []
     for prompt, key, completions in zip(asked, keys, said, strict=True):
@@ -162,7 +164,7 @@ def _group_of(talks: Sequence[Talk], prompt: str, rollout: RolloutConfig) -> Gro
     return Group(prompt, texts, samples, {}, [], messages, errors)
 
 
-def _next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
+def next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
     """This rank's next prompts, and the number of each among all prompts of the run.
 
     Ranks that share sequences read the same prompts, and each completes a part of them.
@@ -241,10 +243,10 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 class CompletionsFile:
-    """The file of a run folder that has every completion, with its reward and the step."""
+    """A file of a run folder that has every completion, with its reward and the step."""
 
-    def __init__(self, folder: str) -> None:
-        self.path = Path(folder, "completions.jsonl")
+    def __init__(self, folder: str, name: str = "completions.jsonl") -> None:
+        self.path = Path(folder, name)
 
     def go_on(self, step: int) -> None:
         """Drops the rows of later steps: a run that goes on after this one makes them anew."""

@@ -64,6 +64,9 @@ SHOWN = {
     "val_bits_per_byte": "{:.4f} bits per byte",
     "val_token_accuracy": "{:.1%} of tokens right",
     "reward": "reward {:.3f}",
+    "val_reward": "validation reward {:.3f}",
+    "val_pass_at_1": "{:.1%} of held-out prompts solved",
+    "val_completion_tokens": "{:.0f} tokens a completion",
     "completion_tokens": "{:.0f} tokens a completion",
     "reward_margin": "margin {:.3f}",
     "reward_accuracy": "{:.1%} of pairs right",
@@ -196,7 +199,7 @@ class MetricWriter(ExitStack):
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
         texts = [text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key)]
-        style = "cyan" if "val_loss" in row else None
+        style = "cyan" if {"val_loss", "val_reward"} & row.keys() else None
         self.console.print(f"step {step:>6}  {'  '.join(texts)}", soft_wrap=True, style=style)
 
     def write_sample(self, step: int, prompt: str, text: str) -> None:

@@ -5,6 +5,7 @@ import random
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import cast
 
 import numpy as np
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from lacuna.config import UserError, logger
 from lacuna.config.documents import CurriculumConfig
 from lacuna.config.learning_rate import learning_rate
-from lacuna.data import Batch
+from lacuna.data import Batch, HeldOut
 from lacuna.data.mixture import random_key
 from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import tighten_timeout
@@ -54,7 +55,10 @@ def train(run: Run, stop: list[int]) -> bool:
     run.saver.wait()
     best = run.state.best_step
     if best is not None:
-        logger.info("best validation loss: %.4f, after step %s", run.state.best_loss, best)
+        loss = run.state.best_loss
+        is_by_reward = hasattr(run.objective, "measure_held_out")
+        told = f"reward: {-loss:.4f}" if is_by_reward else f"loss: {loss:.4f}"
+        logger.info("best validation %s, after step %s", told, best)
     return ended
 
 
@@ -211,23 +215,32 @@ def _validate(run: Run) -> None:
     state = run.state
     settings = run.config.validation
     if run.validation is not None:
-        sums, counts = evaluate(run.built, run.validation(), run.objective)
-        measured = run.objective.report_held_out(sums, counts)
+        measured, loss = _measure_held_out(run, run.validation)
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
-        loss = measured["val_loss"]
-        assert loss is not None, "an objective measures a loss"
         if loss < state.best_loss:
             state.best_loss = loss
             state.best_step = state.step
             state.worse_validations = 0
         if settings.patience is not None and state.worse_validations >= settings.patience:
-            said = "stopping early: no better validation loss for %d validations"
+            said = "stopping early: nothing better in %d validations"
             logger.info(said, settings.patience)
             run.total_steps = state.step
         _advance_curriculum(run, loss)
     if settings.prompts:
         _sample_text(run)
+
+
+def _measure_held_out(run: Run, held_out: HeldOut) -> tuple[dict[str, float | None], float]:
+    """What the log has of held-out data, and the number of it that is better the lower it is."""
+    measure = getattr(run.objective, "measure_held_out", None)
+    if measure is not None:
+        return cast(tuple[dict[str, float | None], float], measure(run.built, held_out))
+    sums, counts = evaluate(run.built, held_out(), run.objective)
+    measured = run.objective.report_held_out(sums, counts)
+    loss = measured["val_loss"]
+    assert loss is not None, "an objective measures a loss"
+    return measured, loss
 
 
 def _sample_text(run: Run) -> None:

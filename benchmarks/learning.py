@@ -1,0 +1,277 @@
+r"""Does it learn? Runs by reward on arithmetic, several seeds each, and TRL's trainer beside them.
+
+python benchmarks/learning.py [--output FOLDER] [--limit-seconds 540] [--only RUN ...] [--report]
+
+A small model is trained on easy sums first (sft), then by reward on sums of all levels: grpo-SEED,
+success-SEED (the same with curriculum.by_success), ppo-SEED; trl-SEED and trl-batches-SEED are
+TRL's GRPOTrainer with the same model, prompts, groups and lengths, by its two ways to generate in
+its own process. A call goes on where the last one ended, and stops in time, whatever is under way;
+call it until it says that all is done. FOLDER/learning.json, .md and .svg are written by each.
+
+  --output FOLDER     where everything goes (learning)
+  --limit-seconds N   time of this call; what is under way saves itself and ends (540)
+  --only RUN ...      these runs alone, in this order, such as grpo-0 trl-0
+  --list              print the runs instead, with what is done
+  --report            measure nothing, write the tables and the picture of what is there
+  --seeds N           seeds of our runs (3); --trl-seeds N: of TRL's (1)
+  --steps N           batches of prompts in a run by reward (300)
+  --freq N            batches of prompts between two validations (20)
+  --sft-steps N       steps before (1500); 0 begins with the weights of --model
+  --model FOLDER      a model to begin with in place of one from scratch: folder or Hub id
+  --lr X              learning rate of all runs by reward (1e-4; with --model 2e-6)
+  --max-tokens N      longest completion (8)
+  --target X          held-out accuracy up to which samples are counted (nine tenths of GRPO's way)
+  --trl FOLDER        where TRL 1.16 and accelerate lie, if they are not installed
+  --tiny              a tiny model and few steps, for CPUs: a test of this, no result
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import learning_report
+from learning_task import LARGE, TINY, Sizes, write_model, write_task
+
+GRACE = 60
+"""Seconds that a run is given to save itself, before it is killed."""
+PPO_UPDATES = 4
+
+
+@dataclass(frozen=True)
+class Learning:
+    """A run: what it is called, and the settings of lacuna's that it has; TRL's has none."""
+
+    name: str
+    settings: dict[str, Any]
+
+    @property
+    def is_trl(self) -> bool:
+        return self.name.startswith("trl")
+
+
+def main() -> None:
+    given = arguments()
+    output = Path(given.output)
+    output.mkdir(parents=True, exist_ok=True)
+    sizes = replace(TINY if given.tiny else LARGE, max_tokens=given.max_tokens)
+    runs = wanted(given, sizes)
+    if given.list:
+        for one in runs:
+            print(one.name, "done" if is_done(output, one) else "to do")
+        return
+    ends = time.monotonic() + given.limit_seconds
+    failed = set()
+    if not given.report:
+        prepare(output, sizes, given)
+        for one in runs:
+            if not is_done(output, one) and time.monotonic() < ends:
+                print(f"{one.name}: {go_on(output, one, sizes, given, ends)}", flush=True)
+                if not is_done(output, one) and time.monotonic() < ends:
+                    failed.add(one.name)
+                    print(tail(output / f"{one.name}.log"), flush=True)
+            if one.name == "sft" and not is_done(output, one):
+                break  # all others begin with it
+    print(learning_report.write(output, sizes, given.target))
+    left = [one.name for one in runs if not is_done(output, one)]
+    print(f"to do: {', '.join(left)}; call it again" if left else "all is done")
+    if failed:
+        sys.exit(f"failed: {', '.join(sorted(failed))}; their logs are in {output}")
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--output", default="learning")
+    parser.add_argument("--limit-seconds", type=float, default=540)
+    parser.add_argument("--only", nargs="*", default=[])
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--trl-seeds", type=int, default=1)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--freq", type=int)
+    parser.add_argument("--sft-steps", type=int)
+    parser.add_argument("--model")
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--target", type=float, help="accuracy that samples are counted up to")
+    parser.add_argument("--trl")
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--tiny", action="store_true")
+    given = parser.parse_args()
+    given.steps = given.steps or (4 if given.tiny else 300)
+    given.freq = given.freq or (2 if given.tiny else 20)
+    given.lr = given.lr or (2e-6 if given.model else 1e-4)
+    if given.sft_steps is None:
+        given.sft_steps = 20 if given.tiny else 1500
+    if not given.sft_steps and not given.model:
+        parser.error("--sft-steps 0 leaves nothing to begin with: give --model")
+    return given
+
+
+def wanted(given: argparse.Namespace, sizes: Sizes) -> list[Learning]:
+    """The runs of a call, in the order in which they are made."""
+    runs = {}
+    if given.sft_steps:
+        runs["sft"] = Learning("sft", sft_settings(given))
+    for seed in range(given.seeds):
+        base = reward_settings(given, sizes, seed)
+        by_success = {"curriculum.by_success": True}
+        updates = {
+            "job.task": "ppo",
+            "ppo.updates": PPO_UPDATES,
+            "ppo.beta": 0.0,
+            "ppo.critic_lr": given.lr * 10,
+            "training.steps": given.steps * PPO_UPDATES,
+            "validation.freq": given.freq * PPO_UPDATES,
+            "lr_scheduler.warmup_steps": warm_up(given) * PPO_UPDATES,
+        }
+        runs[f"grpo-{seed}"] = Learning(f"grpo-{seed}", base)
+        if seed < given.trl_seeds:  # beside ours, in the same call where there is time
+            # Batches take all memory that there is, which a CPU has better use for.
+            for way in ("trl",) if given.tiny else ("trl", "trl-batches"):
+                runs[f"{way}-{seed}"] = Learning(f"{way}-{seed}", base)
+        runs[f"success-{seed}"] = Learning(f"success-{seed}", base | by_success)
+        runs[f"ppo-{seed}"] = Learning(f"ppo-{seed}", base | updates)
+    if unknown := [name for name in given.only if name not in runs]:
+        sys.exit(f"no such runs: {', '.join(unknown)}; there are {', '.join(runs)}")
+    return [runs[name] for name in given.only or runs]
+
+
+def warm_up(given: argparse.Namespace) -> int:
+    return int(min(10, given.steps // 2))
+
+
+def sft_settings(given: argparse.Namespace) -> dict[str, Any]:
+    """What the model learns before: the form of an answer, and easy sums, most of them wrong."""
+    output = Path(given.output).resolve()
+    begin: dict[str, Any] = {"model.config": str(output / "model")}
+    if given.model:
+        begin = {"model.name_or_path": given.model}
+    return begin | {
+        "job.task": "sft",
+        "data.dataset": str(output / "task" / "sft.jsonl"),
+        "chat.template": str(output / "task" / "plain.jinja"),
+        "data.num_workers": 0,
+        "training.steps": given.sft_steps,
+        "training.batch_size": 4 if given.tiny else 64,
+        "training.seq_len": 128,
+        "optimizer.lr": 5e-5 if given.model else 1e-3,
+        "checkpoint.interval": 200,
+        "metrics.log_freq": 10,
+        "metrics.enable_tensorboard": False,
+    }
+
+
+def reward_settings(given: argparse.Namespace, sizes: Sizes, seed: int) -> dict[str, Any]:
+    """The settings of all runs by reward; `learning_trl.py` gives TRL the same."""
+    output = Path(given.output).resolve()
+    start = str(output / "sft" / "hf") if given.sft_steps else given.model
+    return {
+        "job.task": "grpo",
+        "model.name_or_path": start,
+        "data.dataset": str(output / "task" / "prompts.jsonl"),
+        "data.num_workers": 0,
+        "validation.dataset": str(output / "task" / "held_out.jsonl"),
+        "validation.dataset_split": "train",
+        "validation.freq": given.freq,
+        "rewards.functions": ["exact"],
+        "rollout.samples": sizes.samples,
+        "rollout.max_tokens": sizes.max_tokens,
+        "rollout.batch_size": sizes.batch * sizes.samples,
+        "training.seed": seed,
+        "training.steps": given.steps,
+        "training.batch_size": sizes.batch,
+        "training.seq_len": 64 + sizes.max_tokens,
+        "optimizer.lr": given.lr,
+        "optimizer.beta2": 0.999,
+        "optimizer.weight_decay": 0.0,
+        "lr_scheduler.decay_type": "constant",
+        "lr_scheduler.warmup_steps": warm_up(given),
+        "checkpoint.interval": 50,
+        "metrics.log_freq": 1,
+        "metrics.enable_tensorboard": False,
+    }
+
+
+def prepare(output: Path, sizes: Sizes, given: argparse.Namespace) -> None:
+    """Writes the task and the model, once; refuses a folder of other sizes or settings."""
+    asked = {
+        name: getattr(given, name)
+        for name in ("steps", "freq", "sft_steps", "model", "lr", "max_tokens", "tiny")
+    }
+    file = output / "settings.json"
+    if file.exists():
+        before = json.loads(file.read_text())
+        if before != asked:
+            sys.exit(f"{output} is of {before}, and this call of {asked}: give another --output")
+        return
+    write_task(output / "task", sizes)
+    write_model(output / "model", sizes)
+    file.write_text(json.dumps(asked))
+
+
+def is_done(output: Path, one: Learning) -> bool:
+    return (output / one.name / "finished.json").exists()
+
+
+def go_on(output: Path, one: Learning, sizes: Sizes, given: argparse.Namespace, ends: float) -> str:
+    """Goes on with a run until it ends or the time does; says which."""
+    folder = output / one.name
+    folder.mkdir(exist_ok=True)
+    environment = dict(os.environ)
+    if one.is_trl:
+        task = {"settings": one.settings, "batches": "batches" in one.name}
+        (folder / "task.json").write_text(json.dumps(task))
+        words = [sys.executable, str(Path(__file__).with_name("learning_trl.py")), str(folder)]
+        if given.trl:
+            paths = [given.trl, environment.get("PYTHONPATH", "")]
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    else:
+        settings = one.settings | {"job.dump_folder": str(folder.resolve())}
+        file = output / f"{one.name}.toml"
+        # What JSON writes of these values is TOML as well.
+        lines = [f"{name} = {json.dumps(value)}\n" for name, value in settings.items()]
+        file.write_text("".join(lines))
+        words = [sys.executable, "-m", "lacuna", "train", str(file)]
+    began = time.monotonic()
+    status = run_until(words, ends, output / f"{one.name}.log", environment)
+    call = {"run": one.name, "seconds": time.monotonic() - began, "call": os.getpid()}
+    with open(output / "calls.jsonl", "a") as calls:
+        calls.write(json.dumps(call | {"device": learning_report.device()}) + "\n")
+    if is_done(output, one):
+        return f"done after {call['seconds']:.0f} s more"
+    return "saved where it is, for the time is over" if status is None else f"status {status}"
+
+
+def run_until(words: list[str], ends: float, log: Path, environment: dict[str, str]) -> int | None:
+    """Runs a command with its output added to `log`; its exit status, None if time was over."""
+    with open(log, "a") as output:
+        process = subprocess.Popen(
+            words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=environment
+        )
+        try:
+            return process.wait(max(ends - time.monotonic(), 0.1))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(GRACE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            return None
+
+
+def tail(log: Path) -> str:
+    return "\n".join(log.read_text().splitlines()[-12:])
+
+
+if __name__ == "__main__":
+    main()
