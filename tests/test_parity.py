@@ -50,5 +50,9 @@ def test_every_layout_is_exact_or_refused_with_a_reason() -> None:
         for name in tasks_taught_by(Path())
     ]
     check(tasks, columns, [*TASK_CASES], refusals)
-    columns = [f"{name}, {TASK_ARCHITECTURES[0]}" for name in tasks_by_rewards()]
+    columns = [
+        f"{name}, {architecture}"
+        for architecture in TASK_ARCHITECTURES
+        for name in tasks_by_rewards()
+    ]
     check(completions, columns, [*TASK_CASES], refusals)
