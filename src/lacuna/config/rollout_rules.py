@@ -4,7 +4,9 @@ from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, Ro
 from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
 
 _TASKS = ("grpo", "ppo")
-
+# The coldest that vLLM draws at: it takes what is colder for this.
+_COLDEST = 0.01
+_SCHEMES = ("http://", "https://")
 
 # Settings that a task which generates cannot have unless they are at their defaults, and why.
 _REFUSED = {
@@ -74,6 +76,36 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         lambda config: config.job.task in _TASKS and not config.rewards.functions,
         "nothing says what completions are worth; give exact, math, pattern, format, length, "
         "a model that scores, or functions of your own as module:function",
+    ),
+    *(
+        Rule(
+            (setting, "rollout.engine"),
+            is_changed(setting, lambda config: config.rollout.engine != "server"),
+            "only server takes the first; set the second to it, or drop the first",
+        )
+        for setting in ("rollout.server", "rollout.server_folder", "rollout.server_timeout")
+    ),
+    Rule(
+        ("rollout.engine", "rollout.server"),
+        lambda config: config.rollout.engine == "server" and not config.rollout.server,
+        "give the address of the server in the second, such as http://localhost:8000",
+    ),
+    Rule(
+        ("rollout.server",),
+        is_given(
+            "rollout.server", lambda config: not str(config.rollout.server).startswith(_SCHEMES)
+        ),
+        "it should begin with http:// or https://",
+    ),
+    Rule(
+        ("rollout.engine", "rollout.server_folder"),
+        lambda config: config.rollout.engine == "server" and not config.rollout.server_folder,
+        "give a folder that the server can read in the second: the weights are written there",
+    ),
+    Rule(
+        ("rollout.temperature", "rollout.engine"),
+        lambda config: config.rollout.engine == "server" and config.rollout.temperature < _COLDEST,
+        f"vLLM draws at no temperature below {_COLDEST}; raise the first",
     ),
     refused_for(
         "grpo",

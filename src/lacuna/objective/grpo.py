@@ -34,7 +34,14 @@ from lacuna.objective.grpo_losses import NAMES, advantages_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import begins_as_base
 from lacuna.parallel.processes import set_timeout
-from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, statistics
+from lacuna.rollout.groups import (
+    CompletionsFile,
+    Group,
+    Sample,
+    draw_groups,
+    put_back_on_outage,
+    statistics,
+)
 from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward, find_rewards
@@ -153,8 +160,8 @@ class Grpo(LanguageModelling):
                 "model: its head does more than lacuna knows, so that log-probabilities cannot be "
                 f"made chunk by chunk for job.task = {self.config.job.task}: choose another model."
             )
-        check_engine(policy, self.config.rollout)
         self.exchange = dist.new_group(backend="gloo")
+        check_engine(policy, self.config.rollout, self.exchange)
         load_models([*self.functions.values()], policy.device)
         if self.kind == "copy":
             tokenizer = grown_tokenizer(self.config.model)
@@ -168,7 +175,8 @@ class Grpo(LanguageModelling):
         self.is_under_way = True
         is_new = not self.updates_left
         if is_new:
-            groups = [group.samples for group in self.roll_out(policy, source)]
+            with put_back_on_outage(source):
+                groups = [group.samples for group in self.roll_out(policy, source)]
             self.own = _part_of_rank(groups, policy)
             self.updates_left = self.updates
         elif self.resumed:

@@ -3,7 +3,8 @@
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from lacuna.config import OutageError
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
 from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
@@ -105,7 +107,7 @@ def draw_groups(
     plan = source.plan
     asked, keys = _next_prompts(policy, source)
     prompts = [prompt.tokens for prompt in asked]
-    said = generate(policy, prompts, keys, rollout, ends, seed)
+    said = generate(policy, prompts, keys, rollout, ends, seed, exchange)
     groups = []
     answers = []
     for prompt, completions in zip(asked, said, strict=True):
@@ -124,6 +126,17 @@ def draw_groups(
     of_ranks: list[list[Group]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, groups, group=exchange)
     return [group for part in of_ranks for group in part]
+
+
+@contextmanager
+def put_back_on_outage(source: Loader) -> Iterator[None]:
+    """A context that puts `source` back to where it was, where something needed is gone in it."""
+    before = source.state_dict()
+    try:
+        yield
+    except OutageError:
+        source.load_state_dict(before)
+        raise
 
 
 def _next_prompts(policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data.mixture import random_key
@@ -21,13 +23,15 @@ def generate(
     sampling: RolloutConfig,
     ends: Sequence[int],
     seed: int,
+    exchange: dist.ProcessGroup | None = None,
 ) -> list[list[Completion]]:
     """`sampling.samples` completions of each prompt by the model as it is now.
 
     All parameters are gathered once, on every rank that shares them, so that ranks may have
     different numbers of prompts and of tokens. Each prompt has a key: its completions are a
     function of the weights, the seed, the key and their number alone, but for rounding, which
-    depends on what is generated beside them. Tokens are drawn from all of the vocabulary.
+    depends on what is generated beside them. Tokens are drawn from all of the vocabulary. Where a
+    server makes them, ranks tell each other of them by the group `exchange`.
     """
     asked = [
         Asked(
@@ -37,6 +41,10 @@ def generate(
         )
         for prompt, key in zip(prompts, keys, strict=False)
     ]
+    if sampling.engine == "server":
+        from lacuna.rollout.server import complete_by_server  # an extension
+
+        return complete_by_server(policy, asked, sampling, ends, exchange)
     return complete(
         policy.model,
         asked,
@@ -49,8 +57,18 @@ def generate(
     )
 
 
-def check_engine(policy: BuiltModel, sampling: RolloutConfig) -> None:
-    """Raises `UserError` where pages are asked for that the model is not exact with."""
+def check_engine(
+    policy: BuiltModel, sampling: RolloutConfig, exchange: dist.ProcessGroup | None = None
+) -> None:
+    """Raises `UserError` where the engine that is asked for cannot be had.
+
+    That is where the model is not exact with pages, or a server has not this model. All ranks must
+    call it.
+    """
+    if sampling.engine == "server":
+        from lacuna.rollout.server import check_server  # an extension
+
+        check_server(policy, sampling, exchange)
     if sampling.engine != "pages":
         return
     reason = reason_against_pages(policy.model, policy.device)
