@@ -6,22 +6,18 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.config import Config, OutageError, UserError
 from lacuna.config.contradictions import contradictions_of
 from lacuna.config.reinforcement import RolloutConfig
-from lacuna.model.build import build_model
-from lacuna.parallel.mesh import Layout
 from lacuna.rollout import server as server_module
 from lacuna.rollout.sampling import check_engine, generate
 from policies import one_rank, policy_of
 from rewarded import KEYS as LOGGED
 from rewarded import completions, flags, write_prompts
 from runs import curve, rows, steps, train, weights
-from tasks import write_weights
-from test_sampling import (
+from sampled import (
     ENDS,
     KEYS,
     LAYOUTS,
@@ -31,9 +27,11 @@ from test_sampling import (
     config_of,
     differences,
     ending_model,
+    of_changing_weights,
     tokens_of,
 )
-from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
+from tasks import write_weights
+from tiny import run_ranks, tiny_config
 from vllm_like import VllmLike, serving
 
 
@@ -78,30 +76,6 @@ def test_training_finds_the_probabilities_that_the_server_drew_with(
     assert {body["temperature"] for body in server.bodies} == {0.8}
     # Only the first request is not of a rollout: the two models are compared by it.
     assert [body["n"] for body in server.bodies] == [1] + [3] * 10
-
-
-def of_changing_weights(
-    model: Path, layout: Layout, sections: dict[str, object], sampling: RolloutConfig
-) -> list[tuple[list[list[list[int]]], float]]:
-    """What is said before and after the weights change, and how far training is from it."""
-    parallelism = {
-        "data_parallel_replicate_degree": layout.dp_replicate,
-        "data_parallel_shard_degree": layout.dp_shard,
-    }
-    own = {"compile": {"enable": False}, "parallelism": parallelism}
-    config = config_of(model={"name_or_path": str(model)}, **own, **sections)
-    policy = build_model(config, tokenizer_of_words(), mesh_of(layout), CPU)
-    check_engine(policy, sampling)
-    results = []
-    prompts = PROMPTS[: 4 - dist.get_rank()]
-    for _ in range(2):
-        said = generate(policy, prompts, KEYS, sampling, ENDS, seed=1)
-        results.append((tokens_of(said), differences(policy, said, prompts)))
-        with torch.no_grad():
-            for number, parameter in enumerate(policy.model.parameters()):
-                if parameter.requires_grad:
-                    parameter.add_(0.05 * (1 + number % 3))
-    return results
 
 
 @pytest.mark.parametrize("layout", ["alone", "shards"])
