@@ -45,8 +45,8 @@ def ending_model(architecture: str) -> PreTrainedModel:
     return model
 
 
-def config_of(**sections: object) -> Config:
-    return Config(training={"seq_len": 32, "batch_size": 2}, **sections)
+def config_of(seq_len: int = 32, **sections: object) -> Config:
+    return Config(training={"seq_len": seq_len, "batch_size": 2}, **sections)
 
 
 def tokens_of(said: list[list[Completion]]) -> list[list[list[int]]]:
@@ -62,7 +62,7 @@ def differences(
         for prompt, group in zip(prompts, said, strict=True)
         for one in group
     ]
-    config = config_of()
+    config = config_of(policy.training.seq_len)
     targets = grpo_targets(config.grpo, config.rollout)
     laid = lay_out(samples, config.training, config.row_form, config.data, 0, targets)
     found = logprobs_of_samples(policy, laid, samples, SAMPLING.temperature)
@@ -75,7 +75,12 @@ def differences(
 
 
 def of_changing_weights(
-    model: Path, layout: Layout, sections: dict[str, object], sampling: RolloutConfig = SAMPLING
+    model: Path,
+    layout: Layout,
+    sections: dict[str, object],
+    sampling: RolloutConfig = SAMPLING,
+    prompts: list[list[int]] = PROMPTS,
+    seq_len: int = 32,
 ) -> list[tuple[list[list[list[int]]], float]]:
     """What is said before and after the weights change, and how far training is from it."""
     parallelism = {
@@ -83,13 +88,13 @@ def of_changing_weights(
         "data_parallel_shard_degree": layout.dp_shard,
     }
     own = {"compile": {"enable": False}, "parallelism": parallelism}
-    config = config_of(model={"name_or_path": str(model)}, **own, **sections)
+    config = config_of(seq_len, model={"name_or_path": str(model)}, **own, **sections)
     policy = build_model(config, tokenizer_of_words(), mesh_of(layout), CPU)
     assert reason_against_pages(policy.model, CPU) is None
     check_engine(policy, sampling)
     results = []
     # Ranks may generate different numbers of completions.
-    prompts = PROMPTS[: 4 - dist.get_rank()]
+    prompts = prompts[: len(prompts) - dist.get_rank()]
     for _ in range(2):
         said = generate(policy, prompts, KEYS, sampling, ENDS, seed=1)
         results.append((tokens_of(said), differences(policy, said, prompts)))
