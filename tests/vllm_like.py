@@ -16,11 +16,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-Answer = tuple[int, object]
-
-
-class Refused(Exception):
-    """The status and the body that a request is refused with."""
+Answer = tuple[int, Any]
 
 
 class VllmLike:

@@ -122,6 +122,26 @@ def test_vllm_follows_the_weights(sections: str, layout: str, served: str, tmp_p
         assert max(apart, apart_later) < 1e-4
 
 
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [("qwen3", {}), ("qwen3_moe", {}), ("gemma3", {}), ("llama", {"dtype": "bfloat16"})],
+)
+def test_vllm_follows_other_models(
+    architecture: str, changes: dict[str, str], tmp_path: Path
+) -> None:
+    shape = SHAPE | {"sliding_window": 64} if architecture == "gemma3" else SHAPE
+    trained = write_weights(tmp_path / "trained", tiny_config(architecture, **shape), seed=1)
+    served = write_weights(tmp_path / "served", tiny_config(architecture, **shape), seed=9)
+    dtype = changes.get("dtype", "float32")
+    with vllm(served, tmp_path / "log", "--dtype", dtype) as (address, _):
+        sampling = sampling_by(address, tmp_path / "handed over")
+        case = (trained, LAYOUTS["alone"], {}, sampling, PROMPTS, SEQ_LEN)
+        [[(first, apart), (second, apart_later)]] = run_ranks(1, of_changing_weights, *case)
+    print(f"{architecture}, {dtype}: {apart:.1e} and {apart_later:.1e} nats")
+    assert first != second
+    assert max(apart, apart_later) < (1e-4 if dtype == "float32" else 0.2)
+
+
 def test_vllm_with_another_model_is_left_alone(served: str, tmp_path: Path) -> None:
     with one_rank():
         policy = policy_of(random_model(tiny_config("llama", num_hidden_layers=1, **SHAPE)))

@@ -210,6 +210,21 @@ def test_a_completion_that_the_server_cut_short_is_refused(model: Path, tmp_path
             generate(policy, PROMPTS, KEYS, sampling, [], seed=1)
 
 
+def test_an_answer_without_token_ids_is_refused(model: Path, tmp_path: Path) -> None:
+    server = VllmLike(model)
+
+    def complete(body: dict[str, Any]) -> Any:
+        status, said = VllmLike.complete(server, body)
+        for choice in said["choices"]:  # as servers that know nothing of return_token_ids
+            del choice["token_ids"]
+        return status, said
+
+    server.complete = complete  # type: ignore[method-assign]
+    with one_rank(), serving(server) as address:
+        policy = policy_of(ending_model("llama"), config_of())
+        assert "no answer of vLLM's" in refusal(policy, sampling_by(address, tmp_path))
+
+
 def test_a_server_that_is_gone_is_waited_for_no_longer_than_said(
     model: Path, tmp_path: Path
 ) -> None:
@@ -281,17 +296,19 @@ def flags_by(address: str, begun: Path, prompts: Path, folder: Path, *more: obje
 CASES: dict[str, tuple[object, ...]] = {
     "grpo": ("--grpo.resample", 1, "--grpo.importance", "token"),
     "ppo": ("--job.task", "ppo", "--ppo.updates", 2, "--ppo.beta", 0.0),
+    "two ranks": ("--cpus", 2, "--training.batch_size", 2, "--lora.rank", 4),
 }
+LATER = [pytest.param(case, marks=pytest.mark.slow) for case in ("ppo", "two ranks")]
 
 
-@pytest.mark.parametrize("case", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", ["grpo", *LATER])
 def test_a_run_whose_server_is_gone_saves_and_goes_on(
     case: str, world: Path, begun: Path, prompts: Path, tmp_path: Path
 ) -> None:
     server = VllmLike(begun, max_model_len=32)
     with serving(server) as address:
         own = flags_by(address, begun, prompts, tmp_path / "handed over", *CASES[case])
-        own += ["--training.steps", 6]
+        own += ["--training.steps", 4]
         train(world, tmp_path / "straight", *own)
     straight = curve(tmp_path / "straight", "loss", "grad_norm", "reward", "mismatch_mean")
     logged = [row for row in rows(tmp_path / "straight") if "loss" in row]
@@ -305,7 +322,7 @@ def test_a_run_whose_server_is_gone_saves_and_goes_on(
     with serving(gone, port):
         said = train(world, folder, *own, status=1)
     [last] = steps(folder)
-    assert 0 < last < 6 and f"Stopped and saved after step {last}. The same command goes on" in said
+    assert 0 < last < 4 and f"Stopped and saved after step {last}. The same command goes on" in said
     assert "server_timeout = 1.5 s" in said and "Traceback" not in said
     assert "start the server first" in train(world, folder, *own, status=2)
     with serving(VllmLike(begun, max_model_len=32), port):

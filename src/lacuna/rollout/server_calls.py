@@ -92,10 +92,11 @@ def complete_prompt(
         "cache_salt": version,
     }
     answer = call(sampling, "/v1/completions", body, sampling.server_timeout)
-    choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-    if [choice["index"] for choice in choices] != [*range(len(asked.seeds))]:
-        raise RefusedError(f"of {len(asked.seeds)} completions the server made {len(choices)}")
-    return [_completion(choice, asked.limit, ends) for choice in choices]
+    try:
+        choices = {choice["index"]: choice for choice in answer["choices"]}
+        return [_completion(choices[one], asked.limit, ends) for one in range(len(asked.seeds))]
+    except (KeyError, TypeError) as error:
+        raise RefusedError(f"/v1/completions: this is no answer of vLLM's ({error!r})") from error
 
 
 def _completion(choice: dict[str, Any], limit: int, ends: Sequence[int]) -> Completion:
