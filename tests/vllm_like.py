@@ -25,7 +25,8 @@ class VllmLike:
     Attributes:
         settings: what it tells of its model.
         ends_after: completions of prompts after which it is gone, as if it had crashed; with
-            `comes_back` it is started anew at once, with the model of its own files.
+            `comes_back` it is started anew at once, with the model of its own files, and is not
+            ready to tell its settings when it is first asked.
         logprobs_off: what it adds to log-probabilities, as an unlike model would.
         loads: the folders that weights were loaded from; `bodies`: what completions were asked for.
     """
@@ -41,6 +42,7 @@ class VllmLike:
         }
         self.ends_after: int | None = None
         self.comes_back = False
+        self.unready = 0
         self.logprobs_off = 0.0
         self.loads: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -57,6 +59,9 @@ class VllmLike:
         """The status and the body that a request is answered with."""
         with self.lock:
             if path == "/server_info?config_format=json":
+                if self.unready:
+                    self.unready -= 1
+                    return 503, {"error": {"message": "not ready"}}
                 return 200, {"vllm_config": {"model_config": self.settings}}
             if path == "/weight_info":
                 return 200, {"weight_version": self.version}
@@ -141,6 +146,7 @@ def serving(server: VllmLike, port: int = 0) -> Iterator[str]:
             except ConnectionAbortedError:
                 if server.comes_back:
                     server.ends_after = None
+                    server.unready = 1
                     server.begin()
                 else:
                     threading.Thread(target=listener.shutdown).start()

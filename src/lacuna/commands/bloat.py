@@ -121,7 +121,7 @@ EXTENSIONS = {
         "rollout/paged_probe.py",
         "rollout/pages.py",
     ),
-    "server": ("rollout/server.py", "rollout/server_calls.py"),
+    "server": ("rollout/server.py", "rollout/server_calls.py", "rollout/server_checks.py"),
     "bench": (
         "commands/bench.py",
         "commands/bench_report.py",

@@ -4,7 +4,6 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -13,13 +12,10 @@ from uuid import uuid4
 import torch
 import torch.distributed as dist
 from filelock import FileLock, Timeout
-from transformers import PretrainedConfig
 
 from lacuna.config import OutageError, RunError, UserError, explained, logger
 from lacuna.config.reinforcement import RolloutConfig
-from lacuna.data.unpacked import hf_folder
 from lacuna.formats.huggingface import write_model
-from lacuna.model.architecture import meta_model, stored_tensors
 from lacuna.model.build import BuiltModel
 from lacuna.parallel.precision import compute_dtype
 from lacuna.rollout.drawing import Asked, Completion
@@ -28,19 +24,16 @@ from lacuna.rollout.generate import generating
 from lacuna.rollout.server_calls import (
     RefusedError,
     UnansweredCallError,
-    call,
     complete_prompt,
     hand_over,
     version_of,
 )
+from lacuna.rollout.server_checks import check_difference, check_settings
 
 Result = TypeVar("Result")
 
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 30.0
-# Mean difference of log-probabilities, in nats, beyond which two models are not the same: rounding
-# to bfloat16 makes some hundredths.
-_APART = 0.25
 # Longest prompt and completion by which the two are compared.
 _COMPARED = (64, 16)
 # Begins the versions of this process's weights, and tells them from those of any other.
@@ -88,7 +81,7 @@ def check_server(
     logprobs = (logits.float() / sampling.temperature).log_softmax(-1)
     own = logprobs.gather(1, ids[0, length:, None])[:, 0]
     apart = (own.cpu() - torch.tensor(said.logprobs)).abs().mean().item()
-    _from_first(exchange, partial(_check_difference, apart))
+    _from_first(exchange, partial(check_difference, apart))
 
 
 def complete_by_server(
@@ -128,7 +121,12 @@ def _from_first(exchange: dist.ProcessGroup | None, action: Callable[[], Result]
 
 def _open(policy: BuiltModel, sampling: RolloutConfig) -> None:
     """Takes the folder for this run; raises `UserError` where it or the server cannot be had."""
-    _check_settings(policy, sampling)
+    try:
+        check_settings(policy, sampling)
+    except UnansweredCallError as error:
+        raise UserError(
+            f"rollout.server: {sampling.server} does not answer ({error}): start the server first."
+        ) from error
     folder = str(sampling.server_folder)
     wrong = f"rollout.server_folder: cannot write to {folder!r}"
     taken = f"rollout.server_folder: another run writes to {folder!r}"
@@ -138,74 +136,6 @@ def _open(policy: BuiltModel, sampling: RolloutConfig) -> None:
         lock = FileLock(os.path.join(folder, ".lock"))
         lock.acquire(timeout=0)
     _LOCKS.append(lock)
-
-
-def _check_settings(policy: BuiltModel, sampling: RolloutConfig) -> None:
-    """Raises `UserError` where the server does not answer, or has another model or settings."""
-    at = f"rollout.server: {sampling.server}"
-    try:
-        served = call(sampling, "/server_info?config_format=json")["vllm_config"]["model_config"]
-        version_of(sampling)
-    except UnansweredCallError as error:
-        raise UserError(f"{at} does not answer ({error}): start the server first.") from error
-    except (RefusedError, KeyError, TypeError) as error:
-        raise UserError(
-            f"{at} does not tell its settings ({error}): it should be vLLM 0.32 or newer, with "
-            "VLLM_SERVER_DEV_MODE=1 in its environment."
-        ) from error
-    if served["logprobs_mode"] != "processed_logprobs":
-        raise UserError(
-            f"{at} tells {served['logprobs_mode']}, not the log-probabilities that tokens are "
-            "drawn with: start it with --logprobs-mode processed_logprobs."
-        )
-    if served["quantization"] is not None:
-        raise UserError(
-            f"{at} quantises its model ({served['quantization']}), so that it would not sample "
-            "the one in training: start it without."
-        )
-    longest = policy.training.seq_len
-    if served["max_model_len"] < longest:
-        raise UserError(
-            f"{at} takes {served['max_model_len']} tokens, fewer than training.seq_len = "
-            f"{longest}: start it with --max-model-len {longest}."
-        )
-    _check_shapes(policy, at, served["model"])
-
-
-def _check_shapes(policy: BuiltModel, at: str, served: str) -> None:
-    """Raises `UserError` where the model `served` has not the tensors of the policy.
-
-    vLLM must not be handed other tensors: it keeps its own of those that are missing, and ends
-    where they have other shapes.
-    """
-    other = f"{at} has another model than the one in training: {served!r}"
-    mend = "start it with the model that the run begins with"
-    own = deepcopy(policy.model.config)
-    with explained(f"{other} has no configuration that can be read here", OSError, mend=mend):
-        kind = PretrainedConfig.get_config_dict(hf_folder(served))[0].get("model_type")
-        if kind != own.model_type:
-            raise UserError(f"{other} is of the kind {kind}, not {own.model_type}; {mend}.")
-        theirs = type(own).from_pretrained(hf_folder(served))
-    models = [meta_model(one, "eager", torch.float32) for one in (theirs, own)]
-    shapes = [
-        {name: (*tensor.shape,) for name, tensor in stored_tensors(model).items()}
-        for model in models
-    ]
-    for name in shapes[0] | shapes[1]:
-        found, wanted = (one.get(name, "missing") for one in shapes)
-        if found != wanted:
-            raise UserError(f"{other}, where {name} is {found}, not {wanted}; {mend}.")
-
-
-def _check_difference(apart: float) -> None:
-    """Raises `UserError` where log-probabilities are too far `apart`, in nats."""
-    logger.info("log-probabilities of the server and of training differ by %.1e nats", apart)
-    if not apart <= _APART:
-        raise UserError(
-            "rollout.server: with the weights in training the server finds log-probabilities that "
-            f"differ by {apart:.2g} nats from those of training: it computes another model. Start "
-            "it with the model that the run begins with, and without --hf-overrides."
-        )
 
 
 def _write_weights(policy: BuiltModel, sampling: RolloutConfig) -> None:
@@ -248,8 +178,12 @@ def _ask_patiently(order: _Order) -> list[list[Completion]]:
     while True:
         try:
             return _ask(order)
-        except (UserError, RefusedError) as error:
-            raise OutageError(f"{error}") from error
+        except UserError as error:
+            raise OutageError(str(error)) from error
+        except RefusedError as error:
+            raise OutageError(
+                f"rollout.server: {sampling.server} does not do what it is asked ({error})."
+            ) from error
         except UnansweredCallError as error:
             now = time.monotonic()
             deadline = deadline or now + sampling.server_timeout
@@ -274,7 +208,7 @@ def _ask(order: _Order) -> list[list[Completion]]:
     if present != order.version:
         order.done.clear()
         if not present.startswith(_OWN):
-            _check_settings(order.policy, sampling)
+            check_settings(order.policy, sampling)
         hand_over(sampling, _weights_folder(sampling), order.version)
     missing = [place for place in range(len(order.asked)) if place not in order.done]
     samples = max((len(one.seeds) for one in order.asked), default=1)
