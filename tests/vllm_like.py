@@ -27,6 +27,7 @@ class VllmLike:
         ends_after: completions of prompts after which it is gone, as if it had crashed; with
             `comes_back` it is started anew at once, with the model of its own files, and is not
             ready to tell its settings when it is first asked.
+        device: the kind that it says it computes on.
         logprobs_off: what it adds to log-probabilities, as an unlike model would.
         loads: the folders that weights were loaded from; `bodies`: what completions were asked for.
     """
@@ -43,6 +44,7 @@ class VllmLike:
         self.ends_after: int | None = None
         self.comes_back = False
         self.unready = 0
+        self.device = "cuda"
         self.logprobs_off = 0.0
         self.loads: list[str] = []
         self.bodies: list[dict[str, Any]] = []
@@ -62,7 +64,8 @@ class VllmLike:
                 if self.unready:
                     self.unready -= 1
                     return 503, {"error": {"message": "not ready"}}
-                return 200, {"vllm_config": {"model_config": self.settings}}
+                own = {"model_config": self.settings, "device_config": {"device": self.device}}
+                return 200, {"vllm_config": own}
             if path == "/weight_info":
                 return 200, {"weight_version": self.version}
             if path == "/update_weight_version":

@@ -152,6 +152,18 @@ def test_a_server_that_computes_something_else_is_refused(model: Path, tmp_path:
     assert "differ by 0.5 nats from those of training: it computes another model" in told
 
 
+def test_a_cpu_that_keeps_the_head_of_a_tied_model_is_refused(tmp_path: Path) -> None:
+    config = tiny_config("llama_tied")
+    server = VllmLike(write_weights(tmp_path / "served", config, seed=9))
+    with one_rank(), serving(server) as address:
+        policy = policy_of(ending_model("llama_tied"), config_of())
+        check_engine(policy, sampling_by(address, tmp_path / "on a GPU"))
+        server.device = "cpu"
+        server.version = "default"
+        told = refusal(policy, sampling_by(address, tmp_path / "on a CPU"))
+    assert "runs on a CPU, where vLLM keeps the old head" in told and len(server.loads) == 1
+
+
 def test_a_server_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:
     with one_rank():
         policy = policy_of(ending_model("llama"), config_of())

@@ -24,7 +24,9 @@ def check_settings(policy: BuiltModel, sampling: RolloutConfig) -> None:
     """
     at = f"rollout.server: {sampling.server}"
     try:
-        served = call(sampling, "/server_info?config_format=json")["vllm_config"]["model_config"]
+        settings = call(sampling, "/server_info?config_format=json")["vllm_config"]
+        served = settings["model_config"]
+        is_cpu = str(settings["device_config"]["device"]) == "cpu"
         version_of(sampling)
     except (RefusedError, KeyError, TypeError) as error:
         raise UserError(
@@ -46,6 +48,12 @@ def check_settings(policy: BuiltModel, sampling: RolloutConfig) -> None:
         raise UserError(
             f"{at} takes {served['max_model_len']} tokens, fewer than training.seq_len = "
             f"{longest}: start it with --max-model-len {longest}."
+        )
+    if is_cpu and policy.model.config.get_text_config().tie_word_embeddings:
+        # It multiplies by a packed copy of the head, which loading the embedding does not renew.
+        raise UserError(
+            f"{at} runs on a CPU, where vLLM keeps the old head of a model whose embedding is its "
+            "head (tie_word_embeddings): use a server on a GPU, or rollout.engine = auto."
         )
     _check_shapes(policy, at, served["model"])
 
