@@ -38,6 +38,7 @@ class VllmLike:
             "model": str(model),
             "logprobs_mode": "processed_logprobs",
             "quantization": None,
+            "dtype": "torch.float32",
             "max_model_len": 64,
             **settings,
         }

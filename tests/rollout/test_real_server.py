@@ -122,14 +122,9 @@ def test_vllm_follows_the_weights(sections: str, layout: str, served: str, tmp_p
         assert max(apart, apart_later) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("architecture", "changes"),
-    [("qwen3", {}), ("qwen3_moe", {"moe_intermediate_size": 32}), ("mistral", {})],
-)
-def test_vllm_follows_other_models(
-    architecture: str, changes: dict[str, int], tmp_path: Path
-) -> None:
-    config = tiny_config(architecture, **SHAPE, **changes)
+@pytest.mark.parametrize("architecture", ["qwen3", "mistral"])
+def test_vllm_follows_other_models(architecture: str, tmp_path: Path) -> None:
+    config = tiny_config(architecture, **SHAPE)
     config.tie_word_embeddings = False
     trained = write_weights(tmp_path / "trained", config, seed=1)
     served = write_weights(tmp_path / "served", config, seed=9)

@@ -143,25 +143,33 @@ def test_another_model_is_refused(
     assert not server.loads, "vLLM would end, or keep layers of its own"
 
 
-def test_a_server_that_computes_something_else_is_refused(model: Path, tmp_path: Path) -> None:
-    server = VllmLike(model)
-    server.logprobs_off = -0.5
+@pytest.mark.parametrize(("dtype", "off"), [("torch.float32", 0.01), ("torch.bfloat16", 0.2)])
+def test_a_server_that_computes_something_else_is_refused(
+    dtype: str, off: float, model: Path, tmp_path: Path
+) -> None:
+    server = VllmLike(model, dtype=dtype)
     with one_rank(), serving(server) as address:
         policy = policy_of(ending_model("llama"), config_of())
-        told = refusal(policy, sampling_by(address, tmp_path))
-    assert "differ by 0.5 nats from those of training: it computes another model" in told
+        server.logprobs_off = off
+        told = refusal(policy, sampling_by(address, tmp_path / "far"))
+        assert f"differ by {off:g} nats from those of training: it computes another" in told
+        server.logprobs_off = off / 20
+        check_engine(policy, sampling_by(address, tmp_path / "near"))
 
 
-def test_a_cpu_that_keeps_the_head_of_a_tied_model_is_refused(tmp_path: Path) -> None:
-    config = tiny_config("llama_tied")
+@pytest.mark.parametrize(
+    ("architecture", "said"), [("llama_tied", "the old head of"), ("qwen3_moe", "the old experts")]
+)
+def test_models_that_a_cpu_keeps_old_weights_of_are_refused(
+    architecture: str, said: str, tmp_path: Path
+) -> None:
+    config = tiny_config(architecture)
     server = VllmLike(write_weights(tmp_path / "served", config, seed=9))
+    server.device = "cpu"
     with one_rank(), serving(server) as address:
-        policy = policy_of(ending_model("llama_tied"), config_of())
-        check_engine(policy, sampling_by(address, tmp_path / "on a GPU"))
-        server.device = "cpu"
-        server.version = "default"
-        told = refusal(policy, sampling_by(address, tmp_path / "on a CPU"))
-    assert "runs on a CPU, where vLLM keeps the old head" in told and len(server.loads) == 1
+        policy = policy_of(ending_model(architecture), config_of())
+        told = refusal(policy, sampling_by(address, tmp_path))
+    assert "runs on a CPU, where vLLM keeps" in told and said in told and not server.loads
 
 
 def test_a_server_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:

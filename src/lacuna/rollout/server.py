@@ -81,7 +81,7 @@ def check_server(
     logprobs = (logits.float() / sampling.temperature).log_softmax(-1)
     own = logprobs.gather(1, ids[0, length:, None])[:, 0]
     apart = (own.cpu() - torch.tensor(said.logprobs)).abs().mean().item()
-    _from_first(exchange, partial(check_difference, apart))
+    _from_first(exchange, partial(check_difference, policy, sampling, apart))
 
 
 def complete_by_server(

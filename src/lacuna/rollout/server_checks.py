@@ -10,11 +10,13 @@ from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data.unpacked import hf_folder
 from lacuna.model.architecture import meta_model, stored_tensors
 from lacuna.model.build import BuiltModel
+from lacuna.parallel.precision import compute_dtype
 from lacuna.rollout.server_calls import RefusedError, call, version_of
 
 # Mean difference of log-probabilities, in nats, beyond which two models are not the same: rounding
-# to bfloat16 makes some hundredths.
-_APART = 0.25
+# to bfloat16 makes some hundredths, to float32 nothing like a thousandth.
+_APART = 0.1
+_APART_IN_FLOAT32 = 1e-3
 
 
 def check_settings(policy: BuiltModel, sampling: RolloutConfig) -> None:
@@ -49,13 +51,26 @@ def check_settings(policy: BuiltModel, sampling: RolloutConfig) -> None:
             f"{at} takes {served['max_model_len']} tokens, fewer than training.seq_len = "
             f"{longest}: start it with --max-model-len {longest}."
         )
-    if is_cpu and policy.model.config.get_text_config().tie_word_embeddings:
-        # It multiplies by a packed copy of the head, which loading the embedding does not renew.
-        raise UserError(
-            f"{at} runs on a CPU, where vLLM keeps the old head of a model whose embedding is its "
-            "head (tie_word_embeddings): use a server on a GPU, or rollout.engine = auto."
-        )
+    if is_cpu:
+        _check_model_on_cpu(policy, at)
     _check_shapes(policy, at, served["model"])
+
+
+def _check_model_on_cpu(policy: BuiltModel, at: str) -> None:
+    """Raises `UserError` for models of which vLLM 0.32 keeps old weights where it has no GPU.
+
+    It multiplies by packed copies, and does not renew those of a tied head and of experts.
+    """
+    kept = ""
+    if any(".experts." in name for name in stored_tensors(policy.model)):
+        kept = "experts"
+    if policy.model.config.get_text_config().tie_word_embeddings:
+        kept = "head of a model whose embedding is its head (tie_word_embeddings)"
+    if kept:
+        raise UserError(
+            f"{at} runs on a CPU, where vLLM keeps the old {kept}: use a server on a GPU, or "
+            "rollout.engine = auto."
+        )
 
 
 def _check_shapes(policy: BuiltModel, at: str, served: str) -> None:
@@ -83,10 +98,13 @@ def _check_shapes(policy: BuiltModel, at: str, served: str) -> None:
             raise UserError(f"{other}, where {name} is {found}, not {wanted}; {mend}.")
 
 
-def check_difference(apart: float) -> None:
+def check_difference(policy: BuiltModel, sampling: RolloutConfig, apart: float) -> None:
     """Raises `UserError` where log-probabilities are too far `apart`, in nats."""
+    served = call(sampling, "/server_info?config_format=json")["vllm_config"]["model_config"]
+    own = compute_dtype(policy.training, policy.device.type)
+    is_exact = {str(served["dtype"]), str(own)} == {"torch.float32"}
     logger.info("log-probabilities of the server and of training differ by %.1e nats", apart)
-    if not apart <= _APART:
+    if not apart <= (_APART_IN_FLOAT32 if is_exact else _APART):
         raise UserError(
             "rollout.server: with the weights in training the server finds log-probabilities that "
             f"differ by {apart:.2g} nats from those of training: it computes another model. Start "
