@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from lacuna.objective.held_out import held_out_row
 from lacuna.rollout.groups import Group, Sample
-from rewarded import KEYS, completions, flags, write_prompts
+from rewarded import KEYS, SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import curve, ended, refused, rows, start, steps, train, wait_until, weights
 
 
@@ -80,6 +80,8 @@ def test_several_completions_are_the_same_on_any_number_of_ranks(
     train(world, tmp_path / "two", *own, "--cpus", 2, "--training.batch_size", 2)
     assert [one["prompt"] for one in answers(tmp_path / "one")[:4]] == ["tell 0"] * 3 + ["tell 1"]
     assert answers(tmp_path / "one") == answers(tmp_path / "two")
+    train(world, tmp_path / "shared", *own, *SHARED_LAYOUTS["cp 2, ring"])
+    assert answers(tmp_path / "one") == answers(tmp_path / "shared")
     first, other = measured(tmp_path / "one"), measured(tmp_path / "two")
     assert first == other and 0 < first[0]["val_pass_at_1"] < first[0]["val_pass_at_3"]
     solved = [one["reward"] >= 0.3 for one in answers(tmp_path / "one")[:15]]

@@ -4,62 +4,27 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-from transformers import PreTrainedModel
 
-from lacuna.config import Config, UserError
-from lacuna.config.reinforcement import RolloutConfig
-from lacuna.model.build import BuiltModel, build_model
-from lacuna.objective.grpo import grpo_targets
-from lacuna.objective.sample_batches import lay_out, logprobs_of_samples
+from lacuna.config import UserError
 from lacuna.parallel.mesh import Layout
-from lacuna.rollout.drawing import Completion, Drawing, draw
-from lacuna.rollout.groups import Sample
-from lacuna.rollout.paged_probe import reason_against_pages
-from lacuna.rollout.sampling import check_engine, generate, part_of_rank
+from lacuna.rollout.drawing import Drawing, draw
+from lacuna.rollout.sampling import check_engine, generate
 from policies import one_rank, policy_of
+from sampled import (
+    ENDS,
+    KEYS,
+    LAYOUTS,
+    PROMPTS,
+    SAMPLING,
+    SECTIONS,
+    config_of,
+    differences,
+    ending_model,
+    of_changing_weights,
+    tokens_of,
+)
 from tasks import write_weights
-from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
-
-PROMPTS = [[5, 6, 7], [9], [20, 21, 22, 23, 24, 25, 26, 27], [2, 0, 31, 2]]
-# The last has the padding and the end among its tokens: they are as good as any other.
-KEYS = [11, 12, 13, 14]
-SAMPLING = RolloutConfig(samples=3, temperature=0.8, max_tokens=9, batch_size=5)
-ENDS = [2]
-
-
-def ending_model(architecture: str) -> PreTrainedModel:
-    """One that likes to end."""
-    attention = "eager" if architecture in ("gemma2", "mamba") else "sdpa"
-    model = random_model(tiny_config(architecture), attention, seed=3)
-    with torch.no_grad():
-        model.get_output_embeddings().weight[2] *= 3
-    return model
-
-
-def differences(
-    policy: BuiltModel, said: list[list[Completion]], prompts: list[list[int]]
-) -> float:
-    """The largest difference between log-probabilities of generating and of training."""
-    samples = [
-        Sample(prompt, one.tokens, one.logprobs, one.ended)
-        for prompt, group in zip(prompts, said, strict=True)
-        for one in group
-    ]
-    config = config_of()
-    targets = grpo_targets(config.grpo, config.rollout)
-    laid = lay_out(samples, config.training, config.row_form, config.data, 0, targets)
-    found = logprobs_of_samples(policy, laid, samples, SAMPLING.temperature)
-    pairs = zip(samples, found, strict=True)
-    return max(
-        abs(one - other)
-        for sample, own in pairs
-        for one, other in zip(sample.sampled, own, strict=True)
-    )
-
-
-def config_of(**sections: object) -> Config:
-    return Config(training={"seq_len": 32, "batch_size": 2}, **sections)
+from tiny import run_ranks, tiny_config
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "mistral", "gemma2", "cohere"])
@@ -91,10 +56,6 @@ def test_a_completion_does_not_depend_on_what_is_generated_beside_it() -> None:
     )
     assert tokens_of(together) != tokens_of(generate(policy, PROMPTS, KEYS, SAMPLING, ENDS, seed=2))
     assert len({tuple(one.tokens) for one in together[2]}) == 3
-
-
-def tokens_of(said: list[list[Completion]]) -> list[list[list[int]]]:
-    return [[one.tokens for one in group] for group in said]
 
 
 def test_tokens_are_drawn_with_their_probabilities() -> None:
@@ -143,58 +104,6 @@ def test_models_that_cannot_have_pages_draw_by_their_own_probabilities(architect
             logprobs = (logits / SAMPLING.temperature).log_softmax(-1)[len(prompt) - 1 : -1]
             own = logprobs.gather(1, torch.tensor(one.tokens)[:, None])[:, 0]
             assert torch.allclose(own, torch.tensor(one.logprobs), atol=1e-4)
-
-
-SECTIONS: dict[str, dict[str, object]] = {
-    "plain": {},
-    "adapters": {"lora": {"rank": 4}},
-    "nf4": {"lora": {"rank": 4}, "quantization": {"base": "nf4"}},
-}
-LAYOUTS = {
-    "alone": Layout(),
-    "replicas": Layout(dp_replicate=2),
-    "shards": Layout(dp_shard=2),
-}
-
-
-def generated_together(
-    policy: BuiltModel, prompts: list[list[int]], engine: str
-) -> list[list[Completion]]:
-    """The completions of prompts, of which ranks that share sequences make a part each."""
-    part = part_of_rank(policy.mesh, len(prompts))
-    sampling = SAMPLING.model_copy(update={"engine": engine})
-    own = generate(policy, prompts[part], KEYS[part], sampling, ENDS, seed=1)
-    if policy.mesh.layout.sharing == 1:
-        return own
-    of_ranks: list[list[list[Completion]]] = [[]] * dist.get_world_size()
-    dist.all_gather_object(of_ranks, own)
-    assert all(of_ranks), "each has some"
-    return [group for one in of_ranks for group in one]
-
-
-def of_changing_weights(
-    model: Path, layout: Layout, sections: dict[str, object], engine: str = "auto"
-) -> list[tuple[list[list[list[int]]], float]]:
-    """What is said before and after the weights change, and how far training is from it."""
-    parallelism = {
-        "data_parallel_replicate_degree": layout.dp_replicate,
-        "data_parallel_shard_degree": layout.dp_shard,
-    }
-    own = {"compile": {"enable": False}, "parallelism": parallelism}
-    config = config_of(model={"name_or_path": str(model)}, **own, **sections)
-    policy = build_model(config, tokenizer_of_words(), mesh_of(layout), CPU)
-    assert reason_against_pages(policy.model, CPU) is None
-    results = []
-    # Ranks may generate different numbers of completions.
-    prompts = PROMPTS[: 4 - policy.mesh.data_rank]
-    for number in range(2):
-        said = generated_together(policy, prompts, "auto" if number else engine)
-        results.append((tokens_of(said), differences(policy, said, prompts)))
-        with torch.no_grad():
-            for number, parameter in enumerate(policy.model.parameters()):
-                if parameter.requires_grad:
-                    parameter.add_(0.05 * (1 + number % 3))
-    return results
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -246,7 +155,8 @@ def check_shared(model: Path, layout: str, sections: str = "plain", engine: str 
     own = SHARED[layout]
     ranks = own.data_parallel * own.sharing
     [alone] = run_ranks(1, of_changing_weights, model, Layout(), SECTIONS[sections])
-    together = run_ranks(ranks, of_changing_weights, model, own, SECTIONS[sections], engine)
+    sampling = SAMPLING.model_copy(update={"engine": engine})
+    together = run_ranks(ranks, of_changing_weights, model, own, SECTIONS[sections], sampling)
     for found in together:
         assert max(difference for _, difference in found) < 1e-4
         assert [said for said, _ in found] == [said for said, _ in alone]

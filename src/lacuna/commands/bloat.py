@@ -137,6 +137,7 @@ EXTENSIONS = {
         "rollout/turns.py",
     ),
     "tools": ("data/tools.py", "rollout/tool_calls.py"),
+    "server": ("rollout/server.py", "rollout/server_calls.py", "rollout/server_checks.py"),
     "bench": (
         "commands/bench.py",
         "commands/bench_report.py",

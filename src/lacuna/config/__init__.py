@@ -3,6 +3,7 @@
 from lacuna.config.errors import (
     LAUNCHED,
     STORE,
+    OutageError,
     RunError,
     UnansweredError,
     UserError,
@@ -18,6 +19,7 @@ __all__ = [
     "LAUNCHED",
     "STORE",
     "Config",
+    "OutageError",
     "RunError",
     "UnansweredError",
     "UserError",

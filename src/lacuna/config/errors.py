@@ -74,6 +74,13 @@ class RunError(Exception):
     """
 
 
+class OutageError(RunError):
+    """Something that a step needs from elsewhere is gone; nothing of that step has been done yet.
+
+    The loop saves what was before the step.
+    """
+
+
 class UnansweredError(RunError):
     """Other ranks were waited for in vain: the rank that raises this is not the one to blame."""
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lacuna.config.fields import Names, Section, Shares
+from lacuna.config.fields import Names, Path, Section, Shares
 
 
 class RolloutConfig(Section):
@@ -20,9 +20,17 @@ class RolloutConfig(Section):
     fit into training.seq_len."""
     batch_size: PositiveInt = 64
     """Completions that a rank generates at a time."""
-    engine: Literal["auto", "pages", "padded"] = "auto"
+    engine: Literal["auto", "pages", "padded", "server"] = "auto"
     """How they are generated: with keys and values in pages, or beside padding by transformers'
-    own generate. auto is pages where the model is exact with them."""
+    own generate; server has a vLLM server make them. auto is pages where the model is exact with
+    them."""
+    server: str | None = None
+    """Address of a vLLM server of the same model, such as http://localhost:8000."""
+    server_folder: Path | None = None
+    """Folder through which the server gets the weights of each rollout; it must find the folder
+    under the same absolute path."""
+    server_timeout: PositiveFloat = 600.0
+    """Seconds that the server may take for an answer, and for coming back where it is gone."""
     shown: NonNegativeInt = 3
     """Completions of one prompt that are shown with their rewards where a run writes to a terminal,
     every metrics.log_freq steps. 0: none."""

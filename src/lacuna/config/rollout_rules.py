@@ -1,11 +1,15 @@
 """Rules for the tasks whose models learn from their own completions."""
 
+from functools import partial
+
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
 from lacuna.config.sections import Config
 
 _TASKS = ("grpo", "ppo")
-
+# The coldest that vLLM draws at: it takes what is colder for this.
+_COLDEST = 0.01
+_SCHEMES = ("http://", "https://")
 
 # Settings that a task which generates cannot have unless they are at their defaults, and why.
 _REFUSED = {
@@ -93,6 +97,11 @@ _AGAINST_SUCCESS: dict[str, tuple[Predicate, str]] = {
         "they are two orders of the same prompts; keep one",
     ),
 }
+
+
+def _is_too_cold(name: str, config: Config) -> bool:
+    return config.rollout.engine == "server" and getattr(config.rollout, name) < _COLDEST
+
 
 ROLLOUT_RULES: tuple[Rule, ...] = (
     *only_for(("grpo",), "grpo", GrpoConfig),
@@ -182,6 +191,39 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         ("curriculum.success_decay", "curriculum.by_success"),
         is_changed("curriculum.success_decay", lambda config: not config.curriculum.by_success),
         "nothing else counts successes; set the second, or drop the first",
+    ),
+    *(
+        Rule(
+            (setting, "rollout.engine"),
+            is_changed(setting, lambda config: config.rollout.engine != "server"),
+            "only server takes the first; set the second to it, or drop the first",
+        )
+        for setting in ("rollout.server", "rollout.server_folder", "rollout.server_timeout")
+    ),
+    Rule(
+        ("rollout.engine", "rollout.server"),
+        lambda config: config.rollout.engine == "server" and not config.rollout.server,
+        "give the address of the server in the second, such as http://localhost:8000",
+    ),
+    Rule(
+        ("rollout.server",),
+        is_given(
+            "rollout.server", lambda config: not str(config.rollout.server).startswith(_SCHEMES)
+        ),
+        "it should begin with http:// or https://",
+    ),
+    Rule(
+        ("rollout.engine", "rollout.server_folder"),
+        lambda config: config.rollout.engine == "server" and not config.rollout.server_folder,
+        "give a folder that the server can read in the second: the weights are written there",
+    ),
+    *(
+        Rule(
+            (f"rollout.{name}", "rollout.engine"),
+            is_given(f"rollout.{name}", partial(_is_too_cold, name)),
+            f"vLLM draws at no temperature below {_COLDEST}; raise the first",
+        )
+        for name in ("temperature", "validation_temperature")
     ),
     refused_for(
         "grpo",

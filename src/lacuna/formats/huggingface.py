@@ -4,7 +4,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from itertools import accumulate, groupby, pairwise
 from pathlib import Path
@@ -182,6 +182,23 @@ def export_model(
 ) -> None:
     """Writes `model` to `folder` as `AutoModelForCausalLM.from_pretrained` opens it.
 
+    All ranks must call it. Adapters are merged, in float32. The folder appears whole or not at all.
+    """
+
+    def describe(config: PretrainedConfig, unfinished: str) -> None:
+        save_model_description(config, tokenizer, source, unfinished)
+
+    write_model(model, folder, dtype, describe)
+
+
+def write_model(
+    model: PreTrainedModel,
+    folder: str,
+    dtype: torch.dtype,
+    describe: Callable[[PretrainedConfig, str], None],
+) -> None:
+    """Writes the weights of `model` to `folder`, and what `describe` makes of its configuration.
+
     All ranks must call it. Adapters are merged, in float32. The folder appears whole or not at all:
     it is written beside its place and renamed.
     """
@@ -205,4 +222,4 @@ def export_model(
             ) from error
         name = type(shadow).__name__
         shadow.config.update({"use_cache": True, "dtype": dtype, "architectures": [name]})
-        save_model_description(shadow.config, tokenizer, source, unfinished)
+        describe(shadow.config, unfinished)

@@ -1,8 +1,8 @@
 """What all objectives share that learn from completions of the model in training."""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, OutageError, UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig
@@ -170,9 +170,9 @@ class OnPolicy(LanguageModelling):
                 "model: its head does more than lacuna knows, so that log-probabilities cannot be "
                 f"made chunk by chunk for job.task = {self.config.job.task}: choose another model."
             )
-        check_engine(policy, self.config.rollout)
         self.sharing = policy.mesh.layout.sharing
         self.exchange = dist.new_group(backend="gloo")
+        check_engine(policy, self.config.rollout, self.exchange)
         load_models([*self.functions.values()], policy.device)
         if self.kind == "copy":
             tokenizer = grown_tokenizer(self.config.model)
@@ -184,7 +184,8 @@ class OnPolicy(LanguageModelling):
         self._go_on_with_files()
         is_new = not self.updates_left
         if is_new:
-            groups = [group.samples for group in self.roll_out(policy, source)]
+            with self._put_back_on_outage(source):
+                groups = [group.samples for group in self.roll_out(policy, source)]
             self.own = _part_of_rank(groups, policy)
             self.updates_left = self.updates
             if self.successes is not None:
@@ -198,6 +199,19 @@ class OnPolicy(LanguageModelling):
         if is_new:
             self.note_findings(policy, own)
         return self.laid_out(own).batches
+
+    @contextmanager
+    def _put_back_on_outage(self, source: Loader) -> Iterator[None]:
+        """A context in which prompts are as they were before, where a server is gone."""
+        before = source.state_dict()
+        successes = None if self.successes is None else self.successes.state_dict()
+        try:
+            yield
+        except OutageError:
+            source.load_state_dict(before)
+            if self.successes is not None and successes is not None:
+                self.successes.load_state_dict(successes)
+            raise
 
     def laid_out(self, samples: Sequence[Sample]) -> LaidOut:
         """Samples in this rank's micro-batches, as many as on all others."""

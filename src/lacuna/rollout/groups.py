@@ -134,7 +134,7 @@ def draw_groups(
     Each rank asks its own, which are prompts of the `plan`, and each has a key for its randomness.
     Ranks have the groups minutes apart, and tell each other of them by the group `exchange`.
     """
-    said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed)
+    said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed, exchange)
     talks: list[list[Talk]] = []
     for prompt, key, completions in zip(asked, keys, said, strict=True):
         origin = row_of_prompt(prompt.document, plan.tokens, plan.sources)

@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data.mixture import random_key
@@ -22,6 +24,7 @@ def generate(
     sampling: RolloutConfig,
     ends: Sequence[int],
     seed: int,
+    exchange: dist.ProcessGroup | None = None,
 ) -> list[list[Completion]]:
     """`sampling.samples` completions of each prompt by the model as it is now.
 
@@ -38,13 +41,24 @@ def generate(
         )
         for prompt, key in zip(prompts, keys, strict=False)
     ]
-    return say(policy, asked, sampling, ends)
+    return say(policy, asked, sampling, ends, exchange)
 
 
 def say(
-    policy: BuiltModel, asked: Sequence[Asked], sampling: RolloutConfig, ends: Sequence[int]
+    policy: BuiltModel,
+    asked: Sequence[Asked],
+    sampling: RolloutConfig,
+    ends: Sequence[int],
+    exchange: dist.ProcessGroup | None = None,
 ) -> list[list[Completion]]:
-    """The completions of what is `asked`, by the model as it is now; every rank must call it."""
+    """The completions of what is `asked`, by the model as it is now; every rank must call it.
+
+    Where a server makes them, ranks tell each other of them by the group `exchange`.
+    """
+    if sampling.engine == "server":
+        from lacuna.rollout.server import complete_by_server  # an extension
+
+        return complete_by_server(policy, asked, sampling, ends, exchange)
     return complete(
         policy.model,
         asked,
@@ -67,8 +81,18 @@ def part_of_rank(mesh: Mesh, count: int) -> slice:
     return slice(count * place // ranks, count * (place + 1) // ranks)
 
 
-def check_engine(policy: BuiltModel, sampling: RolloutConfig) -> None:
-    """Raises `UserError` where pages are asked for that the model is not exact with."""
+def check_engine(
+    policy: BuiltModel, sampling: RolloutConfig, exchange: dist.ProcessGroup | None = None
+) -> None:
+    """Raises `UserError` where the engine that is asked for cannot be had.
+
+    That is where the model is not exact with pages, or a server has not this model. All ranks must
+    call it.
+    """
+    if sampling.engine == "server":
+        from lacuna.rollout.server import check_server  # an extension
+
+        check_server(policy, sampling, exchange)
     if sampling.engine != "pages":
         return
     reason = reason_against_pages(policy.model, policy.device)

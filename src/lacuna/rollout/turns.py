@@ -57,7 +57,8 @@ def go_on(
         asked = [
             Asked(one.read, [random_key(seed, STREAM, *one.key, turn)], room) for one, room in going
         ]
-        for (one, _), [said] in zip(going, say(policy, asked, rollout, ends), strict=True):
+        heard = say(policy, asked, rollout, ends, exchange)
+        for (one, _), [said] in zip(going, heard, strict=True):
             one.hear(said, tokenizer)
         active = [one for one, _ in going if one.ended]
     host.warn()

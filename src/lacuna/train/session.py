@@ -12,7 +12,7 @@ from tempfile import TemporaryFile
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lacuna.config import LAUNCHED, Config, explained, logger, make_folder
+from lacuna.config import LAUNCHED, Config, OutageError, explained, logger, make_folder
 from lacuna.config.console import set_up_logging
 from lacuna.config.devices import check_device
 from lacuna.config.sections import TrainingConfig
@@ -139,8 +139,13 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
             uploads = Uploads(run)
             run.after_checkpoint = uploads.after_checkpoint
         stop = stop_on_signals()
-        if not train(run, stop):
-            is_saved = config.checkpoint.enable_checkpoint
+        is_saved = config.checkpoint.enable_checkpoint
+        try:
+            ended = train(run, stop)
+        except OutageError as error:
+            told = _about_stopping(is_saved, run.state.step)
+            raise OutageError(f"{error} {told}") from error
+        if not ended:
             console.print(_about_stopping(is_saved, run.state.step))
             received = [number for numbers in gather_objects(process, stop) for number in numbers]
             return 128 + int(received[0])

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lacuna.config import UserError, logger
+from lacuna.config import OutageError, UserError, logger
 from lacuna.config.documents import CurriculumConfig
 from lacuna.config.learning_rate import learning_rate
 from lacuna.data import Batch, HeldOut
@@ -31,7 +31,7 @@ def train(run: Run, stop: list[int]) -> bool:
     """Trains to the end or until a signal is in `stop`. Returns whether it came to the end.
 
     Raises `RunError` when the loss stops being finite, too many steps in a row are skipped, or a
-    disk is full.
+    disk is full; and `OutageError`, once it has saved, where what a step needs is gone.
     """
     gc.collect()
     # Collected only where the loop asks, on all ranks at once: otherwise they wait for each other.
@@ -43,7 +43,11 @@ def train(run: Run, stop: list[int]) -> bool:
         run.start.end_phase("preparation")
         run.interval = Interval()
         while run.state.step < run.total_steps and not run.stopping:
-            train_step(run, bool(stop))
+            try:
+                train_step(run, bool(stop))
+            except OutageError:
+                _save(run, wait=True)
+                raise
             after_step(run.state.step)
     gc.enable()
     ended = run.state.step >= run.total_steps
