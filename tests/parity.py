@@ -1,8 +1,9 @@
 """Makes the tables of parity: python tests/parity.py > docs/parity.md.
 
-Its first three tables take 25 minutes on two cores. Every layout trains five steps of every architecture, or of every
-task, and so does one process. A cell is the largest relative difference of the loss and of the
-gradient norm over them, or why lacuna refuses the combination when it reads the configuration.
+Its first three tables take 25 minutes on two cores. Every layout trains five steps of every
+architecture, or of every task, and so does one process. A cell is the largest relative difference
+of the loss and of the gradient norm over them, or why lacuna refuses the combination when it reads
+the configuration.
 """
 
 import os
