@@ -142,7 +142,7 @@ def test_a_tied_model_on_a_cpu_is_refused(tmp_path: Path) -> None:
     served = write_weights(tmp_path / "served", config, seed=9)
     with one_rank(), vllm(served, tmp_path / "log") as (address, _):
         policy = policy_of(random_model(config), config_of(SEQ_LEN))
-        with pytest.raises(UserError, match="runs on a CPU, where vLLM keeps the old head"):
+        with pytest.raises(UserError, match="runs on a CPU, where vLLM does not take new heads"):
             check_engine(policy, sampling_by(address, tmp_path))
 
 

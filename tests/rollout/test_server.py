@@ -158,9 +158,9 @@ def test_a_server_that_computes_something_else_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("architecture", "said"), [("llama_tied", "the old head of"), ("qwen3_moe", "the old experts")]
+    ("architecture", "said"), [("llama_tied", "new heads of"), ("qwen3_moe", "new experts")]
 )
-def test_models_that_a_cpu_keeps_old_weights_of_are_refused(
+def test_models_that_a_cpu_does_not_load_anew_are_refused(
     architecture: str, said: str, tmp_path: Path
 ) -> None:
     config = tiny_config(architecture)
@@ -169,7 +169,7 @@ def test_models_that_a_cpu_keeps_old_weights_of_are_refused(
     with one_rank(), serving(server) as address:
         policy = policy_of(ending_model(architecture), config_of())
         told = refusal(policy, sampling_by(address, tmp_path))
-    assert "runs on a CPU, where vLLM keeps" in told and said in told and not server.loads
+    assert "runs on a CPU, where vLLM does not take" in told and said in told and not server.loads
 
 
 def test_a_server_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> None:

@@ -57,19 +57,20 @@ def check_settings(policy: BuiltModel, sampling: RolloutConfig) -> None:
 
 
 def _check_model_on_cpu(policy: BuiltModel, at: str) -> None:
-    """Raises `UserError` for models of which vLLM 0.32 keeps old weights where it has no GPU.
+    """Raises `UserError` for models that vLLM 0.32 does not load anew as it should without a GPU.
 
-    It multiplies by packed copies, and does not renew those of a tied head and of experts.
+    It multiplies by packed copies: that of a tied head stays the old one, and with experts it
+    computes something else even after it was handed the weights that it had.
     """
-    kept = ""
+    wrong = ""
     if any(".experts." in name for name in stored_tensors(policy.model)):
-        kept = "experts"
+        wrong = "experts"
     if policy.model.config.get_text_config().tie_word_embeddings:
-        kept = "head of a model whose embedding is its head (tie_word_embeddings)"
-    if kept:
+        wrong = "heads of models whose embedding is their head (tie_word_embeddings)"
+    if wrong:
         raise UserError(
-            f"{at} runs on a CPU, where vLLM keeps the old {kept}: use a server on a GPU, or "
-            "rollout.engine = auto."
+            f"{at} runs on a CPU, where vLLM does not take new {wrong} as it should: use a server "
+            "on a GPU, or rollout.engine = auto."
         )
 
 
