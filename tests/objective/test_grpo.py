@@ -14,7 +14,7 @@ from lacuna.config.adapters import LoraConfig
 from lacuna.config.contradictions import contradictions_of
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig
-from lacuna.objective.on_policy import reference_kind
+from lacuna.objective.reference import on_policy_reference_kind
 from lacuna.rollout.sandbox import Limits, missing_protections
 from rewarded import KEYS, SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
@@ -244,7 +244,7 @@ def test_settings_of_rewards_are_refused_with_another_task(setting: str) -> None
 
 def test_the_reference_is_what_training_begins_with(tmp_path: Path) -> None:
     def kind(beta: float = 0.1, reference: str = "auto", **sections: Any) -> str | None:
-        return reference_kind(
+        return on_policy_reference_kind(
             GrpoConfig(beta=beta, reference=reference),
             LoraConfig(**sections.get("lora", {})),
             CheckpointConfig(**sections.get("checkpoint", {})),

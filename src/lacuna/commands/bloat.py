@@ -8,7 +8,7 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 7450  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7550  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
 # Name of an extension -> its modules in the package.
@@ -115,9 +115,9 @@ EXTENSIONS = {
         "commands/generate.py",
         "rollout/generate.py",
         "rollout/gathered.py",
-        "rollout/groups.py",
         "rollout/sampling.py",
     ),
+    "groups": ("rollout/groups.py",),
     "engine": (
         "rollout/drawing.py",
         "rollout/engine.py",

@@ -1,15 +1,11 @@
 """Rules for the tasks whose models learn from their own completions."""
 
-from functools import partial
-
+from lacuna.config.completion_rules import COMPLETION_RULES
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
 from lacuna.config.sections import Config
 
 _TASKS = ("grpo", "ppo")
-# The coldest that vLLM draws at: it takes what is colder for this.
-_COLDEST = 0.01
-_SCHEMES = ("http://", "https://")
 
 # Settings that a task which generates cannot have unless they are at their defaults, and why.
 _REFUSED = {
@@ -82,27 +78,6 @@ def _with_prompts(is_wrong: Predicate) -> Predicate:
     return lambda config: _distils_from_prompts(config) and is_wrong(config)
 
 
-# Setting that curriculum.by_success does not go with -> where that is so, and why.
-_AGAINST_SUCCESS: dict[str, tuple[Predicate, str]] = {
-    "job.task": (
-        lambda config: config.trains_on != "prompts",
-        "only prompts are solved or not; set the second to grpo or ppo, or drop the first",
-    ),
-    "training.epochs": (
-        lambda config: config.training.epochs,
-        "prompts come as often as they teach something; use training.steps, or drop the first",
-    ),
-    "curriculum.difficulty_column": (
-        lambda config: config.curriculum.difficulty_column,
-        "they are two orders of the same prompts; keep one",
-    ),
-}
-
-
-def _is_too_cold(name: str, config: Config) -> bool:
-    return config.rollout.engine == "server" and getattr(config.rollout, name) < _COLDEST
-
-
 ROLLOUT_RULES: tuple[Rule, ...] = (
     *only_for(("grpo",), "grpo", GrpoConfig),
     *only_for(("ppo",), "ppo", PpoConfig),
@@ -156,100 +131,12 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         "nothing says what completions are worth; give exact, math, code, pattern, format, length, "
         "a model that scores, or functions of your own as module:function",
     ),
-    *(
-        Rule(
-            (setting, "validation.dataset"),
-            is_changed(setting, lambda config: config.validation.resolved_source() is None),
-            "without the second no held-out prompts are answered; set it, or drop the first",
-        )
-        for setting in ("rollout.validation_samples", "rollout.validation_temperature")
-    ),
-    Rule(
-        ("rollout.validation_samples", "rollout.validation_temperature"),
-        lambda config: (
-            config.rollout.validation_samples > 1 and not config.rollout.validation_temperature
-        ),
-        "the likeliest tokens are the same in all completions; set the second above 0, or drop the "
-        "first",
-    ),
-    Rule(
-        ("rewards.solved_at", "validation.dataset", "curriculum.by_success"),
-        is_changed(
-            "rewards.solved_at",
-            lambda config: (
-                config.validation.resolved_source() is None and not config.curriculum.by_success
-            ),
-        ),
-        "without one of the others nobody asks which prompts are solved; set one, or drop the "
-        "first",
-    ),
-    *(
-        Rule(("curriculum.by_success", other), is_given("curriculum.by_success", is_wrong), reason)
-        for other, (is_wrong, reason) in _AGAINST_SUCCESS.items()
-    ),
-    Rule(
-        ("curriculum.success_decay", "curriculum.by_success"),
-        is_changed("curriculum.success_decay", lambda config: not config.curriculum.by_success),
-        "nothing else counts successes; set the second, or drop the first",
-    ),
-    *(
-        Rule(
-            (setting, "rollout.engine"),
-            is_changed(setting, lambda config: config.rollout.engine != "server"),
-            "only server takes the first; set the second to it, or drop the first",
-        )
-        for setting in ("rollout.server", "rollout.server_folder", "rollout.server_timeout")
-    ),
-    Rule(
-        ("rollout.engine", "rollout.server"),
-        lambda config: config.rollout.engine == "server" and not config.rollout.server,
-        "give the address of the server in the second, such as http://localhost:8000",
-    ),
-    Rule(
-        ("rollout.server",),
-        is_given(
-            "rollout.server", lambda config: not str(config.rollout.server).startswith(_SCHEMES)
-        ),
-        "it should begin with http:// or https://",
-    ),
-    Rule(
-        ("rollout.engine", "rollout.server_folder"),
-        lambda config: config.rollout.engine == "server" and not config.rollout.server_folder,
-        "give a folder that the server can read in the second: the weights are written there",
-    ),
-    *(
-        Rule(
-            (f"rollout.{name}", "rollout.engine"),
-            is_given(f"rollout.{name}", partial(_is_too_cold, name)),
-            f"vLLM draws at no temperature below {_COLDEST}; raise the first",
-        )
-        for name in ("temperature", "validation_temperature")
-    ),
+    *COMPLETION_RULES,
     refused_for(
         "grpo",
         "rollout.samples",
         "one completion has no other to be compared with; set the first to 2 or more",
         lambda config: config.rollout.samples == 1,
-    ),
-    Rule(
-        ("rollout.environment", "rollout.tools"),
-        lambda config: config.rollout.environment and config.rollout.tools,
-        "either replies to the model; call the functions in the first, or drop it",
-    ),
-    *(
-        refused_for("distill", setting, "a teacher judges completions of one turn; drop the first")
-        for setting in ("rollout.environment", "rollout.tools")
-    ),
-    Rule(
-        ("rollout.turns", "rollout.environment"),
-        is_changed("rollout.turns", lambda config: not config.rollout.takes_turns),
-        "nothing replies to the model; set the second or rollout.tools, or drop the first",
-    ),
-    Rule(
-        ("rewards.functions", "rollout.environment"),
-        lambda config: "environment" in config.rewards.functions and not config.rollout.environment,
-        "there is no environment that says what completions are worth; set the second, or leave "
-        "environment out of the first",
     ),
     *(
         Rule(

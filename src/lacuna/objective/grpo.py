@@ -14,7 +14,8 @@ from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Loss, TokenLoss
 from lacuna.objective.grpo_losses import NAMES, advantages_of, corrections_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel
-from lacuna.objective.on_policy import OnPolicy, functions_of, reference_kind
+from lacuna.objective.on_policy import OnPolicy, functions_of
+from lacuna.objective.reference import on_policy_reference_kind
 from lacuna.objective.sample_batches import Targets, with_log_ratios
 from lacuna.rollout.groups import Group, Sample, statistics
 
@@ -65,7 +66,7 @@ class Grpo(OnPolicy):
     @staticmethod
     def _kind(config: Config) -> str | None:
         folder = str(config.job.dump_folder)
-        return reference_kind(config.grpo, config.lora, config.checkpoint, folder)
+        return on_policy_reference_kind(config.grpo, config.lora, config.checkpoint, folder)
 
     def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New groups of all ranks, on every rank: one for each prompt of a step.

@@ -5,17 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, OutageError, UserError
-from lacuna.config.adapters import LoraConfig
-from lacuna.config.machine import CheckpointConfig
-from lacuna.config.reinforcement import GrpoConfig, PpoConfig
 from lacuna.data import Batch, HeldOut, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
@@ -24,7 +20,6 @@ from lacuna.model.layers.lora import without_adapters
 from lacuna.objective.critic import SecondModel
 from lacuna.objective.held_out import held_out_groups, held_out_row
 from lacuna.objective.language_modelling import LanguageModelling
-from lacuna.objective.reference import begins_as_base
 from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_of_samples
 from lacuna.objective.success import Successes
 from lacuna.parallel.processes import set_timeout
@@ -38,39 +33,6 @@ from lacuna.rollout.verifiers import Reward, find_rewards
 
 # Beyond this many nats a token's log-probabilities of generating and of training differ.
 _MISMATCH = 0.1
-
-
-def reference_kind(
-    settings: GrpoConfig | PpoConfig,
-    lora: LoraConfig,
-    checkpoint: CheckpointConfig,
-    folder: str,
-    task: Literal["grpo", "ppo"] = "grpo",
-) -> str | None:
-    """Where the reference of a task comes from: base or copy; None without a divergence from one.
-
-    `folder` is that of the run. Raises `UserError` where the reference would not be what training
-    begins with.
-    """
-    asked = settings.reference
-    if not settings.beta:
-        return None
-    is_base = begins_as_base(lora)
-    if asked == "base" and not is_base:
-        raise UserError(
-            f"{task}.reference = base: without its adapters the model is not what training begins "
-            "with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use copy."
-        )
-    checkpoints = Path(folder, checkpoint.folder)
-    start = checkpoint.initial_load_path
-    if start or (checkpoints / "step-0").exists():
-        raise UserError(
-            f"{task}.beta: the run begins with the weights of a checkpoint "
-            f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
-            "files: convert the checkpoint with lacuna convert --to hf and give that as "
-            "model.name_or_path."
-        )
-    return "base" if is_base and asked != "copy" else "copy"
 
 
 def functions_of(config: Config) -> dict[str, Reward]:

@@ -24,7 +24,7 @@ from lacuna.objective.critic import (
     values_of_samples,
 )
 from lacuna.objective.language_modelling import FrozenModel
-from lacuna.objective.on_policy import OnPolicy, functions_of, reference_kind
+from lacuna.objective.on_policy import OnPolicy, functions_of
 from lacuna.objective.ppo_losses import (
     NAMES,
     VALUE_NAMES,
@@ -34,6 +34,7 @@ from lacuna.objective.ppo_losses import (
     token_rewards,
     value_sums,
 )
+from lacuna.objective.reference import on_policy_reference_kind
 from lacuna.objective.sample_batches import Targets
 from lacuna.rollout.groups import Group, Sample, statistics
 
@@ -95,7 +96,7 @@ class Ppo(OnPolicy):
     @staticmethod
     def _kind(config: Config) -> str | None:
         folder = str(config.job.dump_folder)
-        return reference_kind(config.ppo, config.lora, config.checkpoint, folder, "ppo")
+        return on_policy_reference_kind(config.ppo, config.lora, config.checkpoint, folder, "ppo")
 
     def prepare(
         self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import CheckpointConfig
 from lacuna.config.objectives import PreferenceConfig
+from lacuna.config.reinforcement import GrpoConfig, PpoConfig
 from lacuna.data import Batch
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
@@ -58,6 +60,39 @@ def reference_kind(
             "give that as model.name_or_path."
         )
     return kind
+
+
+def on_policy_reference_kind(
+    settings: GrpoConfig | PpoConfig,
+    lora: LoraConfig,
+    checkpoint: CheckpointConfig,
+    folder: str,
+    task: Literal["grpo", "ppo"] = "grpo",
+) -> str | None:
+    """Where the reference of a task comes from: base or copy; None without a divergence from one.
+
+    `folder` is that of the run. Raises `UserError` where the reference would not be what training
+    begins with.
+    """
+    asked = settings.reference
+    if not settings.beta:
+        return None
+    is_base = begins_as_base(lora)
+    if asked == "base" and not is_base:
+        raise UserError(
+            f"{task}.reference = base: without its adapters the model is not what training begins "
+            "with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use copy."
+        )
+    checkpoints = Path(folder, checkpoint.folder)
+    start = checkpoint.initial_load_path
+    if start or (checkpoints / "step-0").exists():
+        raise UserError(
+            f"{task}.beta: the run begins with the weights of a checkpoint "
+            f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
+            "files: convert the checkpoint with lacuna convert --to hf and give that as "
+            "model.name_or_path."
+        )
+    return "base" if is_base and asked != "copy" else "copy"
 
 
 @dataclass
