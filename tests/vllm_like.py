@@ -128,6 +128,8 @@ class VllmLike:
                 self.first_logits[key] = logits
             distribution = (logits / max(body["temperature"], 0.01)).log_softmax(-1)
             token = int(distribution.exp().multinomial(1, generator=generator))
+            if body["temperature"] == 0:
+                token = int(logits.argmax())
             tokens.append(token)
             logprobs.append(distribution[token].item() + self.logprobs_off)
         return tokens, logprobs

@@ -21,13 +21,24 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
-from lacuna.rollout.sampling import check_engine
+from lacuna.model.build import build_model
+from lacuna.parallel.mesh import Layout
+from lacuna.rollout.sampling import check_engine, generate
 from policies import one_rank, policy_of
 from rewarded import flags, write_prompts
 from runs import curve, ended, rows, start, steps, train, wait_until, write_model
-from sampled import LAYOUTS, SAMPLING, SECTIONS, config_of, of_changing_weights
+from sampled import (
+    ENDS,
+    KEYS,
+    LAYOUTS,
+    SAMPLING,
+    SECTIONS,
+    config_of,
+    of_changing_weights,
+    tokens_of,
+)
 from tasks import write_weights
-from tiny import random_model, run_ranks, tiny_config
+from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
 
 PYTHON = os.environ.get("LACUNA_VLLM_PYTHON", "")
 pytestmark = [
@@ -120,6 +131,18 @@ def test_vllm_follows_the_weights(sections: str, layout: str, served: str, tmp_p
         assert first != second
         print(f"{sections}, {layout}: {apart:.1e} and {apart_later:.1e} nats")
         assert max(apart, apart_later) < 1e-4
+
+
+def test_vllm_takes_the_likeliest_tokens_of_held_out_prompts(served: str, tmp_path: Path) -> None:
+    trained = write_weights(tmp_path / "trained", tiny_config("llama", **SHAPE), seed=1)
+    greedy = {"samples": 1, "temperature": 0.0}
+    own = sampling_by(served, tmp_path / "handed over").model_copy(update=greedy)
+    here = SAMPLING.model_copy(update=greedy)
+    config = config_of(SEQ_LEN, model={"name_or_path": str(trained)})
+    with one_rank():
+        policy = build_model(config, tokenizer_of_words(), mesh_of(Layout()), CPU)
+        said = [generate(policy, PROMPTS, KEYS, way, ENDS, seed=1) for way in (own, here)]
+    assert tokens_of(said[0]) == tokens_of(said[1])
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "mistral"])

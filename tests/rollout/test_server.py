@@ -1,5 +1,6 @@
 """A server samples the model in training, whatever happens to it; another is refused."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from lacuna.rollout import server as server_module
 from lacuna.rollout.sampling import check_engine, generate
 from policies import one_rank, policy_of
 from rewarded import KEYS as LOGGED
-from rewarded import completions, flags, write_prompts
+from rewarded import SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import curve, rows, steps, train, weights
 from sampled import (
     ENDS,
@@ -313,6 +314,7 @@ def flags_by(address: str, begun: Path, prompts: Path, folder: Path, *more: obje
     ]
 
 
+FILE = "validation_completions.jsonl"
 CASES: dict[str, tuple[object, ...]] = {
     "grpo": ("--grpo.resample", 1, "--grpo.importance", "token"),
     "ppo": ("--job.task", "ppo", "--ppo.updates", 2, "--ppo.beta", 0.0),
@@ -360,8 +362,29 @@ def test_ranks_train_by_a_server_as_one_process_does(
         own = flags_by(address, begun, prompts, tmp_path / "handed over", "--training.steps", 4)
         own += ["--rollout.server_timeout", 60.0]
         train(world, tmp_path / "alone", *own)
-        two = ("--cpus", 2, "--training.batch_size", 2)
-        train(world, tmp_path / "two", *own, *two)
-    wanted, found = (curve(tmp_path / name, *LOGGED) for name in ("alone", "two"))
-    for row, other in zip(found, wanted, strict=True):
-        assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
+        layouts = {"two": ("--cpus", 2, "--training.batch_size", 2), **SHARED_LAYOUTS}
+        for name in ("two", "cp 2, ring", "tp 2"):
+            train(world, tmp_path / name, *own, *layouts[name])
+            found = curve(tmp_path / name, *LOGGED)
+            for row, other in zip(found, curve(tmp_path / "alone", *LOGGED), strict=True):
+                assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
+
+
+def test_held_out_prompts_are_answered_by_the_server_too(
+    world: Path, begun: Path, prompts: Path, tmp_path: Path
+) -> None:
+    with serving(VllmLike(begun, max_model_len=32)) as address:
+        own = flags_by(address, begun, prompts, tmp_path / "handed over", "--training.steps", 1)
+        own += ["--validation.dataset", prompts / "prompts.jsonl", "--validation.steps", 1]
+        train(world, tmp_path / "server", *own)
+    own = flags(prompts, "--training.steps", 1, *own[-4:], "--model.name_or_path", begun)
+    train(world, tmp_path / "own", *own, "--model.config", "none")
+    first, other = (
+        [
+            (row["prompt"], row["completion"], row["ended"])
+            for row in map(json.loads, (tmp_path / name / FILE).read_bytes().splitlines())
+            if row["step"] == 0
+        ]
+        for name in ("server", "own")
+    )
+    assert first == other and len(first) == 4
