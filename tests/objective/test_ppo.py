@@ -284,7 +284,6 @@ def test_a_tokenizer_without_an_end_and_long_prompts_are_refused(
         ({"data": {"streaming": True}}, "data.streaming"),
         ({"grpo": {"beta": 0.1}}, "grpo.beta"),
         ({"preference": {"beta": 0.5}}, "preference.beta"),
-        ({"validation": {"dataset": "held_out"}}, "validation.dataset"),
     ],
 )
 def test_what_ppo_cannot_have_is_refused(sections: dict, setting: str) -> None:

@@ -13,6 +13,7 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.config.documents import CurriculumConfig
 from lacuna.objective.success import Successes
 from lacuna.rollout.groups import Group
+from policies import one_rank
 from rewarded import KEYS, completions, flags, write_prompts
 from runs import curve, ended, rows, start, steps, train, wait_until, weights
 
@@ -50,9 +51,13 @@ def successes(documents: int = 6, decay: float = 0.5, size: int = 1) -> tuple[Su
     source: Any = SimpleNamespace(
         plan=SimpleNamespace(tokens=table), batch=SimpleNamespace(global_batch=size), rows_done=0
     )
-    layout = SimpleNamespace(data_parallel=1)
-    policy: Any = SimpleNamespace(mesh=SimpleNamespace(layout=layout, data_rank=0))
-    return found, lambda: [one.document for one in found.next_prompts(policy, source)[0]]
+    policy: Any = None
+
+    def draw() -> list[int]:
+        with one_rank():
+            return [one.document for one in found.next_prompts(policy, source)[0]]
+
+    return found, draw
 
 
 def group(*rewards: float) -> Group:

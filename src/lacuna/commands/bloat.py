@@ -52,8 +52,11 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "experts": ("model/router.py", "parallel/experts.py"),
-    "balanced-experts": ("model/balanced_experts.py",),
-    "router-load": ("model/router_kinds.py", "model/router_load.py"),
+    "router-load": (
+        "model/balanced_experts.py",
+        "model/router_kinds.py",
+        "model/router_load.py",
+    ),
     "offload": ("parallel/offload.py",),
     "on-policy": ("objective/on_policy.py", "objective/sample_batches.py"),
     "on-policy-distillation": ("objective/on_policy_distillation.py",),

@@ -62,22 +62,24 @@ def _add_learned(model: PreTrainedModel) -> None:
     """Adds to each attention of a model, in place, what its configuration's attention learns."""
     noted = getattr(model.config, "attn_implementation", None)
     name = noted or str(model.config._attn_implementation).removeprefix(TRAINED)
-    learned = _LEARNED.get(name, Learned((), None))
+    learned = _LEARNED.get(name)
+    if learned is None:
+        return
     module: Any
     for module in model.modules():
         if "Attention" not in type(module).__name__ or not hasattr(module, "layer_idx"):
             continue
-        heads = getattr(module, "num_heads", None) or module.config.num_attention_heads
+        config = getattr(module, "config", model.config)
+        heads = getattr(module, "num_heads", None) or config.num_attention_heads
         for number in learned.numbers:
             if not hasattr(module, number):
                 setattr(module, number, nn.Parameter(torch.full((heads,), INITIAL[number])))
         if learned.gate is not None and not hasattr(module, GATE):
-            _add_gate(module, heads, learned.gate)
+            _add_gate(module, heads, config.hidden_size, learned.gate)
 
 
-def _add_gate(module: Any, heads: int, kind: Literal["heads", "elements"]) -> None:
+def _add_gate(module: Any, heads: int, width: int, kind: Literal["heads", "elements"]) -> None:
     """Gives an attention a gate, in place, that it makes of its input and is told as `GATE`."""
-    width = module.config.hidden_size
     gates = heads
     if kind == "elements":
         widths = (getattr(module, name, None) for name in ("v_head_dim", "head_dim"))

@@ -54,7 +54,7 @@ class Successes:
         self.counts = np.zeros((2, 0), dtype=np.float32)
         self.draws = 0
 
-    def next_prompts(self, policy: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
+    def next_prompts(self, _: BuiltModel, source: Loader) -> tuple[list[Prompt], list[int]]:
         """This rank's next prompts, and the number of each among all prompts of the run.
 
         Raises `UserError` where there are fewer than a step takes.
