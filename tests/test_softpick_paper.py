@@ -46,6 +46,7 @@ def call(
     return int(ended.value.code or 0), told
 
 
+@pytest.mark.slow
 def test_a_call_goes_on_where_the_one_before_stopped(
     monkeypatch: pytest.MonkeyPatch, world: Path, tmp_path: Path
 ) -> None:
