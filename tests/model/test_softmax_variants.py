@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
+from every_model import configuration_class, small_config
 from lacuna.config import UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.attentions import SINKS
@@ -243,3 +244,9 @@ def test_a_run_trains_from_scratch_and_what_it_learned_is_kept(tmp_path: Path) -
     assert f"lacks ['model.layers.0.self_attn.{GATE}.weight'" in told
     told = refused("convert", gates, tmp_path / "gguf", "--to", "gguf")
     assert "gated_softmax" in told
+
+
+def test_models_with_other_attentions_are_made_as_before() -> None:
+    register("softmax_sinks")
+    model = AutoModelForCausalLM.from_config(small_config(configuration_class("reformer")))
+    assert not any(name.endswith(SINKS) for name, _ in model.named_parameters())

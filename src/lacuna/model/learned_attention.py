@@ -37,8 +37,9 @@ _LEARNED: dict[str, Learned] = {}
 
 def learn(name: str, learned: Learned) -> None:
     """Gives the models that are made from now on, if they have this attention, what it learns."""
-    _LEARNED[name] = learned
+    _LEARNED.pop(name, None)
     if learned != Learned((), None):
+        _LEARNED[name] = learned
         _extend_new_models()
 
 

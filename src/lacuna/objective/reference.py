@@ -37,28 +37,13 @@ def reference_kind(
     `folder` is that of the run. Raises `UserError` where the reference would not be what training
     begins with.
     """
-    asked = settings.reference
     if not settings.needs_reference:
         return None
-    is_base = begins_as_base(lora)
-    if asked == "base" and not is_base:
-        raise UserError(
-            "preference.reference = base: without its adapters the model is not what training "
-            "begins with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use "
-            "copy or cached."
-        )
-    kind = asked
-    if asked == "auto":
-        kind = "base" if is_base else "copy"
-    checkpoints = Path(folder, checkpoint.folder)
-    start = checkpoint.initial_load_path
-    if kind != "cached" and (start or (checkpoints / "step-0").exists()):
-        raise UserError(
-            f"preference.reference = {kind}: the run begins with the weights of a checkpoint "
-            f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
-            "files: set it to cached, or convert the checkpoint with lacuna convert --to hf and "
-            "give that as model.name_or_path."
-        )
+    if settings.reference == "cached":
+        return "cached"
+    kind = _base_or_copy(settings.reference, "preference", lora, "copy or cached")
+    setting = f"preference.reference = {kind}"
+    _require_files_of_model(setting, "set it to cached, or ", checkpoint, folder)
     return kind
 
 
@@ -74,25 +59,41 @@ def on_policy_reference_kind(
     `folder` is that of the run. Raises `UserError` where the reference would not be what training
     begins with.
     """
-    asked = settings.reference
     if not settings.beta:
         return None
+    kind = _base_or_copy(settings.reference, task, lora, "copy")
+    _require_files_of_model(f"{task}.beta", "", checkpoint, folder)
+    return kind
+
+
+def _base_or_copy(asked: str, task: str, lora: LoraConfig, others: str) -> str:
+    """The kind that is asked for, or the cheaper one where that is auto.
+
+    Raises `UserError` for a base that is not what training begins with; `others` may be used.
+    """
     is_base = begins_as_base(lora)
     if asked == "base" and not is_base:
         raise UserError(
             f"{task}.reference = base: without its adapters the model is not what training begins "
-            "with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use copy."
+            f"with (lora.rank is 0, or lora.modules, lora.adapter or lora.init is set): use "
+            f"{others}."
         )
+    return "base" if is_base and asked != "copy" else "copy"
+
+
+def _require_files_of_model(
+    setting: str, mend: str, checkpoint: CheckpointConfig, folder: str
+) -> None:
+    """Raises `UserError` for a run that begins with a checkpoint: the reference would not."""
     checkpoints = Path(folder, checkpoint.folder)
     start = checkpoint.initial_load_path
     if start or (checkpoints / "step-0").exists():
         raise UserError(
-            f"{task}.beta: the run begins with the weights of a checkpoint "
+            f"{setting}: the run begins with the weights of a checkpoint "
             f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
-            "files: convert the checkpoint with lacuna convert --to hf and give that as "
+            f"files: {mend}convert the checkpoint with lacuna convert --to hf and give that as "
             "model.name_or_path."
         )
-    return "base" if is_base and asked != "copy" else "copy"
 
 
 @dataclass
