@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before it is imported: no test may wait for a network
 
@@ -16,6 +17,13 @@ from runs import SOURCE, make_world, together, train
 multiprocessing.set_forkserver_preload(["preloaded"])
 # Where that server, which is told no paths, finds it.
 os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), str(SOURCE)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _leaves_no_group() -> Iterator[None]:
+    """No module leaves this process in a group, where tests of another could not make their own."""
+    yield
+    assert not dist.is_initialized(), "a test of this module has left a process group behind"
 
 
 @pytest.fixture(scope="session")
