@@ -104,6 +104,13 @@ def test_a_model_that_does_not_run_by_its_own_code_is_refused_with_what_it_says(
         found("reformer")
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text", "olmoe", "gpt2"])
+@pytest.mark.parametrize("known", [2, 27, 40])
+def test_models_of_few_tokens_are_tried_with_those(kind: str, known: int) -> None:
+    own = small_config(configuration_class(kind), vocab_size=known, pad_token_id=None)
+    assert found(own) in ALL
+
+
 def test_a_specimen_is_the_same_each_time_and_leaves_random_numbers_alone() -> None:
     before = torch.random.get_rng_state()
     one, other = specimen(tiny_config("mamba")), specimen(tiny_config("mamba"))

@@ -104,11 +104,11 @@ def find_bounds(
     kind = causal_class(model_config).__name__
     specimens = partial(_specimen, model_config, longest, device, dtype)
     tried = partial(_reasons_by_name, names, specimens, kind, _TOLERANCE[dtype])
-    reasons = tried(rows)
+    reasons = tried(trial_of(model_config, rows))
     if None not in reasons.values():
         said = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         wrong = f"{kind} does not compute in rows what it computes of documents alone ({said})"
-        if rows == "packed" and None in tried("padded").values():
+        if rows == "packed" and None in tried(trial_of(model_config, "padded")).values():
             raise UserError(
                 f'data.document_mask: in packed rows {wrong}: set packing.mode = "none" to give '
                 "each document a row of its own, or set data.document_mask = false to have the "
@@ -116,7 +116,7 @@ def find_bounds(
             )
         raise UserError(f"model: {wrong}: choose another model.")
     if layout.pp > 1:
-        trial = trial_of(rows)
+        trial = trial_of(model_config, rows)
         by_stages = partial(_by_stages, specimens, trial)
         reason = reason_against(by_stages, _run_alone(specimens, trial, kind), _TOLERANCE[dtype])
         if reason is not None:
@@ -128,10 +128,9 @@ def find_bounds(
 
 
 def _reasons_by_name(
-    names: Sequence[str], specimens: Any, kind: str, tolerance: float, rows: Rows
+    names: Sequence[str], specimens: Any, kind: str, tolerance: float, trial: Trial
 ) -> dict[str, str | None]:
     """Why each of `names` up to the first exact one is not exact; None for that one."""
-    trial = trial_of(rows)
     own = _run_alone(specimens, trial, kind)
     reasons: dict[str, str | None] = {}
     for name in names:

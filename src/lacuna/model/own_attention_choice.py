@@ -102,7 +102,7 @@ def require_exact(
     """
     name = attention.removeprefix(TRAINED)
     kind = causal_class(model_config).__name__
-    trial = trial_of(rows)
+    trial = trial_of(model_config, rows)
     CALLED.clear()
     own = own_result(model_config, longest, trial, device, attention=name)
     if not CALLED:

@@ -19,7 +19,7 @@ from lacuna.model.architecture import causal_class, is_soft_capped
 from lacuna.model.forward import hidden_states
 from lacuna.model.head import relative_difference
 from lacuna.model.inputs import prepare_inputs
-from lacuna.model.specimen import LENGTH, VOCABULARY, specimen, specimen_and_layers
+from lacuna.model.specimen import LENGTH, specimen, specimen_and_layers, tokens_to_try
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.precision import store_in
 
@@ -115,7 +115,7 @@ def _reasons_by_name(
     dtype: torch.dtype,
 ) -> dict[str, str | None]:
     """Why each attention of `names` up to the first exact one is not exact; None for that one."""
-    trial = trial_of(rows)
+    trial = trial_of(model_config, rows)
     own = own_result(model_config, longest, trial, device)
     reasons: dict[str, str | None] = {}
     for name in names:
@@ -133,10 +133,11 @@ def rows_of(form: RowForm) -> Rows:
     return "padded" if form.packing.mode == "none" else "packed"
 
 
-def trial_of(rows: Rows) -> Trial:
+def trial_of(model_config: PretrainedConfig, rows: Rows) -> Trial:
     """A batch of two rows of `LENGTH` tokens, of which the second is one document."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY - 2, (2, LENGTH), generator=generator)
+    tokens = tokens_to_try(model_config)
+    ids = torch.randint(tokens.start, tokens.stop, (2, LENGTH), generator=generator)
     first = {"packed": LENGTH // 4, "padded": LENGTH - LENGTH // 4, "whole": LENGTH}[rows]
     documents = [(0, 0, first), (1, 0, LENGTH)]
     if rows == "packed":
@@ -156,7 +157,8 @@ def trial_of(rows: Rows) -> Trial:
 def _require_causal(model_config: PretrainedConfig, longest: int) -> None:
     """Raises `UserError` for a model in which a token sees later ones."""
     model = specimen(model_config, _own_attention(model_config), longest)
-    ids = torch.arange(LENGTH)[None] % (VOCABULARY - 5) + 3
+    tokens = tokens_to_try(model_config)
+    ids = torch.arange(LENGTH)[None] % (len(tokens) - 1) + tokens.start
     changed = ids.clone()
     changed[:, -4:] += 1
     with runs_by_itself(model), torch.no_grad():

@@ -63,7 +63,7 @@ def require_shareable(
     convolution, a state), or where other layers than the next one use what a layer has made.
     """
     kind = causal_class(model_config).__name__
-    trial = trial_of(rows)
+    trial = trial_of(model_config, rows)
     tried: dict[str, tuple[str, States]] = {}
     if layout.cp > 1:
         tried["context_parallel_degree"] = (SHARED, _states_by_shares)

@@ -13,7 +13,7 @@ from lacuna.model.rotation import fix_rotations
 
 _CPU = torch.device("cpu")
 LENGTH = 28
-VOCABULARY = 64
+_VOCABULARY = 64
 
 # Settings of a distance beyond which a token sees others differently, and the distance tried.
 _LIMITS = (
@@ -29,6 +29,12 @@ _LIMITS = (
     "log_scaling_n_floor",
 )
 _LIMIT = 8
+
+
+def tokens_to_try(model_config: PretrainedConfig) -> range:
+    """Ids that a specimen knows: without the first and the last, which may mean something to it."""
+    known = min(model_config.get_text_config().vocab_size, _VOCABULARY)
+    return range(3, known - 2) if known > LENGTH else range(known)
 
 
 def specimen(
@@ -87,7 +93,7 @@ def _shorten_config(model_config: PretrainedConfig) -> PretrainedConfig:
     """A copy of the configuration with a small vocabulary, and limits that short rows cross."""
     small = copy.deepcopy(model_config)
     text_config = small.get_text_config()
-    text_config.vocab_size = min(text_config.vocab_size, VOCABULARY)
+    text_config.vocab_size = min(text_config.vocab_size, _VOCABULARY)
     padding = getattr(text_config, "pad_token_id", None)
     if padding is not None and padding >= text_config.vocab_size:  # which some insist on
         text_config.pad_token_id = text_config.vocab_size - 1

@@ -11,7 +11,7 @@ from lacuna.config.attentions import TRAINED, is_own
 from lacuna.model.attention import BOUNDS, UNTOLD
 from lacuna.model.head import relative_difference
 from lacuna.model.probe import in_one_line
-from lacuna.model.specimen import LENGTH, VOCABULARY, specimen
+from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
 from lacuna.parallel.precision import store_in
 from lacuna.rollout.pages import PAGED, Pool
 from lacuna.rollout.passes import prompt_logits
@@ -68,7 +68,8 @@ def _difference(model_config: PretrainedConfig, device: torch.device, dtype: tor
     They are compared with those of transformers' own code in float32.
     """
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, VOCABULARY - 2, (2, LENGTH), generator=generator).to(device)
+    tokens = tokens_to_try(model_config)
+    ids = torch.randint(tokens.start, tokens.stop, (2, LENGTH), generator=generator).to(device)
     own = specimen(model_config, device=device)
     whole: Tensor = own(input_ids=ids, use_cache=False).logits
     model = specimen(model_config, PAGED, device=device)
