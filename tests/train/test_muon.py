@@ -28,7 +28,7 @@ from optimizer_steps import (
     snapshot,
     three_steps,
 )
-from runs import curve, stop_after, together, train, weights
+from runs import curve, refused, stop_after, together, train, weights
 from tiny import (
     differing,
     random_model,
@@ -170,6 +170,20 @@ def test_neurons_of_stacks_are_refused() -> None:
     model = random_model(tiny_config("qwen3_moe"), "eager")
     with pytest.raises(UserError, match="optimizer.neuron_beta2: this model has stacks"):
         build_optimizer(model, EVENED)
+
+
+def test_neurons_of_stacks_are_refused_before_a_run(world: Path, tmp_path: Path) -> None:
+    tiny_config("qwen3_moe").save_pretrained(tmp_path)
+    words = [
+        "--optimizer.name",
+        "Muon",
+        "--optimizer.neuron_beta2",
+        0.95,
+        "--model.config",
+        tmp_path,
+    ]
+    said = refused("train", world / "run.toml", *words, "--dry-run")
+    assert "optimizer.neuron_beta2: this model has stacks" in said
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,8 @@ def parameter_groups(
 
     Each says whether it is for `muon`, whether its matrices are `transposed`, and its `lr_ratio`.
     The first has the settings of the section. All ranks must call it, for their stages of a
-    pipeline. Raises `UserError` for a pattern of `optimizer.groups` that is for nothing.
+    pipeline. Raises `UserError` for a pattern of `optimizer.groups` that is for nothing, and for
+    stacks of matrices, such as those of experts, with `optimizer.neuron_beta2`.
     """
     matrices = muon_matrices(model)
     chosen = _chosen_groups(model, settings)
@@ -60,7 +61,14 @@ def parameter_groups(
                 divided[place, kind] = made | _changes(settings, index)
             if parameter is not None:
                 divided[place, kind]["params"].append(parameter)
-    return [*divided.values()]
+    made_groups = [*divided.values()]
+    of_muon = [one for group in made_groups if group["muon"] for one in group["params"]]
+    if settings.neuron_beta2 is not None and any(matrix.ndim > 2 for matrix in of_muon):
+        raise UserError(
+            "optimizer.neuron_beta2: this model has stacks of matrices, as of experts, of whose "
+            "neurons no means are kept: leave it out."
+        )
+    return made_groups
 
 
 def _kind(

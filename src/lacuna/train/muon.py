@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lacuna.config import UserError
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.model.parameter_groups import parameter_groups
 from lacuna.parallel.fsdp import local
@@ -200,18 +199,8 @@ def muon_of(
     groups: list[dict[str, Any]],
     kernels: dict[str, bool],
 ) -> Muon:
-    """Muon for a model, whose parameters are in `groups` by their weight decay.
-
-    Raises `UserError` for stacks of matrices, such as those of experts, with `neuron_beta2`.
-    """
-    divided = parameter_groups(model, settings, groups)
-    matrices = [one for group in divided if group["muon"] for one in group["params"]]
-    if settings.neuron_beta2 is not None and any(matrix.ndim > 2 for matrix in matrices):
-        raise UserError(
-            "optimizer.neuron_beta2: this model has stacks of matrices, as of experts, of whose "
-            "neurons no means are kept; leave it out."
-        )
-    return Muon(divided, settings, kernels)
+    """Muon for a model, whose parameters are in `groups` by their weight decay."""
+    return Muon(parameter_groups(model, settings, groups), settings, kernels)
 
 
 def _device_of(parameters: Sequence[Tensor]) -> torch.device:
