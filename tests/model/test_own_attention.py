@@ -248,7 +248,7 @@ def check_nearly_same(outcome: Outcome, alone: Outcome) -> None:
     assert relative_error(outcome.updated, alone.updated) < softpick.EPSILON
 
 
-@pytest.mark.parametrize("architecture", ["llama", "gemma3"])
+@pytest.mark.parametrize("architecture", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_every_layout_trains_as_one_process(
     architecture: str, folder: Callable[[str, str], Path]
 ) -> None:

@@ -193,12 +193,15 @@ def check_cases(kind: str, folder: Path, cases: dict[str, Case]) -> None:
         assert found == expected.keys(), name
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+KINDS = ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_one_process_moves_biases_as_a_plain_loop_does(kind: str, tmp_path: Path) -> None:
     check_cases(kind, tmp_path, ALONE)
 
 
-@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_move_biases_as_a_plain_loop_does(kind: str, tmp_path: Path) -> None:
     check_cases(kind, tmp_path, ON_TWO)
 

@@ -78,7 +78,7 @@ CASES: dict[str, tuple[object, ...]] = {
     "case",
     [
         *CASES,
-        "updates, cp 2, ring",
+        pytest.param("updates, cp 2, ring", marks=pytest.mark.slow),
         pytest.param("updates, tp 2", marks=pytest.mark.slow),
     ],
 )

@@ -79,7 +79,7 @@ CASES: dict[str, tuple[object, ...]] = {
     [
         *CASES,
         pytest.param("adaptive, cp 2, ring", marks=pytest.mark.slow),
-        "adaptive, tp 2",
+        pytest.param("adaptive, tp 2", marks=pytest.mark.slow),
     ],
 )
 def test_a_stopped_run_goes_on_to_the_bit(

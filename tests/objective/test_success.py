@@ -1,6 +1,7 @@
 """Prompts by success: those between come more often, the same on any ranks and after a kill."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,6 +42,13 @@ def by_success(prompts: Path, *more: object) -> list[object]:
     return [*flags(prompts, *ALONE), "--curriculum.by_success", "true", *more]
 
 
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """This process is a group of its own, as where prompts are drawn."""
+    with one_rank():
+        yield
+
+
 def successes(documents: int = 6, decay: float = 0.5, size: int = 1) -> tuple[Successes, Any]:
     """What draws prompts, and a function that gives the numbers of the next."""
     found = Successes(CurriculumConfig(by_success=True, success_decay=decay), 1.0, seed=7)
@@ -53,17 +61,14 @@ def successes(documents: int = 6, decay: float = 0.5, size: int = 1) -> tuple[Su
     )
     policy: Any = None
 
-    def draw() -> list[int]:
-        with one_rank():
-            return [one.document for one in found.next_prompts(policy, source)[0]]
-
-    return found, draw
+    return found, lambda: [one.document for one in found.next_prompts(policy, source)[0]]
 
 
 def group(*rewards: float) -> Group:
     return Group("", [], [], {}, [*rewards])
 
 
+@pytest.mark.usefixtures("alone")
 def test_prompts_come_by_how_uncertain_it_is_that_a_completion_solves_them() -> None:
     found, draw = successes()
     found.counts = np.array([[0, 0, 4, 8, 2, 0], [0, 8, 8, 8, 8, 1]], dtype=np.float32)
@@ -74,6 +79,7 @@ def test_prompts_come_by_how_uncertain_it_is_that_a_completion_solves_them() -> 
     assert drawn == pytest.approx(wanted / wanted.sum(), abs=0.012)
 
 
+@pytest.mark.usefixtures("alone")
 def test_earlier_completions_count_less_and_those_without_a_reward_as_unsolved() -> None:
     found, draw = successes(documents=1)
     for rewards in ((1.0, 1.0, 0.0, 1.2), (0.0, float("nan"), 0.5, 1.0)):
@@ -83,6 +89,7 @@ def test_earlier_completions_count_less_and_those_without_a_reward_as_unsolved()
     assert found.shares() == dict(zip(SHARES, (0, 0, 0, 1), strict=True))
 
 
+@pytest.mark.usefixtures("alone")
 def test_a_step_has_each_prompt_once_and_too_few_are_refused() -> None:
     _, draw = successes(size=6)
     assert sorted(draw()) == [*range(6)]

@@ -37,7 +37,13 @@ EVERY_LAYER = ActivationCheckpointConfig(mode="selective", selective_ac_option="
 RING = {"context_parallel_rotate_method": "alltoall"}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=[] if kind in ("mixtral", "gpt_oss") else pytest.mark.slow)
+        for kind in KINDS
+    ],
+)
 def test_two_ranks_train_the_experts_of_one_process(kind: str, tmp_path: Path) -> None:
     saved(kind, tmp_path)
     [alone] = outcomes(tmp_path, [Case()])
@@ -103,7 +109,13 @@ def test_adapters_beside_spread_experts_are_those_of_one_process(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "settings", [{"name": "Muon"}, {"state_dtype": "bfloat16"}, {"state_dtype": "int8"}], ids=str
+    "settings",
+    [
+        {"name": "Muon"},
+        {"state_dtype": "int8"},
+        pytest.param({"state_dtype": "bfloat16"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
 )
 def test_other_optimizers_make_the_same_steps(settings: dict[str, str], tmp_path: Path) -> None:
     tiny_config("qwen3_moe", hidden_size=256, head_dim=64).save_pretrained(tmp_path)

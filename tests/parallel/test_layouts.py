@@ -62,7 +62,8 @@ def test_every_data_parallel_layout_and_accumulation_makes_the_same_step(
 
 
 @pytest.mark.parametrize(
-    "architecture", ["llama_tied", "gpt2", pytest.param("gemma3", marks=pytest.mark.slow)]
+    "architecture",
+    ["llama_tied", *(pytest.param(n, marks=pytest.mark.slow) for n in ("gpt2", "gemma3"))],
 )
 @pytest.mark.parametrize(
     "cases",
@@ -154,21 +155,27 @@ def test_a_stage_of_a_pipeline_may_train_nothing(target: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     "architecture", ["llama_tied", pytest.param("gpt2", marks=pytest.mark.slow)]
 )
-def test_adapters_learn_the_same_in_every_layout(architecture: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "adapters",
+    [LoraConfig(rank=3), pytest.param(LoraConfig(rank=4, dora=True), marks=pytest.mark.slow)],
+    ids=["plain", "dora"],
+)
+def test_adapters_learn_the_same_in_every_layout(
+    adapters: LoraConfig, architecture: str, tmp_path: Path
+) -> None:
     tiny_config(architecture).save_pretrained(tmp_path)
     layouts = (Layout(), Layout(tp=2), Layout(dp_shard=2), Layout(cp=2), Layout(pp=2), Layout(2, 2))
     degrees = {"pipeline_parallel_degree": 2}
-    for adapters in (LoraConfig(rank=3), LoraConfig(rank=4, dora=True)):
-        alone, *others = (
-            outcomes(
-                tmp_path,
-                [Case(layout, 2, parallelism=degrees if layout.pp > 1 else {}, lora=adapters)],
-            )[0]
-            for layout in layouts
-        )
-        assert {name.rpartition(".")[2] for name in alone.gradients} >= {"lora_A", "lora_B"}
-        for outcome in others:
-            check_same(outcome, alone)
+    alone, *others = (
+        outcomes(
+            tmp_path,
+            [Case(layout, 2, parallelism=degrees if layout.pp > 1 else {}, lora=adapters)],
+        )[0]
+        for layout in layouts
+    )
+    assert {name.rpartition(".")[2] for name in alone.gradients} >= {"lora_A", "lora_B"}
+    for outcome in others:
+        check_same(outcome, alone)
 
 
 def test_where_parameters_gradients_and_states_are_kept_changes_nothing(
