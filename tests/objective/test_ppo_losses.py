@@ -121,6 +121,13 @@ def test_the_critic_is_clipped_where_that_is_the_worse_one() -> None:
     assert values.grad.tolist() == pytest.approx([0.0, -1.5, -0.2, 0.0])
 
 
+def test_values_within_the_bound_are_never_clipped() -> None:
+    torch.manual_seed(0)
+    old, values, returns = 0.1 * torch.rand(3, 1000)
+    columns = {"labels": torch.ones(1000).long(), "values": old, "returns": returns}
+    assert value_sums(values[:, None], columns, PpoConfig(value_epsilon=0.2))["clipped"] == 0
+
+
 def test_advantages_are_whitened_over_all_ranks() -> None:
     values = torch.tensor([3.0, -1.0, 4.0, 1.0, 5.0]).double()
     wanted = (values - values.mean()) / values.std(correction=0)

@@ -95,10 +95,13 @@ def value_sums(logits: Tensor, columns: Columns, settings: PpoConfig) -> Sums:
     values = logits[:, 0]
     old = columns["values"]
     bound = settings.value_epsilon
-    bounded = old + (values - old).clamp(-bound, bound)
+    moved = values - old
+    bounded = old + moved.clamp(-bound, bound)
     free = (values - columns["returns"]).square()
     held = (bounded - columns["returns"]).square()
+    # Within the bound both are the same, but for rounding.
+    is_held = (moved.abs() > bound) & (held > free)
     return {
         "loss": (torch.maximum(free, held) * trained).sum() / 2,
-        "clipped": ((held > free) * trained).sum(),
+        "clipped": (is_held * trained).sum(),
     }
