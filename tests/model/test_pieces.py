@@ -62,6 +62,7 @@ def test_a_step_in_pieces_is_the_same_step_in_a_pipeline(schedule: str, tmp_path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_config", ["gemma3"], indirect=True)
 @pytest.mark.parametrize(
     "settings",
     [{"lora": LoraConfig(rank=3)}, {"lora": LoraConfig(rank=3), "base": "nf4"}, {"compiled": True}],
