@@ -154,6 +154,7 @@ def tasks_taught_by(teacher: Path) -> dict[str, Task]:
         "DPO, LoRA": Task("preference", preference=preference, changes=ADAPTERS),
         "distillation": Task("distill", distillation=distillation),
         "distillation, LoRA": Task("distill", distillation=distillation, changes=ADAPTERS),
+        "reward model": Task("reward"),
     }
 
 
@@ -265,7 +266,7 @@ def main() -> None:
     print("\n## Mixtures of experts\n")
     print(EXPERTS_READ)
     print_table(of_experts, refusals)
-    print("\n## Preference and distillation\n")
+    print("\n## Preference, distillation and reward models\n")
     print(
         "DPO compares the model with a frozen copy of what it began as, and with LoRA with itself "
         "without its adapters. Distillation mixes the forward divergence from a teacher twice as "

@@ -122,7 +122,7 @@ def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
         found = own_batches(case, mesh, seed=step)
         if task.distillation.teacher_logprobs is not None:
             return [as_said(batch) for batch in found]
-        if task.name != "preference":
+        if task.name not in ("preference", "reward"):
             return found
         return [as_answers(batch, is_kto) for batch in found]
 

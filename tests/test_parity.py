@@ -37,7 +37,7 @@ def check(text: str, columns: list[str], layouts: list[str], refusals: int) -> N
 
 def test_every_layout_is_exact_or_refused_with_a_reason() -> None:
     text = TABLES.read_text()
-    others, _, tasks = text.partition("## Preference and distillation")
+    others, _, tasks = text.partition("## Preference, distillation and reward models")
     pretraining, _, experts = others.partition("## Mixtures of experts")
     tasks, _, completions = tasks.partition("## Completions")
     completions, _, reasons = completions.partition("Refused when the configuration is read:")

@@ -95,6 +95,12 @@ def error_of(flags="", **kwargs):
             "optimizer.name",
         ),
         ("--optimizer.ns_steps 3", "optimizer.ns_steps", "optimizer.name"),
+        (
+            "--validation.prompts The --activation_checkpoint.mlp_chunks 2 "
+            "--parallelism.tensor_parallel_degree 2",
+            "activation_checkpoint.mlp_chunks",
+            "validation.prompts",
+        ),
         ("--optimizer.neuron_beta2 0.95", "optimizer.neuron_beta2", "optimizer.name"),
         ("--optimizer.nesterov false", "optimizer.nesterov", "optimizer.name"),
         ("--data.dataset a/b,c/d", "data.dataset", "data.data_probs"),

@@ -78,8 +78,8 @@ def test_attention_that_every_rank_computes_whole_has_no_dropout() -> None:
     assert "set the model's attn_pdrop to 0" in refusal("gpt2", Layout(tp=2), attn_pdrop=0.1)
 
 
-def test_text_is_sampled_from_whole_models_only() -> None:
-    assert "validation.prompts" in refusal("llama", Layout(cp=2), prompts=("the",))
+def test_text_is_not_sampled_from_stages_of_a_pipeline() -> None:
+    assert "validation.prompts" in refusal("llama", Layout(pp=2), prompts=("the",))
     check_tiny_layout(tiny_config("mistral"), Layout(cp=2, tp=2, pp=2))
 
 

@@ -16,7 +16,7 @@ from lacuna.model.build import build_model
 from lacuna.objective.reward import Reward, padding_of, reward_sums, with_last_places
 from lacuna.parallel.mesh import Layout
 from policies import batch_of, one_rank, policy_of
-from rewarded import CHAT
+from rewarded import CHAT, SHARED_LAYOUTS
 from runs import curve, lacuna, refused, rows, train, weights, write_pairs
 from tiny import CPU, mesh_of, random_model, tiny_config, tokenizer_of_words
 
@@ -34,8 +34,10 @@ def test_the_loss_is_that_of_bradley_and_terry() -> None:
 def test_a_sequence_is_scored_at_its_last_token_that_is_no_padding() -> None:
     columns = {"chosen": [1.0, 0.0, 1.0, 0.0]}
     batch = batch_of([([5, 6], [7, 2]), ([5], [2, 9]), ([2], [2]), ([4], [8])], columns)
-    assert with_last_places(batch, 2).sequence_columns["last"].tolist() == [2, 6, 7, 10]
-    assert with_last_places(batch, None).sequence_columns["last"].tolist() == [3, 6, 8, 10]
+    for padding, wanted in ((2, [2, 6, 7, 10]), (None, [3, 6, 8, 10])):
+        scored = with_last_places(batch, padding).columns["scored"].flatten()
+        assert scored.nonzero().flatten().tolist() == wanted
+        assert scored[wanted].tolist() == [1, 2, 3, 4]
     assert padding_of(7, tokenizer_of_words()) == 7
     tokenizer = tokenizer_of_words()
     tokenizer.pad_token = None
@@ -106,11 +108,20 @@ LAYOUTS = {
     ),
     "accumulated": ("--training.batch_size", 1, "--training.gradient_accumulation_steps", 2),
     "unpacked": ("--packing.mode", "none", "--training.batch_size", 1, "--cpus", 2),
+    **{name: SHARED_LAYOUTS[name] for name in ("tp 2", "cp 2, ring", "cp 2 × tp 2")},
+    "pp 2": (
+        *("--cpus", 2, "--parallelism.pipeline_parallel_degree", 2),
+        *("--training.batch_size", 1, "--training.gradient_accumulation_steps", 2),
+    ),
 }
 
 
 @pytest.mark.parametrize(
-    "name", ["shards", *(pytest.param(n, marks=pytest.mark.slow) for n in [*LAYOUTS][1:])]
+    "name",
+    [
+        pytest.param(name, marks=[] if name in ("shards", "tp 2") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_every_layout_trains_as_one_process_does(
     name: str, world: Path, data: Path, scored: tuple[Path, str], tmp_path: Path
@@ -209,10 +220,6 @@ def test_a_model_without_a_classifier_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "setting"),
     [
-        ({"parallelism": {"tensor_parallel_degree": 2}}, "parallelism.tensor_parallel_degree"),
-        ({"parallelism": {"context_parallel_degree": 2}}, "parallelism.context_parallel_degree"),
-        ({"parallelism": {"pipeline_parallel_degree": 2}}, "parallelism.pipeline_parallel_degree"),
-        ({"parallelism": {"expert_parallel_degree": 2}}, "parallelism.expert_parallel_degree"),
         ({"lora": {"rank": 4}}, "lora.modules"),
         ({"model": {"train_new_tokens_only": True}}, "model.train_new_tokens_only"),
         ({"validation": {"prompts": ("The",)}}, "validation.prompts"),

@@ -109,6 +109,33 @@ def test_prompts_are_completed_at_each_validation_shown_and_kept(
     assert samples[-2]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.parametrize(
+    "setting", ["tensor_parallel_degree", "context_parallel_degree"], ids=["tensor", "context"]
+)
+def test_ranks_that_share_sequences_sample_the_same(
+    setting: str, runs: dict[str, tuple[Path, str]], world: Path, tmp_path: Path
+) -> None:
+    words = (
+        "--validation.freq",
+        3,
+        "--validation.prompts",
+        *PROMPTS,
+        "--validation.temperature",
+        0,
+    )
+    held_out = ("--validation.dataset", world / "validation.jsonl")
+    layout = ("--cpus", 2, f"--parallelism.{setting}", 2)
+    train(world, tmp_path, *held_out, *words, *layout)
+    ours, theirs = (
+        [json.loads(line) for line in (folder / "samples.jsonl").read_text().splitlines()]
+        for folder in (tmp_path, runs["validated"][0])
+    )
+    assert len(ours) == 4 * len(PROMPTS) and ours == theirs
+    [*_, last] = validations(tmp_path)
+    [*_, wanted] = validations(runs["validated"][0])
+    assert last["val_loss"] == pytest.approx(wanted["val_loss"], rel=1e-5)
+
+
 def test_patience_ends_a_run_that_does_not_get_better_and_the_run_counts_as_finished(
     runs: dict[str, tuple[Path, str]],
 ) -> None:

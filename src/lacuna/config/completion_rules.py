@@ -7,6 +7,10 @@ from lacuna.config.sections import Config
 
 # The coldest that vLLM draws at: it takes what is colder for this.
 _COLDEST = 0.01
+OF_DIVIDED_PIECES = (
+    "beside parallelism.tensor_parallel_degree its pieces are those of divided sequences, and "
+    "text is generated with whole ones; drop one of the two"
+)
 _SCHEMES = ("http://", "https://")
 # Setting that curriculum.by_success does not go with -> where that is so, and why.
 _AGAINST_SUCCESS: dict[str, tuple[Predicate, str]] = {
@@ -25,11 +29,24 @@ _AGAINST_SUCCESS: dict[str, tuple[Predicate, str]] = {
 }
 
 
+def has_divided_pieces(config: Config) -> bool:
+    """Whether blocks in pieces take sequences that tensor-parallel ranks divide."""
+    return (
+        config.activation_checkpoint.mlp_chunks > 1
+        and config.parallelism.tensor_parallel_degree > 1
+    )
+
+
 def _is_too_cold(name: str, config: Config) -> bool:
     return config.rollout.engine == "server" and getattr(config.rollout, name) < _COLDEST
 
 
 COMPLETION_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("activation_checkpoint.mlp_chunks", "validation.prompts"),
+        is_given("validation.prompts", has_divided_pieces),
+        OF_DIVIDED_PIECES,
+    ),
     *(
         Rule(
             (setting, "validation.dataset"),

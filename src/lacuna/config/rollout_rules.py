@@ -1,6 +1,10 @@
 """Rules for the tasks whose models learn from their own completions."""
 
-from lacuna.config.completion_rules import COMPLETION_RULES
+from lacuna.config.completion_rules import (
+    COMPLETION_RULES,
+    OF_DIVIDED_PIECES,
+    has_divided_pieces,
+)
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
 from lacuna.config.sections import Config
@@ -43,14 +47,7 @@ _REFUSED_VALUES: dict[str, tuple[Predicate, str]] = {
         lambda config: config.training.context_len < config.training.seq_len,
         "completions are not cut; set the first to training.seq_len",
     ),
-    "activation_checkpoint.mlp_chunks": (
-        lambda config: (
-            config.activation_checkpoint.mlp_chunks > 1
-            and config.parallelism.tensor_parallel_degree > 1
-        ),
-        "beside parallelism.tensor_parallel_degree its pieces are those of divided sequences, and "
-        "completions are generated with whole ones; drop one of the two",
-    ),
+    "activation_checkpoint.mlp_chunks": (has_divided_pieces, OF_DIVIDED_PIECES),
     "rollout.max_tokens": (
         lambda config: config.rollout.max_tokens >= config.training.seq_len,
         "a prompt and the longest completion must fit into training.seq_len; lower the first",

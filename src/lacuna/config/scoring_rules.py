@@ -2,14 +2,9 @@
 
 from lacuna.config.rules import Rule, is_given, refused_for
 
-_WHOLE = "a sequence is scored by one rank; use data parallelism alone with reward"
 _LAYER = "score"
 
 REWARD_RULES: tuple[Rule, ...] = (
-    *(
-        refused_for("reward", f"parallelism.{name}_parallel_degree", _WHOLE)
-        for name in ("tensor", "context", "pipeline", "expert")
-    ),
     Rule(
         ("lora.modules", "job.task"),
         lambda config: (

@@ -61,10 +61,10 @@ def check_layout(
     layout: Layout,
 ) -> None:
     """Raises `UserError` for a layout that the model cannot have, or that cannot sample text."""
-    if layout.sharing > 1 and validation.prompts:
+    if layout.pp > 1 and validation.prompts:
         raise UserError(
-            "validation.prompts: sampling needs data parallelism only; use lacuna generate on the "
-            "run's folder."
+            "validation.prompts: no text is sampled with pipeline parallelism; use lacuna generate "
+            "on the run's folder."
         )
     if layout.tp > 1:
         check_tensor_parallel(model_config, layout.tp)

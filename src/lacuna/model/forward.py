@@ -85,14 +85,18 @@ def loss_sums(
     output = _run_backbone(model, head, inputs)
     states = _hidden_states(head, output, inputs)
     columns = {name: column.flatten(0, 1) for name, column in inputs.columns.items()}
-    if isinstance(loss, SequenceLoss) and loss.of_scores:
-        from lacuna.model.scores import score_sums  # an extension
+    if isinstance(loss, SequenceLoss):
+        found = {}
+        if loss.of_scores:
+            from lacuna.model.scores import sequence_scores  # an extension
 
-        sums = score_sums(model, loss, inputs, states)
-    elif isinstance(loss, SequenceLoss):
-        found = _sums_by_sequence(model, head, inputs, states)
-        logprobs = found.pop("logprobs")
-        sums = stacked(loss.of(logprobs, inputs.sequence_columns | found), loss.names)
+            values = sequence_scores(model, inputs, states)
+            if inputs.split is not None:
+                values = sum_over_ranks(values, inputs.split)
+        else:
+            found = _sums_by_sequence(model, head, inputs, states)
+            values = found.pop("logprobs")
+        sums = stacked(loss.of(values, inputs.sequence_columns | found), loss.names)
         if inputs.split is not None:
             sums = sums / inputs.split.size()
     elif head.chunked:

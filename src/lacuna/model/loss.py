@@ -48,8 +48,8 @@ class SequenceLoss:
             where batches have a column of `prompt_labels`, also `prompt_logprobs` and
             `prompt_tokens`.
         names: the names of the sums, as in `TokenLoss`.
-        of_scores: whether `of` takes scores instead, of a model that scores, each at the place in
-            the flattened batch that the column `last` says.
+        of_scores: whether `of` takes scores instead, of a model that scores, each at the token
+            where the column `scored` has the number of the sequence, counted from 1.
     """
 
     of: Callable[[Tensor, Columns], Sums]

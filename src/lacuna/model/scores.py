@@ -13,7 +13,6 @@ from lacuna.model.architecture import asks_for_router_loss
 from lacuna.model.forward import run_forward
 from lacuna.model.head import Head, relative_difference
 from lacuna.model.inputs import Inputs
-from lacuna.model.loss import SequenceLoss, stacked
 from lacuna.parallel.backbone import backbone
 
 # What transformers calls the layer that makes scores, where lacuna knows how it is used.
@@ -94,13 +93,19 @@ def with_new_scores(slices: dict[str, Any], shadow: PreTrainedModel) -> dict[str
     return slices | new
 
 
-def score_sums(
-    model: PreTrainedModel, loss: SequenceLoss, inputs: Inputs, states: Tensor
-) -> Tensor:
-    """The sums of a loss of scores, float32 [names], by the hidden states [tokens, width]."""
-    columns = inputs.sequence_columns
-    scores = run_forward(model.get_output_embeddings(), scores_of, states[columns["last"]])
-    return stacked(loss.of(scores, columns), loss.names)
+def sequence_scores(model: PreTrainedModel, inputs: Inputs, states: Tensor) -> Tensor:
+    """This rank's share of the scores, float32 [sequences], by the hidden states [tokens, width].
+
+    It is 0 for sequences that other ranks score.
+    """
+    numbers = inputs.columns["scored"].flatten()
+    count = len(next(iter(inputs.sequence_columns.values())))
+    places = torch.full((count + 1,), -1, device=numbers.device)
+    # What is not scored goes to the first place, which is left out.
+    places = places.scatter(0, numbers, torch.arange(len(numbers), device=numbers.device))[1:]
+    layer = model.get_output_embeddings()
+    scores = run_forward(layer, scores_of, states[places.clamp(min=0)])
+    return torch.where(places < 0, 0.0, scores)
 
 
 def scores_of(layer: nn.Linear, states: Tensor) -> Tensor:
@@ -108,5 +113,5 @@ def scores_of(layer: nn.Linear, states: Tensor) -> Tensor:
 
     The product is float32 whatever these are: in bfloat16 near scores would be the same.
     """
-    bias = None if layer.bias is None else layer.bias.float()
-    return F.linear(states.float(), layer.weight.float(), bias)[:, 0]
+    scores = states.float() @ layer.weight[0].float()
+    return scores if layer.bias is None else scores + layer.bias.float()

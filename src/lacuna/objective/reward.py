@@ -43,10 +43,10 @@ def padding_of(own: int | None, tokenizer: PreTrainedTokenizerBase) -> int | Non
 
 
 def with_last_places(batch: Batch, padding: int | None) -> Batch:
-    """The batch with the sequence column `last`: where each sequence is scored.
+    """The batch with the column `scored`, int64 [B, T]: which tokens sequences are scored at.
 
-    That is the place, in the flattened batch, of its last token that is not `padding`, as in
-    transformers' own models; its first token where all of them are.
+    It is the number of a sequence, counted from 1, at its last token that is not `padding`, as in
+    transformers' own models, or at its first token where all of them are; else 0.
     """
     ids = batch.columns["input_ids"].flatten()
     real = batch.columns["real"].flatten()
@@ -57,7 +57,8 @@ def with_last_places(batch: Batch, padding: int | None) -> Batch:
     counted = torch.where(ids[real] == padding, -1, places) if padding is not None else places
     last = torch.full((count,), -1).scatter_reduce(0, numbers, counted, "amax")
     last = torch.where(last < 0, first, last)
-    return replace(batch, sequence_columns=batch.sequence_columns | {"last": last})
+    scored = torch.zeros_like(ids).scatter(0, last, torch.arange(1, count + 1))
+    return replace(batch, columns=batch.columns | {"scored": scored.view(batch.shape)})
 
 
 class Reward(LanguageModelling):
@@ -89,7 +90,7 @@ class Reward(LanguageModelling):
         text_config.pad_token_id = self.padding
 
     def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:
-        """Adds where each sequence is scored."""
+        """Adds which tokens sequences are scored at."""
         return [with_last_places(batch, self.padding) for batch in batches]
 
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:

@@ -150,8 +150,7 @@ class Pipeline:
 
 def tied_weights(model: PreTrainedModel, mesh: Mesh) -> list[nn.Parameter]:
     """The trained weight, if any, that this rank's stage shares with the pipeline's other end."""
-    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
-    if mesh.ends is None or not is_tied:
+    if mesh.ends is None or not model.all_tied_weights_keys:
         return []
     weight = model.get_input_embeddings().get_parameter("weight")
     return [weight] if weight.requires_grad else []

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from types import MethodType
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -109,6 +110,9 @@ def stage_of(
             for name, child in module._modules.items()
             if not (module is layers and omits and child in stand_ins)
         }
+        for name, value in vars(module).items():
+            if getattr(value, "__self__", None) is module:  # a method of this module alone
+                setattr(copied, name, MethodType(value.__func__, copied))
         stand_ins[module] = copied
     own_layers = [layers[place] for place in ranges[index]]
     part = cast(PreTrainedModel, stand_ins[model])

@@ -127,15 +127,17 @@ def generate_text(
     top_k: int = 0,
     top_p: float = 1.0,
     listen: Callable[[list[int]], None] | None = None,
+    whole: bool = False,
 ) -> str:
     """The completion of `prompt`, without the prompt, or with `chat` the answer to it.
 
     A prompt may also be the messages of a conversation; the completion is then the next one.
     Temperature 0 is greedy; otherwise tokens are drawn from the `top_k` likeliest (0: from all)
     that have the share `top_p` of the probability together. On a sharded model every rank must call
-    it, and all draw the same tokens. The model is left as it was. `listen` is given the tokens so
-    far. A warning is logged when the text ends at the model's last position. Raises `UserError`
-    where the prompt leaves no position.
+    it, and all draw the same tokens; the `whole` model is gathered on each where tensor-parallel
+    ranks divide it. The model is left as it was. `listen` is given the tokens so far. A warning is
+    logged when the text ends at the model's last position. Raises `UserError` where the prompt
+    leaves no position.
     """
     device = next(model.buffers(), next(model.parameters())).device
     messages = [{"role": "user", "content": prompt}] if chat else prompt
@@ -149,7 +151,7 @@ def generate_text(
     asked = Asked(tokens, [seed], min(max_new_tokens, room))
     drawing = Drawing(temperature, top_k, top_p)
     ends = end_of_turn(tokenizer) or _own_ends(model)
-    [[said]] = complete(model, [asked], drawing, ends, 1, device, listen=listen)
+    [[said]] = complete(model, [asked], drawing, ends, 1, device, whole, listen)
     if len(said.tokens) == room < max_new_tokens and not said.ended:
         logger.warning("the text ends at the last of the model's %d positions", positions)
     return str(tokenizer.decode(said.tokens, skip_special_tokens=True))

@@ -255,8 +255,9 @@ def _sample_text(run: Run) -> None:
     settings = config.validation
     as_chat = config.conversations is not None
     sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, as_chat)
+    is_divided = run.built.mesh.layout.tp > 1
     for prompt in settings.prompts:
-        text = generate_text(run.built.model, run.tokenizer, prompt, *sampling)
+        text = generate_text(run.built.model, run.tokenizer, prompt, *sampling, whole=is_divided)
         run.metrics.write_sample(run.state.step, prompt, text)
 
 
