@@ -40,8 +40,13 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
 
 @pytest.mark.parametrize(
     "layout",
-    [Layout(), Layout(1, 2), Layout(tp=2), Layout(cp=2)],
-    ids=["alone", "dp_shard 2", "tp 2", "cp 2"],
+    [
+        Layout(),
+        Layout(1, 2),
+        Layout(cp=2),
+        pytest.param(Layout(tp=2), marks=pytest.mark.slow),
+    ],
+    ids=["alone", "dp_shard 2", "cp 2", "tp 2"],
 )
 def test_a_step_in_pieces_is_the_same_step(model_config: Path, layout: Layout) -> None:
     alone = outcomes(model_config, [Case(Layout(), 2)])[0]

@@ -77,9 +77,11 @@ CASES: dict[str, tuple[object, ...]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        *CASES,
-        pytest.param("updates, cp 2, ring", marks=pytest.mark.slow),
-        pytest.param("updates, tp 2", marks=pytest.mark.slow),
+        *("updates", "gspo, divergence", "adapters", "resampled"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("dapo", "cispo", "updates, cp 2, ring", "updates, tp 2")
+        ),
     ],
 )
 def test_a_stopped_run_goes_on_to_the_bit(

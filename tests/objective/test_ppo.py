@@ -77,9 +77,11 @@ CASES: dict[str, tuple[object, ...]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        *CASES,
-        pytest.param("adaptive, cp 2, ring", marks=pytest.mark.slow),
-        pytest.param("adaptive, tp 2", marks=pytest.mark.slow),
+        *("plain", "adaptive", "adapters"),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("temperature", "adaptive, cp 2, ring", "adaptive, tp 2")
+        ),
     ],
 )
 def test_a_stopped_run_goes_on_to_the_bit(

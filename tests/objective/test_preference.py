@@ -160,7 +160,7 @@ def flags(pairs: Path, reference: str) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("reference", ["copy", "cached"])
+@pytest.mark.parametrize("reference", ["cached", pytest.param("copy", marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_to_the_bit(
     reference: str, world: Path, pairs: Path, tmp_path: Path
 ) -> None:

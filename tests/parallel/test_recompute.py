@@ -32,7 +32,11 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return folder
 
 
-@pytest.mark.parametrize("adapters", [LoraConfig(), LoraConfig(rank=3)], ids=["whole", "adapters"])
+@pytest.mark.parametrize(
+    "adapters",
+    [LoraConfig(rank=3), pytest.param(LoraConfig(), marks=pytest.mark.slow)],
+    ids=["adapters", "whole"],
+)
 def test_a_recomputed_step_is_the_same_step(model_config: Path, adapters: LoraConfig) -> None:
     modes = (ActivationCheckpointConfig(), FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED)
     plain, *recomputed = outcomes(

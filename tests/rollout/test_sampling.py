@@ -132,7 +132,7 @@ SHARED = {
 
 @pytest.mark.parametrize("layout", ["cp", "tp", pytest.param("cp × tp", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("engine", ["auto", "padded"])
-@pytest.mark.parametrize("sections", ["plain", "adapters"])
+@pytest.mark.parametrize("sections", ["adapters", pytest.param("plain", marks=pytest.mark.slow)])
 def test_ranks_that_share_sequences_complete_a_part_of_the_prompts_each(
     sections: str, engine: str, layout: str, tmp_path: Path
 ) -> None:

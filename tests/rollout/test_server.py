@@ -79,7 +79,7 @@ def test_training_finds_the_probabilities_that_the_server_drew_with(
     assert [body["n"] for body in server.bodies] == [1] + [3] * 10
 
 
-@pytest.mark.parametrize("layout", ["alone", "shards"])
+@pytest.mark.parametrize("layout", ["shards", pytest.param("alone", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sections", SECTIONS)
 def test_the_server_follows_the_weights(
     sections: str, layout: str, model: Path, tmp_path: Path
