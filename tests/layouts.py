@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from lacuna.config import Config
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
@@ -31,6 +32,7 @@ from tiny import (
     VOCABULARY,
     differing,
     mesh_of,
+    own_loss,
     relative_error,
     run_ranks,
     tokenizer_of_words,
@@ -117,6 +119,24 @@ def sequences(seed: int = 3) -> tuple[Tensor, Tensor, Tensor]:
     positions = torch.where(columns < first[:, None], columns, columns - first[:, None])
     labels[positions.roll(-1, dims=1) == 0] = -100
     return ids, positions, labels
+
+
+def alone_loss(model: PreTrainedModel, tokens: float) -> float:
+    """The loss of the sequences per token by a model's own code, document by document.
+
+    Adds its gradient to those of the model, in place.
+    """
+    ids, positions, labels = sequences()
+    total = 0.0
+    for row in range(len(ids)):
+        first = int((positions[row, 1:] == 0).nonzero()[0]) + 1
+        for piece in (slice(0, first), slice(first, None)):
+            if (labels[row, piece] != -100).any():
+                own = (each[row : row + 1, piece] for each in (ids, positions, labels))
+                loss = own_loss(model, *own) / tokens
+                loss.backward()
+                total += loss.item()
+    return total
 
 
 def micro_batch(rows: slice, seed: int = 3, packed: bool = True) -> Batch:

@@ -4,18 +4,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Emu3Config, PretrainedConfig, Qwen2Config, ViTConfig
+from transformers import Emu3Config, PretrainedConfig, ViTConfig
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import (
-    attention_widths,
     decoder_layers,
     load_model_config,
     meta_model,
     non_embedding_parameters,
-    step_flops,
 )
 from lacuna.model.checks import check_lengths
 from lacuna.parallel.mesh import Layout
@@ -28,7 +26,6 @@ LLAMA = 2 * LLAMA_LAYER + 32 + EMBEDDING
 # Qwen3-MoE: 4 heads of 16, 2 key-value heads, norms of queries and keys, a router, 2 of 4 experts
 # visited.
 MOE_LAYER = 2 * 32 * 64 + 2 * 32 * 32 + 2 * 16 + 4 * 32 + 2 * (3 * 32 * 24) + 2 * 32
-LENGTHS = torch.tensor([4, 10])
 
 
 def matrix_parameters(architecture: str) -> int:
@@ -52,43 +49,6 @@ def test_only_the_experts_that_a_token_visits_count() -> None:
     attention = 2 * 32 * 32 + 2 * 32 * 16 + 32 + 2 * 16
     layer = attention + 4 * 32 + 2 * (3 * 32 * 24) + shared + 2 * 32
     assert matrix_parameters("qwen2_moe") == 2 * layer + 32 + EMBEDDING
-
-
-def test_causal_attention_counts_half_the_square_and_windows_less() -> None:
-    assert step_flops(0, {None: 1}, 14, LENGTHS) == 12 * (16 / 2 + 100 / 2)
-    assert step_flops(0, {4: 1}, 14, LENGTHS) == 12 * (16 / 2 + (4 * 10 - 16 / 2))
-    assert step_flops(0, {100: 1}, 14, LENGTHS) == step_flops(0, {None: 1}, 14, LENGTHS)
-
-
-def test_a_step_costs_six_per_parameter_and_token_and_twelve_per_attended_pair() -> None:
-    llama = attention_widths(tiny_config("llama"))
-    assert step_flops(LLAMA, llama, 14, LENGTHS) == 6 * LLAMA * 14 + 2 * 12 * 4 * 8 * 58
-    gemma = attention_widths(tiny_config("gemma3"))  # one layer with a window of 4, one without
-    assert step_flops(0, gemma, 14, LENGTHS) == 12 * 4 * 16 * (40 + 58)
-
-
-@pytest.mark.parametrize(
-    ("model_config", "widths"),
-    [
-        (tiny_config("mistral"), {4: 2 * 32}),
-        (tiny_config("gemma3"), {4: 64, None: 64}),
-        (tiny_config("llama"), {None: 2 * 32}),
-        (
-            Qwen2Config(num_hidden_layers=2, sliding_window=4, use_sliding_window=False),
-            {None: 2 * 4096},
-        ),
-        (tiny_config("mamba"), {None: 0}),
-    ],
-    ids=["mistral", "gemma3", "llama", "qwen2", "mamba"],
-)
-def test_every_layer_has_its_own_window(
-    model_config: PretrainedConfig, widths: dict[int | None, int]
-) -> None:
-    assert attention_widths(model_config) == widths
-
-
-def test_heads_are_found_under_other_names() -> None:
-    assert attention_widths(tiny_config("gpt2")) == {None: 2 * 4 * 8}
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox", "opt", "bloom", "qwen3_moe"])

@@ -26,12 +26,13 @@ from lacuna.cli import main
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.data.fla_models import register_models
-from lacuna.model.architecture import meta_model, step_flops
+from lacuna.model.architecture import meta_model
+from lacuna.model.flops import step_flops
 from lacuna.model.linear_attention import bounds_choices, find_bounds, products_and_widths
 from lacuna.parallel.mesh import Layout
-from layouts import Case, Outcome, check_same, merge, pipelined, sequences, steps
+from layouts import Case, Outcome, alone_loss, check_same, merge, pipelined, steps
 from runs import make_world, rows
-from tiny import CPU, VOCABULARY, own_loss, random_model, relative_error, run_ranks
+from tiny import CPU, VOCABULARY, random_model, relative_error, run_ranks
 
 SIZES = {
     "hidden_size": 32,
@@ -86,17 +87,7 @@ def alone(hybrid: Path) -> Outcome:
 
 def test_packed_documents_train_as_by_flas_own_code_alone(hybrid: Path, alone: Outcome) -> None:
     model = AutoModelForCausalLM.from_pretrained(hybrid, dtype=torch.float32)
-    ids, positions, labels = sequences()
-    total = 0.0
-    for row in range(len(ids)):
-        first = int((positions[row, 1:] == 0).nonzero()[0]) + 1
-        for piece in (slice(0, first), slice(first, None)):
-            if (labels[row, piece] != -100).any():
-                own = (each[row : row + 1, piece] for each in (ids, positions, labels))
-                loss = own_loss(model, *own) / alone.tokens
-                loss.backward()
-                total += loss.item()
-    assert alone.loss == pytest.approx(total, rel=1e-5)
+    assert alone.loss == pytest.approx(alone_loss(model, alone.tokens), rel=1e-5)
     theirs = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     assert relative_error(alone.gradients, theirs) < 1e-5
 

@@ -21,8 +21,9 @@ from lacuna.config import UserError
 from lacuna.config.attentions import TRAINED
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model import own_attention, softpick
-from lacuna.model.architecture import attention_widths, flops_of, meta_model
+from lacuna.model.architecture import meta_model
 from lacuna.model.attention_choice import attention_choices
+from lacuna.model.flops import attention_widths, flops_of
 from lacuna.model.merged_attention import merged_attention
 from lacuna.model.own_attention import OwnAttention, register
 from lacuna.model.own_attention_choice import require_exact

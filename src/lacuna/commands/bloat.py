@@ -8,7 +8,7 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 7550  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7600  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
 # Name of an extension -> its modules in the package.
@@ -57,6 +57,7 @@ EXTENSIONS = {
         "model/router_kinds.py",
         "model/router_load.py",
     ),
+    "recurrent-rows": ("model/recurrent_flops.py", "model/recurrent_rows.py"),
     "offload": ("parallel/offload.py",),
     "on-policy": ("objective/on_policy.py", "objective/sample_batches.py"),
     "on-policy-distillation": ("objective/on_policy_distillation.py",),

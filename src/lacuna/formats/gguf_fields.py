@@ -24,7 +24,8 @@ from lacuna.data.gguf_tokenizer import (
     USER_DEFINED,
     read_tokenizer,
 )
-from lacuna.model.architecture import attention_widths, head_dim
+from lacuna.model.architecture import head_dim
+from lacuna.model.flops import attention_widths
 
 # What a configuration may say that does not change what the model computes when it is used.
 _IDLE = re.compile(

@@ -1,10 +1,8 @@
 """What lacuna must know of a Hugging Face causal LM: its configuration, layers, head and sizes."""
 
 import os
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from textwrap import shorten
 from typing import cast
 
@@ -21,7 +19,6 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from lacuna.config import UserError, explained, logger
-from lacuna.config.attentions import TRAINED
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
@@ -239,40 +236,6 @@ def head_dim(layer: PretrainedConfig) -> int:
     return given or width // max(attention_heads(layer), 1)
 
 
-def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
-    """The summed width of the query heads of all layers, by the layers' window in tokens.
-
-    A window of None reaches all earlier tokens.
-    """
-    text_config = model_config.get_text_config()
-    kinds = getattr(text_config, "layer_types", None)
-    widths: Counter[int | None] = Counter()
-    for place, layer in enumerate(layer_settings(text_config)):
-        window = getattr(layer, "sliding_window", None)
-        if not getattr(layer, "use_sliding_window", True):
-            window = None
-        slides = kinds[place] == "sliding_attention" if kinds else window is not None
-        widths[window if slides else None] += attention_heads(layer) * head_dim(layer)
-    return dict(widths)
-
-
-def step_flops(
-    parameters: int, widths: dict[int | None, int], tokens: int, lengths: Tensor
-) -> float:
-    """The model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths`.
-
-    They are counted as in PaLM, appendix B: 6 for each parameter and token, and for attention
-    12 · heads · head_dim (of `attention_widths`) for each layer and each pair of query and key. Of
-    these pairs causal attention computes half the square. Recomputation adds nothing.
-    """
-    flops = 6.0 * parameters * tokens
-    lengths = lengths.double()
-    for window, width in widths.items():
-        seen = lengths.clamp(0, window)
-        flops += 12.0 * width * float((lengths * seen - seen * seen / 2).sum())
-    return flops
-
-
 def is_soft_capped(model_config: PretrainedConfig) -> bool:
     """Whether attention scores are capped softly, which only eager attention and ours know of."""
     text_config = model_config.get_text_config()
@@ -284,17 +247,3 @@ def asks_for_router_loss(model_config: PretrainedConfig) -> bool:
     text_config = model_config.get_text_config()
     asked = getattr(text_config, "output_router_logits", False)
     return asked and any(getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS)
-
-
-def flops_of(model: PreTrainedModel) -> Callable[[int, Tensor], float]:
-    """Gives a whole model's FLOPs of a number of tokens in documents of these lengths."""
-    if is_from_fla(model.config):
-        from lacuna.model.linear_attention import products_and_widths  # an extension
-
-        return partial(step_flops, *products_and_widths(model))
-    widths = attention_widths(model.config)
-    if model.config._attn_implementation.startswith(TRAINED):
-        from lacuna.model.own_attention_choice import scaled_widths  # an extension
-
-        widths = scaled_widths(model.config, widths)
-    return partial(step_flops, non_embedding_parameters(model), widths)

@@ -7,6 +7,7 @@ from lacuna.config import UserError
 from lacuna.config.attentions import is_own
 from lacuna.model.architecture import causal_class, is_from_fla, is_soft_capped
 from lacuna.model.attention import HALF, PACKED
+from lacuna.model.over_tokens import has_convolutions
 from lacuna.parallel.mesh import Layout
 
 
@@ -35,7 +36,8 @@ def attention_choices(
         return own_choices(asked, apart, model_config, layout)
     shared = layout.sharing > 1
     model_class = causal_class(model_config)
-    exchangeable = bool(model_class._supports_attention_backend)
+    # Hybrids do not say so, but theirs can be exchanged; whether it was is tried.
+    exchangeable = model_class._supports_attention_backend or has_convolutions(model_config)
     reason = _reason_against(asked, model_config, device_type, dtype, shared)
     if reason is not None:
         raise UserError(f'model.attention: "{asked}" {reason}.')

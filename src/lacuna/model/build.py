@@ -27,6 +27,7 @@ from lacuna.model.checks import (
     is_compiled,
     required_router,
 )
+from lacuna.model.flops import flops_of
 from lacuna.model.forward import Reading, attach_forward, hidden_states, run_forward
 from lacuna.model.head import Head, probe_head
 from lacuna.model.inputs import Inputs, prepare_inputs
@@ -179,7 +180,7 @@ def build_model(
     compiled = is_compiled(config.compile, parallelism, dtype, model.config, router, device.type)
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
-    flops = architecture.flops_of(model)
+    flops = flops_of(model)
     trained = trained_names(model)
     if config.quantization.base != "none":
         from lacuna.model.layers.quantized import pack_layers

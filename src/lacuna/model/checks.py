@@ -16,6 +16,7 @@ from lacuna.config.machine import (
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import asks_for_router_loss, decoder_layers, is_from_fla
 from lacuna.model.layers.lora import trained_names
+from lacuna.model.over_tokens import has_recurrences
 from lacuna.model.probe import runs_by_itself
 from lacuna.model.specimen import specimen
 from lacuna.parallel.mesh import Layout
@@ -122,6 +123,8 @@ def reason_not_to_compile(
     """Why layers that compute in `dtype` cannot be compiled, or None where they can."""
     if is_from_fla(model_config):
         return "fla's kernels are compiled already, and break the graph of a layer"
+    if has_recurrences(model_config):
+        return "recurrences over tokens have kernels that break the graph of a layer"
     if router is not None:
         return "their load-balancing loss is computed from what routers found"
     experts = getattr(model_config.get_text_config(), "_experts_implementation", None)

@@ -19,6 +19,7 @@ from lacuna.model.architecture import causal_class, is_soft_capped
 from lacuna.model.forward import hidden_states
 from lacuna.model.head import relative_difference
 from lacuna.model.inputs import prepare_inputs
+from lacuna.model.over_tokens import has_convolutions
 from lacuna.model.specimen import LENGTH, specimen, specimen_and_layers, tokens_to_try
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.precision import store_in
@@ -74,6 +75,10 @@ def find_attention(
     its `longest` position. Raises `UserError` where no attention is exact, and for a model whose
     tokens see later ones, or that does not run.
     """
+    if rows == "packed" and has_convolutions(model_config):
+        from lacuna.model.recurrent_rows import keep_documents_apart  # an extension
+
+        keep_documents_apart(model_config)
     if names[0].startswith(TRAINED):
         from lacuna.model.own_attention_choice import require_exact  # an extension
 
