@@ -15,9 +15,11 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.model.build import build_model
 from lacuna.objective.reward import Reward, padding_of, reward_sums, with_last_places
 from lacuna.parallel.mesh import Layout
+from layouts import Case
 from policies import batch_of, one_rank, policy_of
 from rewarded import CHAT, SHARED_LAYOUTS
 from runs import curve, lacuna, refused, rows, train, weights, write_pairs
+from tasks import STEPS, Task, steps_of, write_weights
 from tiny import CPU, mesh_of, random_model, tiny_config, tokenizer_of_words
 
 LOGGED = ("loss", "grad_norm", "score_chosen", "score_margin", "score_accuracy")
@@ -134,6 +136,15 @@ def test_every_layout_trains_as_one_process_does(
     train(world, tmp_path / "run", *own)
     for row, other in zip(curve(tmp_path / "run", *LOGGED), wanted, strict=True):
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
+
+
+def test_experts_over_ranks_learn_to_score_as_those_of_one_process(tmp_path: Path) -> None:
+    model = write_weights(tmp_path, tiny_config("qwen3_moe"), seed=1)
+    spread = Case(Layout(dp_shard=2, ep=2), parallelism={"expert_parallel_degree": 2})
+    alone, other = steps_of(model, [(Case(), Task("reward")), (spread, Task("reward"))])
+    assert len({loss for loss, _ in alone}) == STEPS, "nothing is learnt"
+    for found, wanted in zip(other, alone, strict=True):
+        assert found == pytest.approx(wanted, rel=4e-6)
 
 
 def test_a_causal_model_begins_with_scores_of_0_and_one_that_scores_with_its_own(
