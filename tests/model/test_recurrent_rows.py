@@ -110,3 +110,10 @@ def test_every_layout_trains_packed_documents_as_transformers_does_alone(
     assert alone.loss == pytest.approx(alone_loss(model, alone.tokens), rel=1e-5)
     theirs = {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
     assert relative_error(alone.gradients, theirs) < 1e-5
+
+
+@pytest.mark.slow
+def test_convolutions_compile_in_packed_rows(tmp_path: Path) -> None:
+    random_model(config_of("lfm2"), "eager").save_pretrained(tmp_path)
+    alone, compiled = run_ranks(1, prepared_steps, tmp_path, [Case(), Case(compiled=True)])[0]
+    check_same(compiled, alone)

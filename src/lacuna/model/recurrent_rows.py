@@ -37,8 +37,8 @@ def _are_apart(parts: Parts) -> bool:
 
 
 def _documents(bounds: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The number of each token's document, and of the tokens before it there, int64 [count]."""
-    tokens = torch.arange(count, device=bounds.device)
+    """The number of each token's document, and of the tokens before it there, [count]."""
+    tokens = torch.arange(count, dtype=bounds.dtype, device=bounds.device)
     documents = torch.searchsorted(bounds, tokens, right=True) - 1
     return documents, tokens - bounds[documents]
 
