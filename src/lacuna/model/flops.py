@@ -46,10 +46,10 @@ def step_flops(
 ) -> float:
     """The model FLOPs, forward and backward, of `tokens` tokens in documents of `lengths`.
 
-    They are counted as in PaLM, appendix B: 6 for each parameter, or other product of a token, and
-    token, and for attention 12 · heads · head_dim (of `attention_widths`) for each layer and each
-    pair of query and key. Of these pairs causal attention computes half the square. Recomputation
-    adds nothing.
+    They are counted as in PaLM, appendix B: 6 for each token and each parameter, or value of a
+    state, that it is multiplied by, and for attention 12 · heads · head_dim (of `attention_widths`)
+    for each layer and each pair of query and key. Of these pairs causal attention computes half the
+    square. Recomputation adds nothing.
     """
     flops = 6.0 * parameters * tokens
     lengths = lengths.double()
