@@ -105,7 +105,7 @@ def test_completions_are_learnt_the_same_in_every_layout(
 def test_completions_are_learnt_the_same_in_every_layout_of_other_models(
     models: tuple[Path, Path],
 ) -> None:
-    check(models[0], tasks_by_rewards()["PPO"], OF_WHOLE_MODELS)
+    check(models[0], tasks_by_rewards()["GSPO"], OF_WHOLE_MODELS)
 
 
 OTHER_PREFERENCES = {

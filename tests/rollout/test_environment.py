@@ -136,6 +136,6 @@ def test_a_model_learns_to_ask_its_environment(world: Path, tmp_path: Path) -> N
         train(world, tmp_path / name, *own, *more, cwd=talks)
         found = [row for row in rows(tmp_path / name) if "loss" in row]
         rewards = [row["reward"] for row in found]
-        assert sum(rewards[:5]) / 5 < 0.65 and sum(rewards[-10:]) / 10 > 0.78, rewards
+        assert sum(rewards[-20:]) / 20 > sum(rewards[:5]) / 5 + 0.15, rewards
         turns = [row["turns"] for row in found]
         assert turns[0] < 1.7 and turns[-1] > 1.85, turns
