@@ -107,7 +107,11 @@ def run(config: Config, tokenizer: PreTrainedTokenizerFast, world: int, micro: i
 
 @pytest.mark.parametrize(
     "layout",
-    [{}, {"varlen": True, "context_len": 20}, {"packing": FITTED}],
+    [
+        {},
+        pytest.param({"varlen": True, "context_len": 20}, marks=pytest.mark.slow),
+        {"packing": FITTED},
+    ],
     ids=["concat", "varlen", "fitted"],
 )
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)

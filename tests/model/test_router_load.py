@@ -206,6 +206,7 @@ def test_compiled_layers_move_biases_as_a_plain_loop_does(tmp_path: Path) -> Non
     check_cases("glm4_moe", tmp_path, COMPILED)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_two_ranks_move_biases_as_a_plain_loop_does(kind: str, tmp_path: Path) -> None:
     check_cases(kind, tmp_path, ON_TWO)

@@ -77,10 +77,14 @@ CASES: dict[str, tuple[object, ...]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("updates", "gspo, divergence", "adapters", "resampled"),
+        "updates",
+        "adapters",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("dapo", "cispo", "updates, cp 2, ring", "updates, tp 2")
+            for name in (
+                *("dapo", "gspo, divergence", "resampled", "cispo"),
+                *("updates, cp 2, ring", "updates, tp 2"),
+            )
         ),
     ],
 )
@@ -120,7 +124,9 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", ["shards", "cp 2, ring", "tp 2"])
+@pytest.mark.parametrize(
+    "layout", ["tp 2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("shards", "cp 2, ring"))]
+)
 def test_some_layouts_train_as_one_process_does(
     layout: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:

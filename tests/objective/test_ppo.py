@@ -77,10 +77,13 @@ CASES: dict[str, tuple[object, ...]] = {
 @pytest.mark.parametrize(
     "case",
     [
-        *("plain", "adaptive", "adapters"),
+        "adaptive",
         *(
             pytest.param(name, marks=pytest.mark.slow)
-            for name in ("temperature", "adaptive, cp 2, ring", "adaptive, tp 2")
+            for name in (
+                *("plain", "adapters", "temperature"),
+                *("adaptive, cp 2, ring", "adaptive, tp 2"),
+            )
         ),
     ],
 )
@@ -136,7 +139,7 @@ def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, fol
         assert said == other_said, name
 
 
-@pytest.mark.parametrize("layout", ["shards", "tp 2"])
+@pytest.mark.parametrize("layout", ["tp 2", pytest.param("shards", marks=pytest.mark.slow)])
 def test_some_layouts_train_as_one_process_does(
     layout: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:

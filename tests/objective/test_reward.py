@@ -173,7 +173,8 @@ def base(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "hf"
 
 
-@pytest.mark.parametrize("bits", ["none", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", ["none", "nf4"])
 def test_adapters_learn_beside_the_layer_that_scores(
     bits: str, world: Path, data: Path, base: Path, tmp_path: Path
 ) -> None:

@@ -39,10 +39,7 @@ RING = {"context_parallel_rotate_method": "alltoall"}
 
 @pytest.mark.parametrize(
     "kind",
-    [
-        pytest.param(kind, marks=[] if kind in ("mixtral", "gpt_oss") else pytest.mark.slow)
-        for kind in KINDS
-    ],
+    [pytest.param(kind, marks=[] if kind == "mixtral" else pytest.mark.slow) for kind in KINDS],
 )
 def test_two_ranks_train_the_experts_of_one_process(kind: str, tmp_path: Path) -> None:
     saved(kind, tmp_path)
@@ -112,8 +109,10 @@ def test_adapters_beside_spread_experts_are_those_of_one_process(tmp_path: Path)
     "settings",
     [
         {"name": "Muon"},
-        {"state_dtype": "int8"},
-        pytest.param({"state_dtype": "bfloat16"}, marks=pytest.mark.slow),
+        *(
+            pytest.param({"state_dtype": kind}, marks=pytest.mark.slow)
+            for kind in ("int8", "bfloat16")
+        ),
     ],
     ids=str,
 )

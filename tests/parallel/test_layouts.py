@@ -112,9 +112,8 @@ def check_layouts(cases: list[Case], architecture: str, tmp_path: Path) -> None:
         check_same(outcome, alone)
 
 
-@pytest.mark.parametrize(
-    "loss", [{}, pytest.param({"disable_loss_parallel": True}, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [{}, {"disable_loss_parallel": True}])
 def test_norms_over_all_heads_split_too(loss: dict[str, bool], tmp_path: Path) -> None:
     tiny_config("olmo2").save_pretrained(tmp_path)
     alone, adapted = outcomes(tmp_path, [Case(), Case(lora=LoraConfig(rank=3))])
@@ -127,7 +126,9 @@ def test_norms_over_all_heads_split_too(loss: dict[str, bool], tmp_path: Path) -
     check_same(outcomes(tmp_path, [Case(Layout(dp_shard=2, tp=2), 2, parallelism=loss)])[0], alone)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "architecture", ["gpt_oss", pytest.param("deepseek_v3", marks=pytest.mark.slow)]
+)
 def test_sinks_and_narrow_values_make_the_same_step(architecture: str, tmp_path: Path) -> None:
     tiny_config(architecture).save_pretrained(tmp_path)
     ring = {"context_parallel_rotate_method": "alltoall"}

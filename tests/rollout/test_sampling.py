@@ -106,7 +106,7 @@ def test_models_that_cannot_have_pages_draw_by_their_own_probabilities(architect
             assert torch.allclose(own, torch.tensor(one.logprobs), atol=1e-4)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("sections", SECTIONS)
 def test_completions_follow_the_weights(sections: str, ranks: int, tmp_path: Path) -> None:
     model = write_weights(tmp_path, tiny_config("llama"), seed=1)

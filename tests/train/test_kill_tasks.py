@@ -45,7 +45,13 @@ def write_weights(folder: Path, seed: int, **settings: object) -> None:
     AutoModelForCausalLM.from_config(model_config).save_pretrained(folder)
 
 
-@pytest.fixture(scope="module", params=TASKS)
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(task, marks=[] if task == "dpo, cached" else pytest.mark.slow)
+        for task in TASKS
+    ],
+)
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with dropout, data and run.toml of a task."""
     task = request.param

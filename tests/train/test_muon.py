@@ -137,6 +137,7 @@ def test_on_two_ranks_three_steps_are_torchs(tmp_path: Path, in_float32: None) -
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_on_four_ranks_three_steps_are_torchs(tmp_path: Path, in_float32: None) -> None:
     check_three_steps(tmp_path, FOUR_RANKS)
 

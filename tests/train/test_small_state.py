@@ -184,7 +184,8 @@ def check_layouts(folder: Path, cases: dict[str, Case], kind: str) -> None:
         assert differing(after, alone) == [], name
 
 
-@pytest.mark.parametrize("kind", ["int8", pytest.param("bfloat16", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
 def test_on_two_ranks_three_steps_are_those_of_one_to_the_bit(kind: str, tmp_path: Path) -> None:
     check_layouts(tmp_path, TWO_RANKS, kind)
 

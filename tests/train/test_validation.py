@@ -110,7 +110,12 @@ def test_prompts_are_completed_at_each_validation_shown_and_kept(
 
 
 @pytest.mark.parametrize(
-    "setting", ["tensor_parallel_degree", "context_parallel_degree"], ids=["tensor", "context"]
+    "setting",
+    [
+        "tensor_parallel_degree",
+        pytest.param("context_parallel_degree", marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "context"],
 )
 def test_ranks_that_share_sequences_sample_the_same(
     setting: str, runs: dict[str, tuple[Path, str]], world: Path, tmp_path: Path
