@@ -118,6 +118,7 @@ def listening(process: int) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_ranks_on_one_machine_listen_to_nobody_else(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ("--cpus", 2, "--training.steps", 100_000)

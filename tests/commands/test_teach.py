@@ -45,6 +45,7 @@ def test_a_run_learns_what_it_would_from_the_teacher(
         assert other == pytest.approx(one, rel=1e-5, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_two_processes_write_and_learn_the_same_as_one(
     world: Path, teacher: Path, said: Path, tmp_path: Path
 ) -> None:

@@ -105,6 +105,7 @@ def test_what_has_no_scales_is_refused(tmp_path: Path) -> None:
         plain(input_ids=torch.tensor([[4, 5]]))
 
 
+@pytest.mark.slow
 def test_a_run_trains_from_scratch_or_from_softmax_weights_and_its_numbers_are_kept(
     tmp_path: Path,
 ) -> None:

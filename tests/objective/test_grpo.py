@@ -78,11 +78,10 @@ CASES: dict[str, tuple[object, ...]] = {
     "case",
     [
         "updates",
-        "adapters",
         *(
             pytest.param(name, marks=pytest.mark.slow)
             for name in (
-                *("dapo", "gspo, divergence", "resampled", "cispo"),
+                *("dapo", "gspo, divergence", "adapters", "resampled", "cispo"),
                 *("updates, cp 2, ring", "updates, tp 2"),
             )
         ),

@@ -70,6 +70,7 @@ def test_the_model_as_it_is_answers_and_training_stays_the_same(
         assert tokenizer.decode(after) == one["completion"]
 
 
+@pytest.mark.slow
 def test_several_completions_are_the_same_on_any_number_of_ranks(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:

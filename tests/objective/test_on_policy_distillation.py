@@ -152,7 +152,8 @@ def flags_of(case: str, prompts: Path, teacher: Path, *more: object) -> list[obj
     return own
 
 
-@pytest.mark.parametrize("case", ["whole", pytest.param("nf4", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["whole", "nf4"])
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, prompts: Path, teacher: Path, tmp_path: Path
 ) -> None:

@@ -74,18 +74,10 @@ CASES: dict[str, tuple[object, ...]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
-    [
-        "adaptive",
-        *(
-            pytest.param(name, marks=pytest.mark.slow)
-            for name in (
-                *("plain", "adapters", "temperature"),
-                *("adaptive, cp 2, ring", "adaptive, tp 2"),
-            )
-        ),
-    ],
+    [*CASES, "adaptive, cp 2, ring", "adaptive, tp 2"],
 )
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, prompts: Path, tmp_path: Path

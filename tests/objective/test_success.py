@@ -137,6 +137,7 @@ def test_a_killed_run_draws_what_the_straight_run_draws(
     assert weights(straight) == weights(killed)
 
 
+@pytest.mark.slow
 def test_other_ranks_go_on_with_the_same_prompts(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:

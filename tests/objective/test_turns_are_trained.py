@@ -279,6 +279,7 @@ def check_layouts(case: str, layouts: list[str], world: Path, talks: Path, folde
         assert said == [one["messages"] for one in completions(folder / "alone")]
 
 
+@pytest.mark.slow
 def test_shards_and_padding_train_as_one_process_does(
     world: Path, talks: Path, tmp_path: Path
 ) -> None:

@@ -85,6 +85,7 @@ def test_training_is_the_same_to_the_bit_with_it(world: Path, tmp_path: Path) ->
     assert looks_of(plain) == {}
 
 
+@pytest.mark.slow
 def test_ranks_share_the_rows_and_find_the_same(world: Path, tmp_path: Path) -> None:
     alone, sharded, many = (tmp_path / name for name in ("alone", "sharded", "many"))
     own = ("--model.attention", "softpick", *looking(world))

@@ -137,11 +137,11 @@ def test_on_two_ranks_three_steps_are_torchs(tmp_path: Path, in_float32: None) -
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_on_four_ranks_three_steps_are_torchs(tmp_path: Path, in_float32: None) -> None:
     check_three_steps(tmp_path, FOUR_RANKS)
 
 
+@pytest.mark.slow
 def test_on_two_ranks_three_steps_are_normuons(tmp_path: Path, in_float32: None) -> None:
     check_three_steps(tmp_path, TWO_RANKS, EVENED, normuons_steps)
 
@@ -354,6 +354,7 @@ FLAGS = (
 )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_bit_and_only_with_muon(world: Path, tmp_path: Path) -> None:
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     flags = (*FLAGS, "--cpus", 2)

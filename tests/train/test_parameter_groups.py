@@ -137,6 +137,7 @@ def test_a_group_of_nothing_is_refused(group: OptimizerGroup, reason: str) -> No
         build_optimizer(model, OptimizerConfig(groups=(group,)))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_with_groups_goes_on_to_the_bit(world: Path, tmp_path: Path) -> None:
     (tmp_path / "run.toml").write_text((world / "run.toml").read_text() + TABLES)
     straight, stopped, copied = (tmp_path / name for name in ("straight", "stopped", "copied"))

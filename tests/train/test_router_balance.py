@@ -32,6 +32,7 @@ def flags(experts: Path) -> tuple[object, ...]:
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_bit_and_exports_its_biases(
     world: Path, experts: Path, tmp_path: Path
 ) -> None:

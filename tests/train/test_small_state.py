@@ -108,6 +108,7 @@ def changes_of(kind: str | None, steps: int = 20, dtype: torch.dtype = torch.flo
     return after, optimizer_tensors(model, optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kind", "error"), [("bfloat16", 5e-3), ("int8", 5e-2)])
 def test_it_learns_like_adamw(kind: str, error: float) -> None:
     plain, _ = changes_of(None)

@@ -171,6 +171,7 @@ def _gathered_as_on_a_gpu(folder: Path, cases: list[Case]) -> list[Outcome]:
     return steps(folder, cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bases", ["llama_tied"], indirect=True)
 @pytest.mark.parametrize("form", FORMS_SLOW)
 def test_packed_bytes_that_are_no_number_are_gathered_as_they_are(

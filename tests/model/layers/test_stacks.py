@@ -96,6 +96,7 @@ def test_adapters_of_experts_are_pefts(
     assert (logits(ours) - logits(plain)).abs().max() > 0.1
 
 
+@pytest.mark.slow
 def test_adapters_of_experts_learn_the_same_in_every_layout(tmp_path: Path) -> None:
     adapted_by_peft("qwen3_moe", tmp_path / "theirs")
     random_model(tiny_config("qwen3_moe")).save_pretrained(tmp_path / "base")
