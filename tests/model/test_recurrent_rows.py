@@ -92,7 +92,9 @@ def prepared_steps(model: Path, cases: list[Case]) -> list[Outcome]:
     return steps(model, cases)
 
 
-@pytest.mark.parametrize("kind", ["qwen3_5_text", pytest.param("bamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["qwen3_5_text", pytest.param("granitemoehybrid", marks=pytest.mark.slow)]
+)
 def test_every_layout_trains_packed_documents_as_transformers_does_alone(
     kind: str, tmp_path: Path
 ) -> None:

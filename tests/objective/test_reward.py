@@ -109,7 +109,7 @@ LAYOUTS = {
         *("--parallelism.data_parallel_shard_degree", 1),
     ),
     "accumulated": ("--training.batch_size", 1, "--training.gradient_accumulation_steps", 2),
-    "unpacked": ("--packing.mode", "none", "--training.batch_size", 1, "--cpus", 2),
+    "unpacked": ("--training.batch_size", 1, "--cpus", 2),
     **{name: SHARED_LAYOUTS[name] for name in ("tp 2", "cp 2, ring", "cp 2 × tp 2")},
     "pp 2": (
         *("--cpus", 2, "--parallelism.pipeline_parallel_degree", 2),
@@ -126,14 +126,15 @@ LAYOUTS = {
     ],
 )
 def test_every_layout_trains_as_one_process_does(
-    name: str, world: Path, data: Path, scored: tuple[Path, str], tmp_path: Path
+    name: str, world: Path, data: Path, tmp_path: Path
 ) -> None:
-    own = flags(data, *LAYOUTS[name])
-    wanted = curve(scored[0], *LOGGED)
+    # Scores begin at 0: what rounding makes of the first gradients, AdamW would scale up.
+    more: tuple[object, ...] = ("--optimizer.eps", 1e-3)
     if name == "unpacked":
-        train(world, tmp_path / "alone", *flags(data, "--packing.mode", "none"))
-        wanted = curve(tmp_path / "alone", *LOGGED)
-    train(world, tmp_path / "run", *own)
+        more += ("--packing.mode", "none")
+    train(world, tmp_path / "alone", *flags(data, *more))
+    train(world, tmp_path / "run", *flags(data, *LAYOUTS[name], *more))
+    wanted = curve(tmp_path / "alone", *LOGGED)
     for row, other in zip(curve(tmp_path / "run", *LOGGED), wanted, strict=True):
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
 
