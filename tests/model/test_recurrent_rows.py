@@ -1,5 +1,6 @@
 """Documents in a row are to layers with a state what they are alone, by torch and by kernels."""
 
+import inspect
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers.models.lfm2 import modeling_lfm2
 
 from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
@@ -50,6 +52,11 @@ def config_of(kind: str) -> PretrainedConfig:
     return found
 
 
+def is_lfm2_told() -> bool:
+    """Whether LFM2 calls its convolution with what the model was called with, as of late."""
+    return "conv.bias, **kwargs)" in inspect.getsource(modeling_lfm2)
+
+
 def found(kind: str, masked: bool = True) -> str:
     own = config_of(kind)
     names = attention_choices("auto", masked, own, "cpu", torch.float32, Layout())
@@ -59,6 +66,8 @@ def found(kind: str, masked: bool = True) -> str:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_in_a_row_are_as_they_are_alone(kind: str) -> None:
+    if kind.startswith("lfm") and not is_lfm2_told():
+        pytest.skip("the installed transformers tells LFM2's convolutions of nothing")
     assert found(kind) == PACKED
     assert found(kind, masked=False) == "sdpa"
 
