@@ -57,6 +57,8 @@ def test_heads_are_found_under_other_names() -> None:
         ("kimi_linear", 3 * 2 * 4 * 8 * 8, 2 * 4 * 8),
         # Mamba 2 in every layer, 4 heads of 8 by 4 states, beside attention.
         ("falcon_h1", 2 * 4 * 32 * 4, 4 * 4 * 8),
+        # Lightning attention: 2 layers of 4 heads of 8, and 2 layers of attention.
+        ("minimax", 2 * 2 * 4 * 8 * 8, 2 * 4 * 8),
         # Convolutions have weights alone.
         ("lfm2", 0, 2 * 4 * 8),
     ],

@@ -14,6 +14,7 @@ from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.config.sections import TrainingConfig
+from lacuna.model import recurrent_rows
 from lacuna.model.attention import PACKED
 from lacuna.model.attention_choice import attention_choices
 from lacuna.model.checks import reason_not_to_compile
@@ -74,6 +75,17 @@ def test_documents_in_a_row_are_as_they_are_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", UNTOLD)
 def test_a_recurrence_that_is_told_of_no_documents_is_refused_in_packed_rows(kind: str) -> None:
+    with pytest.raises(UserError, match=r"data\.document_mask: in packed rows"):
+        found(kind)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="fla is there")
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "kimi_linear", "bamba"])
+def test_packed_rows_are_refused_where_a_kernel_is_missing_that_knows_documents(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # As on a GPU, where documents are not computed one by one.
+    monkeypatch.setattr(recurrent_rows, "is_installed", lambda _: True)
     with pytest.raises(UserError, match=r"data\.document_mask: in packed rows"):
         found(kind)
 

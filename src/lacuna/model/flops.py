@@ -16,10 +16,12 @@ from lacuna.model.architecture import (
     layer_settings,
     non_embedding_parameters,
 )
-from lacuna.model.over_tokens import has_recurrences
 
 # Kinds of layers, as transformers calls them, in which nothing attends.
-_WITHOUT_ATTENTION = ("conv", "linear_attention", "mamba", "mlp", "moe")
+_LINEAR = ("linear_attention", "mamba")
+_WITHOUT_ATTENTION = ("conv", "mlp", "moe", *_LINEAR)
+# Those with both attention and a state.
+_HYBRID = ("hybrid", "hybrid_sliding")
 
 
 def attention_widths(model_config: PretrainedConfig) -> dict[int | None, int]:
@@ -71,7 +73,8 @@ def flops_of(model: PreTrainedModel) -> Callable[[int, Tensor], float]:
 
         widths = scaled_widths(model.config, widths)
     products = non_embedding_parameters(model)
-    if has_recurrences(model.config):
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    if {*kinds} & {*_LINEAR, *_HYBRID}:
         from lacuna.model.recurrent_flops import state_products  # an extension
 
         products += state_products(decoder_layers(model))

@@ -22,4 +22,6 @@ def state_products(layers: nn.ModuleList) -> int:
             total += _SCAN * sizes["intermediate_size"] * sizes["ssm_state_size"]
         elif type(module).__name__.endswith("ForgetGate"):  # of Kimi's delta attention
             total += _DELTA_RULE * sizes["num_heads"] * sizes["head_dim"] ** 2
+        elif type(module).__name__.endswith("LightningAttention"):  # MiniMax
+            total += _SCAN * sizes["num_attention_heads"] * sizes["head_dim"] ** 2
     return total

@@ -1,7 +1,7 @@
 """Layers with a state, in transformers' own hybrids: documents of a row are kept apart."""
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -67,6 +67,12 @@ def _convolution(
     return found if activation is None else ACT2FN[activation](found)
 
 
+@cache
+def is_installed(package: str) -> bool:
+    """Whether a package can be imported, looked up once: recurrences ask in every layer."""
+    return find_spec(package) is not None
+
+
 def _recurrence(
     told: str,
     package: str,
@@ -85,7 +91,7 @@ def _recurrence(
         return original(*given, **named)
     rows = given[0].shape[:2]
     bounds = parts[0].cu_q
-    has_kernel = given[0].is_cuda or find_spec(package) is not None
+    has_kernel = given[0].is_cuda or is_installed(package)
     if has_kernel and told == "seq_idx":
         documents, _ = _documents(bounds, rows.numel())
         return original(*given, **named | {told: documents.view(rows).int()})
@@ -117,10 +123,10 @@ def _of_document(
     named: dict[str, Any],
 ) -> Any:
     """What a recurrence makes of the tokens from `start` to `end` of a single row."""
-    length = given[0].shape[1]
+    row = given[0].shape[:2]
 
     def cut(value: Any) -> Any:
-        is_of_tokens = isinstance(value, Tensor) and value.ndim > 2 and value.shape[1] == length
+        is_of_tokens = isinstance(value, Tensor) and value.ndim > 2 and value.shape[:2] == row
         return value[:, start:end] if is_of_tokens else value
 
     return original(
