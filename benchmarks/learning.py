@@ -18,7 +18,7 @@ call it until it says that all is done. FOLDER/learning.json, .md and .svg are w
   --freq N            batches of prompts between two validations (20)
   --sft-steps N       steps before (1500); 0 begins with the weights of --model
   --model FOLDER      a model to begin with in place of one from scratch: folder or Hub id
-  --lr X              learning rate of all runs by reward (1e-4; with --model 2e-6)
+  --lr X              learning rate of all runs by reward (1e-5; with --model 2e-6)
   --max-tokens N      longest completion (8)
   --target X          held-out accuracy up to which samples are counted (nine tenths of GRPO's way)
   --trl FOLDER        where TRL 1.16 and accelerate lie, if they are not installed
@@ -108,7 +108,7 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     given.steps = given.steps or (4 if given.tiny else 300)
     given.freq = given.freq or (2 if given.tiny else 20)
-    given.lr = given.lr or (2e-6 if given.model else 1e-4)
+    given.lr = given.lr or (2e-6 if given.model else 1e-5)
     if given.sft_steps is None:
         given.sft_steps = 20 if given.tiny else 1500
     if not given.sft_steps and not given.model:
@@ -159,7 +159,7 @@ def sft_settings(given: argparse.Namespace) -> dict[str, Any]:
         "job.task": "sft",
         "data.dataset": str(output / "task" / "sft.jsonl"),
         "chat.template": str(output / "task" / "plain.jinja"),
-        "data.num_workers": 0,
+        "data.num_workers": 1 if given.tiny else 4,
         "training.steps": given.sft_steps,
         "training.batch_size": 4 if given.tiny else 64,
         "training.seq_len": 128,

@@ -80,7 +80,7 @@ def step_by_lacuna(
             for prompt, group in zip(PROMPTS, drawn, strict=True)
             for one in group
         ]
-        batches = objective.laid_out(samples).batches
+        batches = objective.laid_out(samples, objective.targets).batches
         assert 1 < len(batches) < len(samples), "several are packed"
         batches = objective.annotate(policy, batches, objective.loss)
         counts = total_counts(policy, batches)

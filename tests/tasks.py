@@ -133,7 +133,7 @@ def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
         if step % 2 == 0:
             objective.note_findings(built, own)
             found[:] = own
-        return objective.laid_out(found).batches
+        return objective.laid_out(found, objective.targets).batches
 
     found: list[Sample] = []
     is_own = isinstance(objective, OnPolicy)

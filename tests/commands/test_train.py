@@ -324,7 +324,7 @@ def test_flags_alone_train_their_own_model_and_data_and_nothing_of_the_quickstar
 @pytest.mark.timeout(1200)
 def test_the_quickstart_is_small_enough_for_two_minutes_of_two_cores(tmp_path: Path) -> None:
     before = os.times()
-    settings = environment(HF_DATASETS_CACHE=str(tmp_path / "cache"), OMP_NUM_THREADS="2")
+    settings = environment(HF_DATASETS_CACHE=str(tmp_path / "cache"), OMP_NUM_THREADS="1")
     output = lacuna("train", timeout=1200, cwd=tmp_path, env=settings)
     after = os.times()
     spent = (

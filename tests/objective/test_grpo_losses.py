@@ -106,7 +106,7 @@ def test_corrections_are_cut_at_the_bound() -> None:
     old, sampled = torch.tensor([-1.0, -2.0, -1.0]), torch.tensor([-2.0, -1.9, -1.0])
 
     def corrections(**settings: object) -> list[float]:
-        return corrections_of(old, sampled, GrpoConfig(**settings)).tolist()
+        return corrections_of(old, sampled, torch.tensor([3]), GrpoConfig(**settings)).tolist()
 
     assert corrections() == [1, 1, 1]
     assert corrections(importance="token") == pytest.approx([2.0, math.exp(-0.1), 1.0])
@@ -115,8 +115,10 @@ def test_corrections_are_cut_at_the_bound() -> None:
     assert corrections(importance="sequence") == pytest.approx([2.0] * 3)
     assert corrections(importance="masked", importance_bound=3.0) == [1, 1, 1]
     assert corrections(importance="masked") == [0, 0, 0]
-    other_way = corrections_of(sampled, old, GrpoConfig(importance="masked"))
+    other_way = corrections_of(sampled, old, torch.tensor([3]), GrpoConfig(importance="masked"))
     assert other_way.tolist() == [0, 0, 0]
+    apart = corrections_of(old, sampled, torch.tensor([2, 1]), GrpoConfig(importance="masked"))
+    assert apart.tolist() == [0, 0, 1], "each completion has a weight of its own"
 
 
 def test_sums_count_trained_tokens_alone() -> None:

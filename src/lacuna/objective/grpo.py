@@ -16,7 +16,7 @@ from lacuna.objective.grpo_losses import NAMES, advantages_of, corrections_of, g
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.objective.on_policy import OnPolicy, functions_of
 from lacuna.objective.reference import on_policy_reference_kind
-from lacuna.objective.sample_batches import Targets, with_log_ratios
+from lacuna.objective.sample_batches import Targets, values_of_tokens, with_log_ratios
 from lacuna.rollout.groups import Group, Sample, statistics
 
 COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
@@ -31,16 +31,25 @@ def grpo_targets(settings: GrpoConfig, rollout: RolloutConfig) -> Targets:
     )
 
 
-def _grpo_columns(sample: Sample, settings: GrpoConfig, longest: int) -> dict[str, Tensor]:
-    count = len(sample.tokens)
-    shares = {"dr_grpo": 1 / longest, "grpo": 1 / count, "gspo": 1 / count}
-    old = torch.tensor(sample.old or [0.0] * count)
+def _grpo_columns(
+    samples: Sequence[Sample], settings: GrpoConfig, longest: int
+) -> dict[str, Tensor]:
+    counts = torch.tensor([len(one.tokens) for one in samples], dtype=torch.long)
+    advantages = torch.tensor([one.advantage for one in samples], dtype=torch.float32)
+    shares = torch.ones(len(samples))
+    if settings.loss == "dr_grpo":
+        shares = shares / longest
+    elif settings.loss in ("grpo", "gspo"):
+        shares = shares / counts
+    old, sampled, reference = (
+        values_of_tokens(samples, name) for name in ("old", "sampled", "reference")
+    )
     return {
-        "advantages": torch.full((count,), sample.advantage),
-        "shares": torch.full((count,), shares.get(settings.loss, 1.0)),
+        "advantages": advantages.repeat_interleave(counts),
+        "shares": shares.repeat_interleave(counts),
         "old_logprobs": old,
-        "reference_logprobs": torch.tensor(sample.reference or [0.0] * count),
-        "corrections": corrections_of(old, torch.tensor(sample.sampled), settings),
+        "reference_logprobs": reference,
+        "corrections": corrections_of(old, sampled, counts, settings),
     }
 
 

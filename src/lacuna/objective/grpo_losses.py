@@ -31,23 +31,26 @@ def advantages_of(rewards: Sequence[Sequence[float]], settings: GrpoConfig) -> T
     return advantages.float()
 
 
-def corrections_of(old: Tensor, sampled: Tensor, settings: GrpoConfig) -> Tensor:
-    """The weights of a completion's tokens [tokens], by which training corrects the sampler.
+def corrections_of(old: Tensor, sampled: Tensor, counts: Tensor, settings: GrpoConfig) -> Tensor:
+    """The weights of completions' tokens [tokens], by which training corrects the sampler.
 
-    `old` are the tokens' log-probabilities as training finds them, `sampled` as generating did.
-    Weights are cut at the bound (truncated importance sampling), of tokens or of the completion;
-    masked has 1, or 0 where the completion's weight is beyond the bound or below its inverse.
+    `old` are the tokens' log-probabilities as training finds them, `sampled` as generating did, and
+    `counts` int64 [completions] how many tokens each completion has. Weights are cut at the bound
+    (truncated importance sampling), of tokens or of the completion; masked has 1, or 0 where the
+    completion's weight is beyond the bound or below its inverse.
     """
     difference = old - sampled
     bound = settings.importance_bound
+    if settings.importance == "none":
+        return torch.ones_like(old)
     if settings.importance == "token":
         return difference.exp().clamp(max=bound)
-    whole = difference.sum().exp()
+    weights = torch.segment_reduce(difference, "sum", lengths=counts).exp()
     if settings.importance == "sequence":
-        return whole.clamp(max=bound).expand_as(old)
-    if settings.importance == "masked":
-        return ((whole <= bound) & (whole >= 1 / bound)).float().expand_as(old)
-    return torch.ones_like(old)
+        weights = weights.clamp(max=bound)
+    else:
+        weights = ((weights <= bound) & (weights >= 1 / bound)).float()
+    return weights.repeat_interleave(counts)
 
 
 def policy_losses(

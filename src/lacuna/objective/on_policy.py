@@ -160,7 +160,7 @@ class OnPolicy(LanguageModelling):
         own = [sample for group in self.own for sample in group]
         if is_new:
             self.note_findings(policy, own)
-        return self.laid_out(own).batches
+        return self.laid_out(own, self.targets).batches
 
     @contextmanager
     def _put_back_on_outage(self, source: Loader) -> Iterator[None]:
@@ -175,13 +175,11 @@ class OnPolicy(LanguageModelling):
                 self.successes.load_state_dict(successes)
             raise
 
-    def laid_out(self, samples: Sequence[Sample]) -> LaidOut:
+    def laid_out(self, samples: Sequence[Sample], targets: Targets) -> LaidOut:
         """Samples in this rank's micro-batches, as many as on all others."""
         config = self.config
         padding = self.tokenizer.eos_token_id or 0
-        return lay_out(
-            samples, config.training, config.row_form, config.data, padding, self.targets
-        )
+        return lay_out(samples, config.training, config.row_form, config.data, padding, targets)
 
     def draw(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """The groups of the next prompts of all ranks, on every rank."""
@@ -246,7 +244,7 @@ class OnPolicy(LanguageModelling):
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""
         temperature = self.config.rollout.temperature
-        laid = self.laid_out(own)
+        laid = self.laid_out(own, self.targets.only_read())
         found = logprobs_of_samples(policy, laid, own, temperature)
         for sample, old in zip(own, found, strict=True):
             sample.old = old

@@ -36,7 +36,7 @@ class OnPolicyDistillation(OnPolicy):
         self.taught = Distillation()
         self.taught.check(config, tokenizer)
         self.begin(config, tokenizer, functions_of(config), updates=1)
-        self.targets = Targets((), lambda sample: {}, lambda sample: True)
+        self.targets = Targets((), lambda samples: {}, lambda sample: True)
 
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
         """The teacher. At most it sees a row for each completion."""

@@ -1,7 +1,7 @@
 """PPO: the model learns its own completions by what they are worth beyond what a critic expects."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
 
@@ -35,7 +35,7 @@ from lacuna.objective.ppo_losses import (
     value_sums,
 )
 from lacuna.objective.reference import on_policy_reference_kind
-from lacuna.objective.sample_batches import Targets
+from lacuna.objective.sample_batches import Targets, values_of_tokens
 from lacuna.rollout.groups import Group, Sample, statistics
 
 _COLUMNS = ("advantages", "old_logprobs", "values", "returns")
@@ -43,10 +43,10 @@ _COLUMNS = ("advantages", "old_logprobs", "values", "returns")
 _SMALLEST_DEVIATION = 1e-8
 
 
-def _columns_of(sample: Sample) -> dict[str, Tensor]:
-    nothing = [0.0] * len(sample.tokens)
-    values = (sample.advantages, sample.old, sample.values, sample.returns)
-    return {name: torch.tensor(one or nothing) for name, one in zip(_COLUMNS, values, strict=True)}
+def _columns_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
+    names = ("advantages", "old", "values", "returns")
+    columns = zip(_COLUMNS, names, strict=True)
+    return {column: values_of_tokens(samples, name) for column, name in columns}
 
 
 def _is_judged(sample: Sample) -> bool:
@@ -126,7 +126,7 @@ class Ppo(OnPolicy):
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes log-probabilities and values, and what follows: advantages and returns."""
         super().note_findings(policy, own)
-        values = values_of_samples(self.critic, self.laid_out(own), own)
+        values = values_of_samples(self.critic, self.laid_out(own, self.targets.only_read()), own)
         for sample, found in zip(own, values, strict=True):
             sample.values = found
         judged = [sample for sample in own if _is_judged(sample)]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 import numpy as np
 import torch
@@ -34,13 +35,17 @@ class Targets:
 
     Attributes:
         names: the columns of its own tokens.
-        of: gives them, float32 [tokens] each.
+        of: gives them for samples, float32 [own tokens of all of them] each.
         is_trained: whether a sample is trained at all.
     """
 
     names: Sequence[str]
-    of: Callable[[Sample], dict[str, Tensor]]
+    of: Callable[[Sequence[Sample]], dict[str, Tensor]]
     is_trained: Callable[[Sample], bool]
+
+    def only_read(self) -> "Targets":
+        """The same samples for a model that only reads them: without columns."""
+        return Targets((), lambda samples: {}, self.is_trained)
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,12 @@ def lay_out(
     batches = []
     places = [(0, 0)] * len(samples)
     sources = len(data.resolved_sources())
+    documents = _spans(samples, targets)
     kinds = {name: np.zeros(0, dtype=np.float32) for name in targets.names}
     for number in range(int(count)):
         rows = bins[number * size : (number + 1) * size]
         rows += [[]] * (size - len(rows))
-        spans = [[_span(samples[index], targets) for index in row] for row in rows]
+        spans = [[documents[index] for index in row] for row in rows]
         batch = pack(spans, form, max(sources, 1), padding, kinds)
         counts = batch.counts | {"sequences": float(sum(map(len, rows)))}
         batches.append(replace(batch, counts=counts))
@@ -94,23 +100,37 @@ def lay_out(
     return LaidOut(batches, places)
 
 
-def _span(sample: Sample, targets: Targets) -> Span:
-    """The prompt and what follows it as a document whose columns are those of the loss.
+def _spans(samples: Sequence[Sample], targets: Targets) -> list[Span]:
+    """The prompt of each and what follows it, as a document whose columns are those of the loss.
 
     What the model was given between its turns is read, and not trained.
     """
-    is_own = np.pad(sample.is_own, (len(sample.prompt), 0))
-    columns = {}
-    for name, one in targets.of(sample).items():
-        columns[name] = np.zeros(len(is_own), dtype=np.float32)
-        columns[name][is_own] = one.numpy()
-    document = Document(
-        np.array(sample.prompt + sample.after, dtype=np.int64),
-        float("nan"),
-        trained=is_own & targets.is_trained(sample),
-        columns=columns,
-    )
-    return Span(document, sample.source, 0, len(is_own))
+    spans = []
+    known = {name: values.numpy() for name, values in targets.of(samples).items()}
+    start = 0
+    for sample in samples:
+        stop = start + len(sample.tokens)
+        tokens = np.array(sample.prompt + sample.after, dtype=np.int64)
+        is_own = np.zeros(len(tokens), dtype=bool)
+        is_own[len(sample.prompt) :] = sample.is_own
+        columns = {}
+        for name, values in known.items():
+            columns[name] = np.zeros(len(tokens), dtype=np.float32)
+            columns[name][is_own] = values[start:stop]
+        trained = is_own & targets.is_trained(sample)
+        document = Document(tokens, float("nan"), trained=trained, columns=columns)
+        spans.append(Span(document, sample.source, 0, len(tokens)))
+        start = stop
+    return spans
+
+
+def values_of_tokens(samples: Sequence[Sample], name: str) -> Tensor:
+    """What samples know of their own tokens by the `name` of an attribute; 0 where it is empty.
+
+    It is float32 [own tokens of all].
+    """
+    values = (getattr(one, name) or [0.0] * len(one.tokens) for one in samples)
+    return torch.tensor([*chain.from_iterable(values)], dtype=torch.float32)
 
 
 @dataclass(frozen=True)
@@ -184,7 +204,7 @@ def of_samples(
     found: Sequence[Tensor], laid: LaidOut, samples: Sequence[Sample]
 ) -> list[list[float]]:
     """The part of each sample in what was `found` of the batches, [tokens] each, by labels."""
-    on_host = [one.cpu() for one in found]
+    on_host = [one.cpu().numpy() for one in found]
     return [
         on_host[number][start : start + len(sample.after)][sample.is_own].tolist()
         for sample, (number, start) in zip(samples, laid.places, strict=True)

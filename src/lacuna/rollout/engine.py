@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from lacuna.rollout.passes import Steps, no_rows, prompt_logits
 _PACK = 8192
 # The share of a GPU's free memory that pages may have.
 _SHARE = 0.8
+# The memory of a token in the pages of all layers, by the model.
+_bytes_per_token: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
 
 
 class Prompt:
@@ -125,10 +128,13 @@ def _pages_for(
     wanted = 1 + sum(own[:rows]) + sum(read[: 2 * rows // fewest + 2])
     if device.type != "cuda":
         return wanted
-    with Pool(2, size) as pool:
-        prompt_logits(model, [([0], [1])], pool, device)
-        each = pool.bytes_per_page()
-    torch.cuda.empty_cache()
+    if model not in _bytes_per_token:
+        with Pool(2, size) as pool:
+            prompt_logits(model, [([0], [1])], pool, device)
+            _bytes_per_token[model] = pool.bytes_per_page() // size
+    each = _bytes_per_token[model] * size
+    if torch.cuda.mem_get_info(device)[0] * _SHARE < wanted * each:
+        torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
     room = torch.tensor(int(_SHARE * free) // each, device=device)
     if dist.is_initialized() and not alone:

@@ -111,9 +111,15 @@ def complete(
                 compiled and device.type == "cuda",
                 listen=listen,
             )
-        if device.type == "cuda":
+        if device.type == "cuda" and _is_mostly_taken(device):
             torch.cuda.empty_cache()  # pages and graphs: NCCL and other streams cannot take them
         return found
+
+
+def _is_mostly_taken(device: torch.device) -> bool:
+    """Whether less than half of a GPU's memory is free; giving some back takes time."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free < total / 2
 
 
 def generate_text(

@@ -71,6 +71,8 @@ class Sample:
     @property
     def is_own(self) -> np.ndarray:
         """Whether each token that follows the prompt is the model's, bool [tokens]."""
+        if not self.given:
+            return np.ones(len(self.tokens), dtype=bool)
         places = [place for place, tokens in self.given for _ in tokens]
         return np.insert(np.ones(len(self.tokens), dtype=bool), np.array(places, dtype=int), False)
 
@@ -147,6 +149,8 @@ def draw_groups(
         go_on(policy, flat, rollout, rewards, room, ends, seed, plan.tokenizer, exchange)
     groups = [_group_of(one, str(plan.tokenizer.decode(one[0].prompt)), rollout) for one in talks]
     _add_rewards(groups, flat, functions, rollout.max_tokens, rewards)
+    if dist.get_world_size() == 1:
+        return groups
     of_ranks: list[list[Group]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, groups, group=exchange)
     return [group for part in of_ranks for group in part]
