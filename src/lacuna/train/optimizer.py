@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.utils import clip_grads_with_norm_
 from transformers import PreTrainedModel
 
 from lacuna.config.optimizers import OptimizerConfig
@@ -14,6 +13,7 @@ from lacuna.model.architecture import vocabulary_weights
 from lacuna.model.build import BuiltModel
 from lacuna.model.layers.linear import is_matrix
 from lacuna.model.layers.wrapping import whole_tensor
+from lacuna.parallel.fsdp import local
 from lacuna.parallel.pipeline import tied_weights
 
 
@@ -113,9 +113,21 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
         dist.all_reduce(square, group=built.mesh.named.get_group("pp"))
     norm = square.sqrt().float()
     if max_norm > 0:
-        for part in parts.values():
-            clip_grads_with_norm_(part, max_norm, norm, foreach=True)
+        every = [p.grad for part in parts.values() for p in part if p.grad is not None]
+        _scale_down(every, max_norm, norm)
     return norm.to(built.device)
+
+
+@torch.no_grad()
+def _scale_down(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
+    """Scales gradients in place as torch's `clip_grads_with_norm_` does.
+
+    It is done to what this rank has of them: sharding would ask for each in the list, every time.
+    """
+    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    own = [local(gradient) for gradient in gradients]
+    for dtype in {one.dtype for one in own}:
+        torch._foreach_mul_([one for one in own if one.dtype == dtype], scale)
 
 
 def update(
