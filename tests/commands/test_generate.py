@@ -1,11 +1,13 @@
 """`lacuna generate` prints the completion and nothing else, the same from every form of a model."""
 
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from runs import checkpoint, lacuna, run_to_end, together
+from runs import checkpoint, lacuna, refused, run_to_end, together
 
 PROMPT = "the cat sat "
 
@@ -70,6 +72,24 @@ def test_what_is_no_model_or_no_number_is_refused(trained: Path, tmp_path: Path)
         assert part in outcome.output
         assert outcome.output.count("lacuna: ") == 1
         assert "Traceback" not in outcome.output
+
+
+def test_a_folder_without_all_weights_is_refused_by_every_command(
+    trained: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(trained / "hf", folder)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for words in (
+        ("generate", folder, "--prompt", PROMPT),
+        ("inspect", folder),
+        ("convert", folder, tmp_path / "converted", "--to", "hf"),
+        ("convert", folder, tmp_path / "converted", "--to", "dcp"),
+    ):
+        assert "lack model.layers.1.mlp.up_proj.weight" in " ".join(refused(*words).split()), words
+    assert not (tmp_path / "converted").exists()
 
 
 def test_help_has_the_defaults() -> None:

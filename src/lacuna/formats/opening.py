@@ -222,7 +222,11 @@ def _quantization_of_files(model_config: PretrainedConfig) -> QuantizationConfig
 def _open_whole(
     source: str, path: str, model_config: PretrainedConfig, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """The model in a Hugging Face folder or on the Hub."""
+    """The model in a Hugging Face folder or on the Hub.
+
+    Raises `UserError` where weights are quantised, damaged, of other shapes or not there at all:
+    transformers would draw those at random.
+    """
     if getattr(model_config, "quantization_config", None) is not None:
         raise UserError(
             f"{source}: its weights are quantised: give the model that they were made from."
@@ -230,11 +234,15 @@ def _open_whole(
     with damage_explained(
         f"{source}: its file of weights", (UnpicklingError, EOFError, RuntimeError)
     ):
-        settings: dict[str, Any] = {"dtype": "auto"}
+        settings: dict[str, Any] = {"dtype": "auto", "output_loading_info": True}
         if is_own(model_config._attn_implementation):
             settings["config"] = model_config  # which says so, also when it is written again
-        model = open_with(AutoModelForCausalLM, path, trust_remote_code, **settings)
-        return cast(PreTrainedModel, model)
+        model, info = open_with(AutoModelForCausalLM, path, trust_remote_code, **settings)
+    if lacking := sorted(info["missing_keys"]):
+        raise UserError(
+            f"{source}: its files lack {', '.join(lacking[:3])}: give one that has all weights."
+        )
+    return cast(PreTrainedModel, model)
 
 
 def _empty_model(model_config: PretrainedConfig) -> PreTrainedModel:

@@ -219,12 +219,12 @@ def load_weights(
     lacking = info.missing_keys - {*model.all_tied_weights_keys} - joined
     missing = sorted(name for name in lacking if not name.endswith((*PARTS, SCALE, SINKS)))
     if missing or info.mismatched_keys or info.conversion_errors:
-        problem = f"does not fit: {sorted(info.mismatched_keys)[:3]}"
+        problem = f"does not fit: {sorted(info.mismatched_keys)[:3]} {info.conversion_errors or ''}"
         if missing:
             problem = f"lacks {missing[:3]}"
         raise UserError(
-            f"model.name_or_path: the checkpoint in {source!r} {problem} "
-            f"{info.conversion_errors or ''}"
+            f"model.name_or_path: the checkpoint in {source!r} {problem.rstrip()}: give one of "
+            "the whole model, with the configuration that it has."
         )
 
 
