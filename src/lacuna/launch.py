@@ -27,7 +27,7 @@ STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)
 def processes_to_start(gpus: int | None, cpus: int | None) -> int:
     """How many processes to start on this machine: 1 when some other launcher already has.
 
-    Raises `UserError` when more GPUs are asked for than there are.
+    Raises `UserError` when more GPUs are asked for than there are, or no number of them.
     """
     adopt_slurm()
     if "RANK" in os.environ:
@@ -37,7 +37,10 @@ def processes_to_start(gpus: int | None, cpus: int | None) -> int:
     import torch
 
     available = torch.cuda.device_count() if os.environ.get("LACUNA_DEVICE") != "cpu" else 0
-    asked = gpus or int(os.environ.get("NGPU", 0))
+    wanted = os.environ.get("NGPU", "0")
+    if not wanted.isdecimal():
+        raise UserError(f"NGPU: {wanted!r} is no number of GPUs: set it to one, or unset it.")
+    asked = gpus or int(wanted)
     if asked > available:
         raise UserError(
             f"--gpus {asked} (or NGPU): this machine has {available or 'no'} usable GPU(s): ask "

@@ -115,7 +115,7 @@ def test_what_cannot_be_converted_is_refused_and_nothing_is_touched(
         "Q4_K_M is left to llama.cpp's llama-quantize",
         "the tokenizer has no merges",
         "odd.gguf: cannot be read as a GGUF model: No such file",
-        "pip install 'lacuna-train[gguf]'",
+        "pip install -e '.[gguf]' -c constraints.txt",
     )
     for outcome, part in zip(outcomes, said, strict=True):
         assert outcome.status == 2, outcome.output

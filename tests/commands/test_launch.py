@@ -15,6 +15,7 @@ from runs import (
     ended,
     environment,
     processes_naming,
+    refused,
     rows,
     start,
     start_anew,
@@ -130,3 +131,10 @@ def test_ranks_on_one_machine_listen_to_nobody_else(world: Path, tmp_path: Path)
         addresses = set().union(*map(listening, ranks))
     assert len(ranks) == 3
     assert addresses == {"0100007F"}, "127.0.0.1"
+
+
+def test_a_number_of_gpus_that_is_none_is_refused(
+    world: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("NGPU", "all")
+    assert "NGPU: 'all' is no number of GPUs" in refused("train", world / "run.toml", "--dry-run")

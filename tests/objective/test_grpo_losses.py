@@ -117,6 +117,9 @@ def test_corrections_are_cut_at_the_bound() -> None:
     assert corrections(importance="masked") == [0, 0, 0]
     other_way = corrections_of(sampled, old, torch.tensor([3]), GrpoConfig(importance="masked"))
     assert other_way.tolist() == [0, 0, 0]
+    nothing = torch.zeros(0)
+    none = corrections_of(nothing, nothing, nothing.long(), GrpoConfig(importance="sequence"))
+    assert none.tolist() == [], "a rank without completions"
     apart = corrections_of(old, sampled, torch.tensor([2, 1]), GrpoConfig(importance="masked"))
     assert apart.tolist() == [0, 0, 1], "each completion has a weight of its own"
 

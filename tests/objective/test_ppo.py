@@ -140,8 +140,7 @@ def test_a_layout_trains_as_one_process_does(world: Path, prompts: Path, tmp_pat
 def test_every_layout_trains_as_one_process_does(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    few = [name for name in LAYOUTS if name not in SHARED_LAYOUTS]
-    layouts = [*LAYOUTS] if case == "adaptive" else [*few, "cp 2 × tp 2"]
+    layouts = [*LAYOUTS] if case == "adaptive" else ["shards", "cp 2 × tp 2"]
     check_layouts(case, layouts, world, prompts, tmp_path)
 
 
@@ -325,3 +324,10 @@ def test_a_critic_has_the_attention_of_its_own_files() -> None:
         rewards={"functions": ["length"]},
     )
     assert critic_config(config).model.attention == "auto"
+
+
+def test_another_beta_counts_when_a_run_goes_on(world: Path, prompts: Path, tmp_path: Path) -> None:
+    own = ppo(prompts, "--ppo.beta")
+    train(world, tmp_path, *own, 0.05, "--training.steps", 2)
+    train(world, tmp_path, *own, 0.5, "--training.steps", 4)
+    assert [beta for _, beta in curve(tmp_path, "beta")] == [0.05, 0.05, 0.5, 0.5]

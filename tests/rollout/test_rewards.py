@@ -14,6 +14,7 @@ import torch
 
 from lacuna.config import UserError
 from lacuna.config.reinforcement import RewardsConfig
+from lacuna.rollout import math_reward
 from lacuna.rollout.rewards import score, total
 from lacuna.rollout.verifiers import Answered, Reward, find_rewards
 
@@ -65,9 +66,18 @@ def test_formulas_are_equal_as_mathematics_has_it() -> None:
         score(find_rewards(settings, no_model), unclear, settings)
 
 
+def test_a_formula_that_takes_too_long_is_not_equal(monkeypatch: pytest.MonkeyPatch) -> None:
+    math_verify = pytest.importorskip("math_verify")
+    monkeypatch.setattr(math_reward, "_SECONDS", 0.2)
+    monkeypatch.setattr(math_verify, "verify", lambda *_, **__: time.sleep(60))
+    settings = RewardsConfig(functions=("math",))
+    answers = [Answered({"answer": "3"}, "data", "$9^{9^9}$", left=1)]
+    assert score(find_rewards(settings, no_model), answers, settings)["math"] == [0]
+
+
 def test_formulas_need_their_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "math_verify", None)
-    with pytest.raises(UserError, match=r"pip install 'lacuna-train\[math\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[math\]'"):
         find_rewards(RewardsConfig(functions=("math",)), no_model)
 
 

@@ -131,6 +131,23 @@ def test_calls_are_read_by_the_template_of_the_tokenizer_where_it_has_one() -> N
     assert calls_in("So <call add><first>1</fir", chat) in ([], [{"name": "add", "arguments": {}}])
 
 
+def test_what_a_template_reads_but_is_no_call_is_none() -> None:
+    calls = {"open": "<tool_call>", "close": "</tool_call>", "repeats": True, "content": "json"}
+    calls["transform"] = {"type": "function", "function": "{content}"}
+    chat = chat_of("chatml", READ_BY | {"fields": READ_BY["fields"] | {"tool_calls": calls}})
+    assert calls_in(call("add", first=1), chat) == [{"name": "add", "arguments": {"first": 1}}]
+    wrong = ({"tool": "look"}, [1], 3, {"name": ["look"]}, {"name": "a", "arguments": 1})
+    for said in map(json.dumps, wrong):
+        assert calls_in(f"<tool_call>{said}</tool_call>", chat) == [], said
+
+
+def test_half_a_pair_of_surrogates_is_answered_in_text_that_can_be_written() -> None:
+    answers, errors = reply_to('{"name": "\\ud83d", "arguments": {}}')
+    assert errors == 1 and answers is not None
+    assert answers[0].startswith("Error: LookupError: there is no ?")
+    answers[0].encode()
+
+
 def test_functions_are_called_and_answer_by_what_they_return_or_raise() -> None:
     assert reply_to("Done.") == (None, 0)
     assert reply_to(call("add", first=1, second=2)) == (["3"], 0)

@@ -16,7 +16,7 @@ def check_device(config: Config, kind: str) -> None:
         if base == "nf4" and not find_spec("bitsandbytes"):
             raise UserError(
                 f"quantization.base: {base} on a GPU needs bitsandbytes, which is not installed: "
-                "pip install 'lacuna-train[qlora]'."
+                "pip install -e '.[qlora]' -c constraints.txt."
             )
         return
     uncompiled = config.activation_checkpoint.mode == "memory_budget" and not config.compile.enable

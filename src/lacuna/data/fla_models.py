@@ -50,6 +50,7 @@ def register_models(source: str) -> None:
     if missing:
         raise UserError(
             f"model: {source!r} is a {description['model_type']!r} model of flash-linear-attention,"
-            f" which needs the package {' and '.join(missing)}: pip install 'lacuna-train[fla]'."
+            f" which needs the package {' and '.join(missing)}: "
+            "pip install -e '.[fla]' -c constraints.txt."
         )
     importlib.import_module("fla.models")

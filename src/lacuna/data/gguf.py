@@ -56,7 +56,9 @@ _LLAMA3 |= {"original_max_position_embeddings": 8192}
 
 def gguf_package() -> ModuleType:
     """The package gguf. Raises UserError when it is not installed."""
-    with explained("GGUF needs a package", ImportError, mend="pip install 'lacuna-train[gguf]'"):
+    with explained(
+        "GGUF needs a package", ImportError, mend="pip install -e '.[gguf]' -c constraints.txt"
+    ):
         import gguf
     return gguf
 

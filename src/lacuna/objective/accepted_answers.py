@@ -63,6 +63,7 @@ def write_answers(
     ]
     fingerprints = [source.dataset._fingerprint for source in sources]
     made_of = [fingerprints, str(settings), tokenizer.chat_template, astuple(sampling), verifier]
+    made_of += [str(config.distillation.teacher_base), str(config.chat)]
     size = config.training.batch_size
     progress = Path(f"{output}.unfinished")
     done = begin(progress, Hasher.hash([*made_of, size]))

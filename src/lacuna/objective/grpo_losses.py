@@ -41,7 +41,7 @@ def corrections_of(old: Tensor, sampled: Tensor, counts: Tensor, settings: GrpoC
     """
     difference = old - sampled
     bound = settings.importance_bound
-    if settings.importance == "none":
+    if settings.importance == "none" or not len(old):
         return torch.ones_like(old)
     if settings.importance == "token":
         return difference.exp().clamp(max=bound)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, cast
 
-import torch
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
@@ -18,9 +17,16 @@ from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.layers.lora import without_adapters
 from lacuna.objective.critic import SecondModel
+from lacuna.objective.dropout import leave_out_dropout
 from lacuna.objective.held_out import held_out_groups, held_out_row
 from lacuna.objective.language_modelling import LanguageModelling
-from lacuna.objective.sample_batches import LaidOut, Targets, lay_out, logprobs_of_samples
+from lacuna.objective.sample_batches import (
+    LaidOut,
+    Targets,
+    lay_out,
+    logprobs_of_samples,
+    mismatch_of,
+)
 from lacuna.objective.success import Successes
 from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.completions_table import show_completions
@@ -30,9 +36,6 @@ from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.rewards import longest_wait
 from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward, find_rewards
-
-# Beyond this many nats a token's log-probabilities of generating and of training differ.
-_MISMATCH = 0.1
 
 
 def functions_of(config: Config) -> dict[str, Reward]:
@@ -132,6 +135,7 @@ class OnPolicy(LanguageModelling):
                 "model: its head does more than lacuna knows, so that log-probabilities cannot be "
                 f"made chunk by chunk for job.task = {self.config.job.task}: choose another model."
             )
+        leave_out_dropout(policy.model)
         self.sharing = policy.mesh.layout.sharing
         self.exchange = dist.new_group(backend="gloo")
         check_engine(policy, self.config.rollout, self.exchange)
@@ -154,12 +158,16 @@ class OnPolicy(LanguageModelling):
                 self.told |= self.successes.shares()
         elif self.resumed:
             self.own = _part_of_rank(self.resumed, policy)
+        # A run may go on with a reference that it had none of before.
+        is_lacking = any(not one.reference for group in self.resumed for one in group)
         self.resumed = []
         self.steps += 1
         self.updates_left -= 1
         own = [sample for group in self.own for sample in group]
         if is_new:
             self.note_findings(policy, own)
+        elif is_lacking and self.kind is not None:
+            self._note_reference(policy, own)
         return self.laid_out(own, self.targets).batches
 
     @contextmanager
@@ -249,30 +257,21 @@ class OnPolicy(LanguageModelling):
         for sample, old in zip(own, found, strict=True):
             sample.old = old
         if self.kind is not None:
-            context: AbstractContextManager[None] = nullcontext()
-            if self.kind == "base":
-                context = without_adapters(policy.model)
-            with context:
-                asked = self.reference or policy
-                reference = logprobs_of_samples(asked, laid, own, temperature)
-            for sample, values in zip(own, reference, strict=True):
-                sample.reference = values
-        self._note_mismatch([one for one in own if self.targets.is_trained(one)], policy.device)
+            self._note_reference(policy, own)
+        trained = [one for one in own if self.targets.is_trained(one)]
+        self.told |= mismatch_of(trained, policy.device)
 
-    def _note_mismatch(self, trained: list[Sample], device: torch.device) -> None:
-        """Adds to what is told how generating and training differ, over all ranks' samples."""
-        pairs = [pair for one in trained for pair in zip(one.sampled, one.old, strict=True)]
-        apart = torch.tensor(pairs, device=device).view(-1, 2).diff(dim=1).abs()
-        largest = apart.max() if len(apart) else apart.sum()
-        sums = torch.stack([apart.sum(), (apart > _MISMATCH).sum(), apart.new_tensor(len(apart))])
-        dist.all_reduce(sums)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        count = max(sums[2].item(), 1)
-        self.told |= {
-            "mismatch_mean": sums[0].item() / count,
-            "mismatch_largest": largest.item(),
-            "mismatch_share": sums[1].item() / count,
-        }
+    def _note_reference(self, policy: BuiltModel, own: list[Sample]) -> None:
+        """Notes what the reference finds of the samples."""
+        laid = self.laid_out(own, self.targets.only_read())
+        context: AbstractContextManager[None] = nullcontext()
+        if self.kind == "base":
+            context = without_adapters(policy.model)
+        with context:
+            asked = self.reference or policy
+            found = logprobs_of_samples(asked, laid, own, self.config.rollout.temperature)
+        for sample, values in zip(own, found, strict=True):
+            sample.reference = values
 
     def state_dict(self) -> dict[str, object]:
         """The number of steps, and the completions that updates are left for, of all ranks."""

@@ -23,6 +23,7 @@ from lacuna.objective.critic import (
     critic_config,
     values_of_samples,
 )
+from lacuna.objective.dropout import leave_out_dropout
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.objective.on_policy import OnPolicy, functions_of
 from lacuna.objective.ppo_losses import (
@@ -106,6 +107,7 @@ class Ppo(OnPolicy):
         settings = self.config.ppo
         tokenizer = grown_tokenizer(self.config.model)
         self.critic = build_critic(self.config, tokenizer, policy.mesh, policy.device)
+        leave_out_dropout(self.critic.model)
         loss = TokenLoss(partial(value_sums, settings=settings), VALUE_NAMES)
         first = self.config.optimizer.lr
         rate = settings.critic_lr / first if settings.critic_lr else 1.0
@@ -182,9 +184,12 @@ class Ppo(OnPolicy):
 
     def state_dict(self) -> dict[str, object]:
         """What is kept of completions, and what a nat of divergence costs."""
-        return super().state_dict() | {"coefficient": self.coefficient}
+        kept = {"coefficient": self.coefficient, "beta": self.config.ppo.beta}
+        return super().state_dict() | kept
 
     def load_state_dict(self, state: dict[str, object]) -> None:
-        """Goes on from what `state_dict` gave."""
+        """Goes on from what `state_dict` gave, but for a `ppo.beta` that is another now."""
         super().load_state_dict(state)
-        self.coefficient = cast(float, state["coefficient"])
+        settings = self.config.ppo
+        if settings.kl_target is not None and state.get("beta", settings.beta) == settings.beta:
+            self.coefficient = cast(float, state["coefficient"])

@@ -28,6 +28,9 @@ from lacuna.parallel.context import gather_sequence
 from lacuna.parallel.fsdp import inference
 from lacuna.rollout.groups import Sample
 
+# Beyond this many nats a token's log-probabilities of generating and of training differ.
+_MISMATCH = 0.1
+
 
 @dataclass(frozen=True)
 class Targets:
@@ -209,6 +212,22 @@ def of_samples(
         on_host[number][start : start + len(sample.after)][sample.is_own].tolist()
         for sample, (number, start) in zip(samples, laid.places, strict=True)
     ]
+
+
+def mismatch_of(trained: Sequence[Sample], device: torch.device) -> dict[str, float | None]:
+    """How log-probabilities of generating and training differ, over all ranks' trained samples."""
+    pairs = [pair for one in trained for pair in zip(one.sampled, one.old, strict=True)]
+    apart = torch.tensor(pairs, device=device).view(-1, 2).diff(dim=1).abs()
+    largest = apart.max() if len(apart) else apart.sum()
+    sums = torch.stack([apart.sum(), (apart > _MISMATCH).sum(), apart.new_tensor(len(apart))])
+    dist.all_reduce(sums)
+    dist.all_reduce(largest, dist.ReduceOp.MAX)
+    count = max(sums[2].item(), 1)
+    return {
+        "mismatch_mean": sums[0].item() / count,
+        "mismatch_largest": largest.item(),
+        "mismatch_share": sums[1].item() / count,
+    }
 
 
 def with_log_ratios(policy: BuiltModel, batch: Batch, temperature: float) -> Batch:

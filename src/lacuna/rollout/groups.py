@@ -5,6 +5,7 @@ import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,16 @@ import torch.distributed as dist
 
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
+from lacuna.data.files import BROKEN
 from lacuna.data.plan import RowPlan
 from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
+from lacuna.data.tokenize import row_of
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.rewards import score, total
 from lacuna.rollout.sampling import generate, part_of_rank
 from lacuna.rollout.talks import Talk
 from lacuna.rollout.turns import go_on
-from lacuna.rollout.verifiers import Reward
+from lacuna.rollout.verifiers import Reward, require_columns
 
 
 @dataclass
@@ -135,11 +138,16 @@ def draw_groups(
 
     Each rank asks its own, which are prompts of the `plan`, and each has a key for its randomness.
     Ranks have the groups minutes apart, and tell each other of them by the group `exchange`.
+    Raises `UserError` where neither their rows nor the first of a source have a column that a
+    reward reads.
     """
+    origins = [row_of_prompt(one.document, plan.tokens, plan.sources) for one in asked]
+    firsts = [(one.dataset[0], one) for one in plan.sources]
+    readable = [row_of(record, one) for record, one in firsts if not record.get(BROKEN)]
+    require_columns(rewards, {*chain(*readable, *(row for row, _, _ in origins))})
     said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed, exchange)
     talks: list[list[Talk]] = []
-    for prompt, key, completions in zip(asked, keys, said, strict=True):
-        origin = row_of_prompt(prompt.document, plan.tokens, plan.sources)
+    for prompt, origin, key, completions in zip(asked, origins, keys, said, strict=True):
         talks.append([Talk(prompt.tokens, *origin, (key, n)) for n in range(len(completions))])
         for talk, one in zip(talks[-1], completions, strict=True):
             talk.hear(one, plan.tokenizer)
@@ -220,7 +228,8 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     samples = [sample for group in groups for sample in group.samples]
     told = {f"reward_{name}": _mean([*_of(groups, name)]) for name in groups[0].scores}
     rewards = [reward for group in groups for reward in group.rewards]
-    several = [group.rewards for group in groups if len(group.rewards) > 1]
+    judged = [[one for one in group.rewards if not math.isnan(one)] for group in groups]
+    several = [own for own in judged if len(own) > 1]
     deviations = [torch.tensor(rewards).std().item() for rewards in several]
     turns = [1.0 + len(sample.given) for sample in samples]
     errors = _mean([number for group in groups for number in group.tool_errors])

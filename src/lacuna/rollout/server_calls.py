@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import partial
 from http.client import INTERNAL_SERVER_ERROR, HTTPException
 from typing import Any
@@ -42,7 +43,9 @@ def call(sampling: RolloutConfig, path: str, body: object = None, seconds: float
             text = answer.read()
         return json.loads(text or "null")
     except HTTPError as error:
-        said = error.read().decode(errors="replace").strip()[:_SHOWN]
+        said = ""
+        with suppress(OSError, HTTPException):  # it is told as far as it came
+            said = error.read().decode(errors="replace").strip()[:_SHOWN]
         told = f"{path}: status {error.code} {said}"
         if error.code >= INTERNAL_SERVER_ERROR:
             raise UnansweredCallError(told) from error
@@ -52,8 +55,14 @@ def call(sampling: RolloutConfig, path: str, body: object = None, seconds: float
 
 
 def version_of(sampling: RolloutConfig) -> str:
-    """The version of the weights that the server has, as it was told."""
-    return str(call(sampling, "/weight_info")["weight_version"])
+    """The version of the weights that the server has, as it was told.
+
+    Raises `UnansweredCallError` where it does not say.
+    """
+    said = call(sampling, "/weight_info")
+    if not isinstance(said, dict) or "weight_version" not in said:
+        raise UnansweredCallError("/weight_info: it has no weight_version")
+    return str(said["weight_version"])
 
 
 def hand_over(sampling: RolloutConfig, folder: str, version: str) -> None:

@@ -165,5 +165,5 @@ def _read(reply: Any) -> Messages:
         raise UserError("its reply has no message: return None where the conversation is over")
     if any(message["role"] == "assistant" for message in messages):
         raise UserError("its reply has a message of the assistant, for which the model speaks")
-    json.dumps(messages)  # as the run folder keeps them
+    json.dumps(messages, ensure_ascii=False).encode("utf-8")  # as the run folder keeps them
     return messages

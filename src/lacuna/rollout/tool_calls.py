@@ -56,10 +56,20 @@ def calls_in(text: str, chat: Chat) -> list[dict[str, Any]]:
     tools: list[Any] = chat.tools or []
     try:
         message = chat.tokenizer.parse_response(text, prefix=asked, tools=tools)
-    except ValueError:  # a call that is cut off or is no JSON
+    except (ValueError, TypeError, LookupError, AttributeError):  # it is cut off, or is no call
         return []
-    functions = [call.get("function", call) for call in message.get("tool_calls") or []]
-    return [{"name": one["name"], "arguments": one.get("arguments") or {}} for one in functions]
+    calls = [call for call in message.get("tool_calls") or [] if isinstance(call, dict)]
+    functions = [call.get("function", call) for call in calls]
+    found = [call for call in map(_call_of, functions) if call is not None]
+    return found if len(found) == len(message.get("tool_calls") or []) else []
+
+
+def _call_of(said: Any) -> dict[str, Any] | None:
+    """The name and the arguments of a call, where it has both as they should be."""
+    if not isinstance(said, dict) or not isinstance(said.get("name"), str):
+        return None
+    arguments = said.get("arguments") or {}
+    return {"name": said["name"], "arguments": arguments} if isinstance(arguments, dict) else None
 
 
 def _json_calls(text: str) -> Iterator[dict[str, Any]]:
@@ -133,10 +143,15 @@ class ToolCalls:
     def _messages(self, calls: Sequence[dict[str, Any]], results: Sequence[Any]) -> Messages:
         self.tool_errors += sum(isinstance(result, Exception) for result in results)
         return [
-            {"role": "tool", "name": call["name"], "tool_call_id": call_id(number)}
-            | {"content": _content(result)}
+            {"role": "tool", "name": _encodable(call["name"]), "tool_call_id": call_id(number)}
+            | {"content": _encodable(_content(result))}
             for number, (call, result) in enumerate(zip(calls, results, strict=True))
         ]
+
+
+def _encodable(text: str) -> str:
+    """The text with ? for halves of pairs of surrogates, which JSON may hold and UTF-8 may not."""
+    return text.encode("utf-8", "replace").decode("utf-8")
 
 
 def _content(result: Any) -> str:

@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from inspect import iscoroutinefunction
@@ -120,31 +120,10 @@ def of_environment(answer: Answered, settings: RewardsConfig) -> float:
     return math.nan if worth is None else float(worth)
 
 
-def mathematical(answer: Answered, settings: RewardsConfig) -> float:
-    """1 where math-verify finds the answer mathematically equal to that of the row, else 0.
-
-    It is nan where the row has none. The formula in the completion is found by math-verify. Raises
-    `ValueError` where the row's is none.
-    """
-    from math_verify import parse, verify
-
-    wanted = answer.row.get(settings.answer_column)
-    if wanted is None:
-        return math.nan
-    # Its own timeouts would end ours: both use the alarm of the process.
-    right = parse(str(wanted), parsing_timeout=None)
-    right = right or parse(f"${wanted}$", parsing_timeout=None)
-    if all(isinstance(one, str) for one in right):  # it is found, but not understood
-        raise ValueError(f"{wanted!r} is no formula that math-verify can read")
-    said = parse(answer.text, parsing_timeout=None)
-    return float(verify(right, said, timeout_seconds=None))
-
-
 # Their names, and whether they are the share of tests that code passes.
 _OF_CODE = {"code": False, "code_share": True}
 _OWN = {
     "exact": exact,
-    "math": mathematical,
     "pattern": pattern,
     "format": format_fits,
     "length": length,
@@ -167,12 +146,25 @@ def find_rewards(settings: RewardsConfig, open_model: Callable[[str], Reward]) -
         raise UserError(f"rewards.functions: {min(repeated)} is named twice: leave one out.")
     _check_settings(settings)
     if "math" in settings.functions:
-        mend = "pip install 'lacuna-train[math]', or leave it out"
+        mend = "pip install -e '.[math]' -c constraints.txt, or leave it out"
         with explained("rewards.functions: math needs math-verify", ImportError, mend=mend):
             import_module("math_verify")
         # It says at each call that its timeouts are off.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
     return {name: _find(name, settings, open_model) for name in settings.functions}
+
+
+def require_columns(settings: RewardsConfig, columns: Collection[str]) -> None:
+    """Raises `UserError` where a function reads a column that no data has: all would be nan."""
+    readers = {"answer_column": ("exact", "pattern", "math"), "tests_column": (*_OF_CODE,)}
+    for setting, names in readers.items():
+        column = getattr(settings, setting)
+        asking = [name for name in names if name in settings.functions]
+        if asking and column not in columns:
+            raise UserError(
+                f"rewards.{setting}: {asking[0]} reads the column {column}, and the data has "
+                f"{', '.join(sorted(columns))}: name one of these."
+            )
 
 
 def _check_settings(settings: RewardsConfig) -> None:
@@ -203,6 +195,10 @@ def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward
     if name in _OWN:
         verifier = _OWN[name]
         return lambda answers: [verifier(answer, settings) for answer in answers]
+    if name == "math":
+        from lacuna.rollout.math_reward import MathReward  # an extension
+
+        return MathReward(settings)
     if name in _OF_CODE:
         from lacuna.rollout.code_rewards import CodeReward  # an extension
 
@@ -210,7 +206,7 @@ def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward
     if os.path.isdir(name) or "/" in name:
         return open_model(name)
     if ":" not in name:
-        own = [*_OWN, *_OF_CODE]
+        own = [*_OWN, "math", *_OF_CODE]
         known = f"{', '.join(own)}, module:function, or a folder or Hub id of a model that scores"
         hint = did_you_mean(name, own) or f"; give {known}."
         raise UserError(f"rewards.functions: there is no {name}{hint}")

@@ -217,7 +217,7 @@ def _wandb_run(name: str, folder: str, told: dict[str, Any]) -> Any:
     Raises `UserError` without their package.
     """
     absent = "metrics.enable_wandb: the wandb package is not installed"
-    mend = "pip install 'lacuna-train[wandb]', or leave the setting out"
+    mend = "pip install -e '.[wandb]' -c constraints.txt, or leave the setting out"
     with explained(absent, ImportError, mend=mend):
         import wandb
     return wandb.init(

@@ -36,7 +36,8 @@ def act_on_numbers(run: Run) -> None:
     for source in range(len(state.source_tokens)):
         state.source_tokens[source] += int(numbers[f"source_{source}"])
     state.skipped_steps += int(numbers["skipped"])
-    run.skipped_in_a_row = run.skipped_in_a_row + 1 if numbers["skipped"] else 0
+    is_broken = numbers["skipped"] and not numbers["finite"]
+    run.skipped_in_a_row = run.skipped_in_a_row + 1 if is_broken else 0
     run.interval.tokens += numbers["tokens"]
     run.stopping |= numbers["stop"] > 0
     run.save_wanted |= numbers["save"] > 0

@@ -3,8 +3,8 @@
 import gc
 import random
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import cast
 
 import numpy as np
@@ -42,28 +42,34 @@ def train(run: Run, stop: list[int]) -> bool:
         _advance_curriculum(run)  # also when a run that had ended is made longer
         run.start.end_phase("preparation")
         run.interval = Interval()
-        while run.state.step < run.total_steps and not run.stopping:
-            try:
+        with _saved_on_outage(run):
+            while run.state.step < run.total_steps and not run.stopping:
                 train_step(run, bool(stop))
-            except OutageError:
-                _save(run, wait=True)
-                raise
-            after_step(run.state.step)
+                after_step(run.state.step)
+            ended = run.state.step >= run.total_steps
+            is_own = run.state.step >= run.first_step
+            # The last validation, unless it was made by the run that got here, or just before.
+            if ended and is_own and run.state.step % run.config.validation.freq > 0:
+                _validate(run)
     gc.enable()
-    ended = run.state.step >= run.total_steps
-    is_own = run.state.step >= run.first_step
-    # The last validation, unless it was made by the run that got here, or just before.
-    if ended and is_own and run.state.step % run.config.validation.freq > 0:
-        _validate(run)
     _save(run, wait=True, weights_only=ended and run.config.checkpoint.model_weights_only)
     run.saver.wait()
-    best = run.state.best_step
-    if best is not None:
+    if run.state.best_step is not None:
         loss = run.state.best_loss
         is_by_reward = hasattr(run.objective, "measure_held_out")
         told = f"reward: {-loss:.4f}" if is_by_reward else f"loss: {loss:.4f}"
-        logger.info("best validation %s, after step %s", told, best)
+        logger.info("best validation %s, after step %s", told, run.state.best_step)
     return ended
+
+
+@contextmanager
+def _saved_on_outage(run: Run) -> Iterator[None]:
+    """Within it a checkpoint is written where what a step needs is gone."""
+    try:
+        yield
+    except OutageError:
+        _save(run, wait=True)
+        raise
 
 
 def _profile_if_asked(run: Run) -> AbstractContextManager[Callable[[int], None]]:

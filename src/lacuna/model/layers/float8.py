@@ -56,7 +56,8 @@ def compute_in_float8(
     """
     if not find_spec("torchao"):
         raise UserError(
-            f"{SETTING} needs torchao, which is not installed: pip install 'lacuna-train[float8]'."
+            f"{SETTING} needs torchao, which is not installed: "
+            "pip install -e '.[float8]' -c constraints.txt."
         )
     if device is not None:
         check_float8(settings, training, device)

@@ -1,0 +1,48 @@
+"""Training without a model's dropout."""
+
+import torch
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+
+from lacuna.config import UserError, logger
+from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
+
+
+def leave_out_dropout(model: PreTrainedModel) -> None:
+    """Has a model drop out nothing in training, in place; its configuration stays as it is.
+
+    Ratios to old probabilities, which are found without dropout, would be those of dropout. Raises
+    `UserError` for a model that computes something else in training all the same.
+    """
+    tried = specimen(model.config)
+    _set_to_none(tried)
+    tokens = tokens_to_try(model.config)
+    ids = torch.tensor([[tokens[place % len(tokens)] for place in range(LENGTH)]])
+    with torch.no_grad():
+        plain, trained = (
+            tried.train(mode)(input_ids=ids, use_cache=False).logits for mode in (False, True)
+        )
+    if not torch.allclose(plain, trained, rtol=1e-4, atol=1e-5):
+        raise UserError(
+            "model: in training it draws at random where lacuna cannot leave that out, and ratios "
+            "to old probabilities would be noise: set what is called dropout or jitter in its "
+            "config.json to 0, or choose another model."
+        )
+    if left_out := _set_to_none(model):
+        logger.info("dropout of %g is left out: completions are made without", left_out)
+
+
+def _set_to_none(model: nn.Module) -> float:
+    """Sets the dropout of all modules to 0, in place; returns the largest that there was."""
+    shares = [0.0]
+    for module in model.modules():
+        if isinstance(module, _DropoutNd):
+            shares.append(module.p)
+            module.p = 0.0
+        # Attention and layers that call functions keep their shares as numbers.
+        for name, value in vars(module).items():
+            if "drop" in name and isinstance(value, float):
+                shares.append(value)
+                setattr(module, name, 0.0)
+    return max(shares)
