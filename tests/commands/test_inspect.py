@@ -32,3 +32,7 @@ def test_what_it_cannot_read_is_refused(straight: Path, tmp_path: Path) -> None:
     gone = tmp_path / "no" / "such" / "folder.json"
     said = refused("inspect", straight, "--rows", "1", "--tokens", "16", "--json", gone)
     assert "cannot write" in said
+
+
+def test_a_picture_of_another_kind_is_refused(trained: Path, tmp_path: Path) -> None:
+    assert "ends in .svg" in refused("inspect", trained / "hf", "--picture", tmp_path / "a.png")

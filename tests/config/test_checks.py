@@ -172,7 +172,7 @@ def error_of(flags="", **kwargs):
         (
             "--job.task rlhf",
             "job.task",
-            "only pretrain, sft, distill, preference, grpo, reward, ppo",
+            "there is no such task, but pretrain, sft, distill, preference, grpo, reward, ppo",
         ),
         (
             "--activation_checkpoint.mode memory_budget --compile.enable false",

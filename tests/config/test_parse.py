@@ -375,10 +375,6 @@ def test_wrong_value_of_a_converted_name_lists_its_values(toml):
     assert "'fused', 'foreach'" in message and "as optimizer.fused" in message
 
 
-def test_a_section_to_come_says_so(toml):
-    assert "ppo is not available yet" in error_of(toml("[ppo]\nrank = 1\n"))
-
-
 def test_shipped_recipe_and_model_configuration_are_found_by_name(toml):
     config = load_config("quickstart.toml", [])
     assert config == load_config(None, [])
@@ -442,3 +438,12 @@ def test_reading_settings_loads_no_heavy_library():
         ).stdout
         == "\n"
     )
+
+
+def test_what_is_no_toml_file_is_answered_by_one_that_is_meant(toml, tmp_path):
+    assert "did you mean sft.toml?" in error_of("sfft.toml")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.toml").write_text("")
+    assert f"give {tmp_path / 'run' / 'config.toml'}" in error_of(str(tmp_path / "run"))
+    assert "one TOML file is all that a run takes" in error_of(toml(""), "other.toml")
+    assert "write --training.steps" in error_of(toml(""), "-training.steps")

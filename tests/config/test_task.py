@@ -82,6 +82,6 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
     assert "job.task: eager:made cannot be called without arguments" in loaded("eager:made")
     assert "job.task: eager:Asking cannot be called without arguments" in loaded("eager:Asking")
     assert (
-        "job.task: only pretrain, sft, distill, preference, grpo, reward, ppo are available yet; "
-        "did you mean pretrain?" in loaded("pretrian")
+        "job.task: there is no such task, but pretrain, sft, distill, preference, grpo, reward, "
+        "ppo; did you mean pretrain?" in loaded("pretrian")
     )

@@ -28,7 +28,7 @@ def test_a_missing_fla_is_told_with_what_to_install(
 
     monkeypatch.setattr(importlib.util, "find_spec", without_fla)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gated_deltanet"}))
-    with pytest.raises(UserError, match=r"'gated_deltanet'.* pip install 'lacuna-train\[fla\]'"):
+    with pytest.raises(UserError, match=r"'gated_deltanet'.* pip install -e '.\[fla\]'"):
         register_models(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba2"}))
     register_models(str(tmp_path))

@@ -41,6 +41,8 @@ def run(words: list[str]) -> None:
     given = _build_parser().parse_args(words)
     if given.rows < 1 or given.tokens < 2:
         raise UserError("inspect: --rows must be at least 1 and --tokens at least 2.")
+    if given.picture and not given.picture.endswith(".svg"):
+        raise UserError(f"inspect: --picture {given.picture}: name a file that ends in .svg.")
     text = _read_text(given.data)
     # torch takes seconds to import, so the arguments are checked first.
     import torch

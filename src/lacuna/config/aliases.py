@@ -92,5 +92,4 @@ REFUSED: dict[str, str] = {
     "checkpoint.*_hf*": (
         "the final model is always exported to hf/; `lacuna convert` exports any other"
     ),
-    "ppo*": "the section ppo is not available yet",
 }

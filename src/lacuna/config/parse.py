@@ -86,13 +86,22 @@ def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str,
         elif found:
             found[-1][1].append(word)
         else:
-            problems.append(f"{word}: a word without a flag; write --section.setting {word}")
+            mend = f"write --section.setting {word}"
+            if word.startswith("-"):
+                mend = f"write -{word}"
+            elif word.endswith(".toml"):
+                mend = "one TOML file is all that a run takes"
+            problems.append(f"{word}: a word without a flag; {mend}")
     return [(name, Words(words)) for name, words in dict(found).items()]
 
 
 def _read_toml(file: Path, where: str, problems: list[str]) -> dict[str, tuple[Any, str]]:
     """The settings that the TOML file gives, in the form that `_read_settings` returns."""
     mend = "give a TOML file" if file.exists() else nearby(file)
+    if Path(file, "config.toml").exists():
+        mend = f"give {file / 'config.toml'}"
+    elif recipe := did_you_mean(str(file), (path.name for path in RECIPES.glob("*.toml"))):
+        mend = recipe.removeprefix("; ")
     absent = explained(f"{file}: cannot be read", OSError, mend=mend)
     deep = f"{file}: tables within tables, deeper than any setting"
     nested = explained(deep, RecursionError, mend="mend it there")

@@ -56,7 +56,7 @@ def known_task(task: str) -> str:
     elif task not in TASKS:
         alike = did_you_mean(task, TASKS)
         mend = alike or "; choose one, or an objective of your own as module:name"
-        raise ValueError(f"only {', '.join(TASKS)} are available yet{mend}")
+        raise ValueError(f"there is no such task, but {', '.join(TASKS)}{mend}")
     return task
 
 

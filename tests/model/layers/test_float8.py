@@ -105,7 +105,7 @@ def test_without_torchao_it_is_said_how_to_get_it(
 ) -> None:
     monkeypatch.setattr("lacuna.model.layers.float8.find_spec", lambda _: None)
     config = configuration(model, Case(float8=float8()))
-    with pytest.raises(UserError, match=r"pip install 'lacuna-train\[float8\]'"):
+    with pytest.raises(UserError, match=r"pip install -e '.\[float8\]'"):
         build_meta_model(config, tokenizer_of_words(), Layout(), "cpu")
 
 
