@@ -442,6 +442,9 @@ def test_reading_settings_loads_no_heavy_library():
 
 def test_what_is_no_toml_file_is_answered_by_one_that_is_meant(toml, tmp_path):
     assert "did you mean sft.toml?" in error_of("sfft.toml")
+    assert "resembles it" in error_of("x.toml"), "endings are all the same"
+    (tmp_path / "sfft2.toml").write_text("")
+    assert "did you mean sfft2.toml?" in error_of(str(tmp_path / "sfft3.toml"))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.toml").write_text("")
     assert f"give {tmp_path / 'run' / 'config.toml'}" in error_of(str(tmp_path / "run"))

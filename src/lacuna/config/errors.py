@@ -91,9 +91,15 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f"; did you mean {found[0]}?" if found else ""
 
 
-def nearby(path: Path) -> str:
-    """A hint at what was meant by the path of a missing file: a similar name in its folder."""
+def nearby(path: Path, others: Iterable[str] = ()) -> str:
+    """A hint at what was meant by the path of a missing file: a similar name in its folder.
+
+    It may also be one of `others`. Endings do not count: those of one kind are alike.
+    """
     if not path.parent.is_dir():
         return f"there is no folder {path.parent}"
-    hint = did_you_mean(path.name, (neighbour.name for neighbour in path.parent.iterdir()))
-    return hint.removeprefix("; ") or f"nothing in {path.parent.resolve()} resembles it"
+    names = [*others, *(neighbour.name for neighbour in path.parent.iterdir())]
+    by_stem = {Path(name).stem: name for name in names}
+    found = difflib.get_close_matches(path.stem, by_stem, n=1, cutoff=0.6)
+    nothing = f"nothing in {path.parent.resolve()} resembles it"
+    return f"did you mean {by_stem[found[0]]}?" if found else nothing

@@ -97,11 +97,11 @@ def _words_by_flag(flags: Sequence[str], problems: list[str]) -> list[tuple[str,
 
 def _read_toml(file: Path, where: str, problems: list[str]) -> dict[str, tuple[Any, str]]:
     """The settings that the TOML file gives, in the form that `_read_settings` returns."""
-    mend = "give a TOML file" if file.exists() else nearby(file)
+    mend = nearby(file, (path.name for path in RECIPES.glob("*.toml")))
+    if file.exists():
+        mend = "give a TOML file"
     if Path(file, "config.toml").exists():
         mend = f"give {file / 'config.toml'}"
-    elif recipe := did_you_mean(str(file), (path.name for path in RECIPES.glob("*.toml"))):
-        mend = recipe.removeprefix("; ")
     absent = explained(f"{file}: cannot be read", OSError, mend=mend)
     deep = f"{file}: tables within tables, deeper than any setting"
     nested = explained(deep, RecursionError, mend="mend it there")
