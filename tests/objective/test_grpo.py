@@ -475,10 +475,19 @@ def test_dropout_is_no_part_of_ratios(world: Path, prompts: Path, tmp_path: Path
     assert exported["attention_dropout"] == 0.5
 
 
-def test_a_column_that_no_data_has_is_refused_before_anything_is_asked(
+def test_a_column_that_no_data_has_is_refused_in_the_first_step(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     own = flags(prompts, "--rewards.answer_column", "ansver", "--training.steps", 2)
     said = " ".join(train(world, tmp_path, *own, status=2).split())
     assert "rewards.answer_column: pattern reads the column ansver, and the data has" in said
     assert not (tmp_path / "completions.jsonl").exists()
+
+
+def test_a_column_that_only_a_later_row_has_is_taken(world: Path, tmp_path: Path) -> None:
+    prompts = write_prompts(tmp_path)
+    lines = ['{"prompt": [{"role": "user", "content": "a"}]}\n'] * 9
+    lines.append('{"prompt": [{"role": "user", "content": "b"}], "answer": "c"}\n')
+    (prompts / "prompts.jsonl").write_text("".join(lines))
+    own = flags(prompts, "--rewards.functions", "exact", "--training.steps", 2)
+    assert "Done: 2 steps" in train(world, tmp_path / "run", *own)

@@ -11,6 +11,7 @@ from lacuna.config import UserError
 from lacuna.config.conversations import ChatConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.data.document import Document
+from lacuna.data.files import BROKEN, RECORD
 from lacuna.data.messages import columns_by_our_names
 from lacuna.data.packing import IGNORED, Batch
 from lacuna.data.questions import question_of
@@ -120,3 +121,11 @@ def row_of_prompt(
     found = sources[source]
     row = row_of(found.dataset[document - first], found)
     return row, place_of(document - first, found), source
+
+
+def columns_of_rows(source: Documents) -> set[str]:
+    """The columns that rows of a source have; those of JSON lines may have different ones."""
+    if source.column != RECORD:
+        return {*source.dataset.column_names}
+    records = (record for record in source.dataset if not record[BROKEN])
+    return {name for record in records for name in row_of(record, source)}

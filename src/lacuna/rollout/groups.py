@@ -15,10 +15,8 @@ import torch.distributed as dist
 
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
-from lacuna.data.files import BROKEN
 from lacuna.data.plan import RowPlan
-from lacuna.data.prompts import Prompt, prompts_of, row_of_prompt
-from lacuna.data.tokenize import row_of
+from lacuna.data.prompts import Prompt, columns_of_rows, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.rewards import score, total
 from lacuna.rollout.sampling import generate, part_of_rank
@@ -138,16 +136,12 @@ def draw_groups(
 
     Each rank asks its own, which are prompts of the `plan`, and each has a key for its randomness.
     Ranks have the groups minutes apart, and tell each other of them by the group `exchange`.
-    Raises `UserError` where neither their rows nor the first of a source have a column that a
-    reward reads.
+    Raises `UserError` where a reward applies to none, since no data has the column that it reads.
     """
-    origins = [row_of_prompt(one.document, plan.tokens, plan.sources) for one in asked]
-    firsts = [(one.dataset[0], one) for one in plan.sources]
-    readable = [row_of(record, one) for record, one in firsts if not record.get(BROKEN)]
-    require_columns(rewards, {*chain(*readable, *(row for row, _, _ in origins))})
     said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed, exchange)
     talks: list[list[Talk]] = []
-    for prompt, origin, key, completions in zip(asked, origins, keys, said, strict=True):
+    for prompt, key, completions in zip(asked, keys, said, strict=True):
+        origin = row_of_prompt(prompt.document, plan.tokens, plan.sources)
         talks.append([Talk(prompt.tokens, *origin, (key, n)) for n in range(len(completions))])
         for talk, one in zip(talks[-1], completions, strict=True):
             talk.hear(one, plan.tokenizer)
@@ -157,6 +151,9 @@ def draw_groups(
         go_on(policy, flat, rollout, rewards, room, ends, seed, plan.tokenizer, exchange)
     groups = [_group_of(one, str(plan.tokenizer.decode(one[0].prompt)), rollout) for one in talks]
     _add_rewards(groups, flat, functions, rollout.max_tokens, rewards)
+    silent = [name for name in functions if all(map(math.isnan, _of(groups, name)))]
+    if groups:
+        require_columns(rewards, silent, lambda: {*chain(*map(columns_of_rows, plan.sources))})
     if dist.get_world_size() == 1:
         return groups
     of_ranks: list[list[Group]] = [[]] * dist.get_world_size()

@@ -154,16 +154,22 @@ def find_rewards(settings: RewardsConfig, open_model: Callable[[str], Reward]) -
     return {name: _find(name, settings, open_model) for name in settings.functions}
 
 
-def require_columns(settings: RewardsConfig, columns: Collection[str]) -> None:
-    """Raises `UserError` where a function reads a column that no data has: all would be nan."""
+def require_columns(
+    settings: RewardsConfig, silent: Collection[str], columns: Callable[[], Collection[str]]
+) -> None:
+    """Raises `UserError` where a function reads a column that no data has.
+
+    Only functions that are `silent`, whose scores are all nan, may be such. To find all `columns`
+    may take reading all data.
+    """
     readers = {"answer_column": ("exact", "pattern", "math"), "tests_column": (*_OF_CODE,)}
     for setting, names in readers.items():
         column = getattr(settings, setting)
-        asking = [name for name in names if name in settings.functions]
-        if asking and column not in columns:
+        asking = [name for name in names if name in silent]
+        if asking and column not in (known := columns()):
             raise UserError(
                 f"rewards.{setting}: {asking[0]} reads the column {column}, and the data has "
-                f"{', '.join(sorted(columns))}: name one of these."
+                f"{', '.join(sorted(known))}: name one of these."
             )
 
 
