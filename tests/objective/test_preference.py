@@ -14,7 +14,7 @@ from lacuna.config.machine import CheckpointConfig
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.objective.preference import Preference, odds_ratio_losses, preference_sums
 from lacuna.objective.reference import reference_kind
-from runs import curve, train, weights, write_pairs
+from runs import curve, train, weights, write_model, write_pairs
 from tiny import tokenizer_of_words
 
 LOGPROBS = torch.tensor([-3.0, -5.0, -2.0, -1.5])
@@ -206,3 +206,15 @@ def test_a_run_of_another_task_is_not_gone_on_with(
     train(world, tmp_path / "run", "--training.steps", 1)
     message = train(world, tmp_path / "run", *flags(pairs, "copy"), status=2)
     assert "job.task (was 'pretrain', is 'preference')" in message
+
+
+def test_dropout_is_no_part_of_what_is_compared(world: Path, pairs: Path, tmp_path: Path) -> None:
+    own = [*flags(pairs, "base"), "--lora.rank", 4, "--training.steps", 3]
+    train(world, tmp_path / "without", *own)
+    model = write_model(tmp_path / "model", attention_dropout=0.5)
+    said = train(world, tmp_path / "with", *own, "--model.config", model)
+    assert "dropout of 0.5 is left out" in said
+    found = curve(tmp_path / "without", "loss", "reward_margin")
+    assert curve(tmp_path / "with", "loss", "reward_margin") == found
+    train(world, tmp_path / "asked", *own, "--lora.dropout", 0.5)
+    assert curve(tmp_path / "asked", "loss", "reward_margin") != found, "adapters keep theirs"

@@ -12,8 +12,9 @@ from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
 def leave_out_dropout(model: PreTrainedModel) -> None:
     """Has a model drop out nothing in training, in place; its configuration stays as it is.
 
-    Ratios to old probabilities, which are found without dropout, would be those of dropout. Raises
-    `UserError` for a model that computes something else in training all the same.
+    Log-probabilities that are compared with old ones or a reference's, which are found without
+    dropout, would differ by it. That of adapters (`lora.dropout`), for which a user has asked,
+    stays. Raises `UserError` for a model that computes something else in training all the same.
     """
     tried = specimen(model.config)
     _set_to_none(tried)
@@ -25,12 +26,12 @@ def leave_out_dropout(model: PreTrainedModel) -> None:
         )
     if not torch.allclose(plain, trained, rtol=1e-4, atol=1e-5):
         raise UserError(
-            "model: in training it draws at random where lacuna cannot leave that out, and ratios "
-            "to old probabilities would be noise: set what is called dropout or jitter in its "
-            "config.json to 0, or choose another model."
+            "model: in training it draws at random where lacuna cannot leave that out, and its "
+            "log-probabilities would differ by noise from those that they are compared with: set "
+            "what is called dropout or jitter in its config.json to 0, or choose another model."
         )
     if left_out := _set_to_none(model):
-        logger.info("dropout of %g is left out: completions are made without", left_out)
+        logger.info("dropout of %g is left out, as in what the model is compared with", left_out)
 
 
 def _set_to_none(model: nn.Module) -> float:
@@ -42,7 +43,7 @@ def _set_to_none(model: nn.Module) -> float:
             module.p = 0.0
         # Attention and layers that call functions keep their shares as numbers.
         for name, value in vars(module).items():
-            if "drop" in name and isinstance(value, float):
+            if "drop" in name and name != "adapter_dropout" and isinstance(value, float):
                 shares.append(value)
                 setattr(module, name, 0.0)
     return max(shares)

@@ -17,6 +17,7 @@ from lacuna.data import Batch
 from lacuna.data.packing import IGNORED, prompt_labels
 from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Columns, Loss, SequenceLoss, Sums
+from lacuna.objective.dropout import leave_out_dropout
 from lacuna.objective.language_modelling import FrozenModel, LanguageModelling
 from lacuna.objective.reference import (
     Reference,
@@ -124,7 +125,8 @@ class Preference(LanguageModelling):
         return {"preference.reference": FrozenModel(config)} if kind == "copy" else {}
 
     def prepare(self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]) -> None:
-        """Makes the reference, where the loss has one."""
+        """Makes the reference, where the loss has one, and leaves the model's dropout out."""
+        leave_out_dropout(policy.model)
         if self.reference is not None:
             self.reference.prepare(policy, all_batches)
 
