@@ -31,6 +31,8 @@ from sampled import (
     of_changing_weights,
     tokens_of,
 )
+from talking import flags as talking_flags
+from talking import write_talks
 from tasks import write_weights
 from tiny import run_ranks, tiny_config
 from vllm_like import VllmLike, serving
@@ -388,3 +390,17 @@ def test_held_out_prompts_are_answered_by_the_server_too(
         for name in ("server", "own")
     )
     assert first == other and len(first) == 4
+
+
+def test_the_server_is_handed_the_weights_once_for_all_turns(world: Path, tmp_path: Path) -> None:
+    talks = write_talks(tmp_path / "talks")
+    server = VllmLike(talks / "model", max_model_len=64)
+    own = talking_flags(talks, "--training.steps", 2)
+    with serving(server) as address:
+        by_server = ("--rollout.engine", "server", "--rollout.server", address)
+        folder = ("--rollout.server_folder", tmp_path / "handed over")
+        train(world, tmp_path / "run", *own, *by_server, *folder, cwd=talks)
+    said = [row["messages"] for row in completions(tmp_path / "run")]
+    assert max(sum(one["role"] == "assistant" for one in messages) for messages in said) > 2
+    assert len(server.loads) == 1 + 2, "for the comparison, and in each step"
+    assert max(row["mismatch_largest"] for row in rows(tmp_path / "run") if "loss" in row) < 1e-4

@@ -50,15 +50,17 @@ def say(
     sampling: RolloutConfig,
     ends: Sequence[int],
     exchange: dist.ProcessGroup | None = None,
+    is_changed: bool = True,
 ) -> list[list[Completion]]:
     """The completions of what is `asked`, by the model as it is now; every rank must call it.
 
-    Where a server makes them, ranks tell each other of them by the group `exchange`.
+    Where a server makes them, ranks tell each other of them by the group `exchange`, and the server
+    is handed the weights, unless the model `is_changed` no more since it was asked last.
     """
     if sampling.engine == "server":
         from lacuna.rollout.server import complete_by_server  # an extension
 
-        return complete_by_server(policy, asked, sampling, ends, exchange)
+        return complete_by_server(policy, asked, sampling, ends, exchange, is_changed)
     return complete(
         policy.model,
         asked,

@@ -38,6 +38,8 @@ _LONGEST_PAUSE = 30.0
 _COMPARED = (64, 16)
 # Begins the versions of this process's weights, and tells them from those of any other.
 _OWN = uuid4().hex
+# The version of the weights in each folder that this process has written.
+_versions: dict[str, str] = {}
 # The locks of folders that weights are written to: they are held as long as this process lives.
 _LOCKS: list[object] = []
 
@@ -47,16 +49,16 @@ class _Order:
     """What the server is to make of the weights that are in the folder.
 
     Attributes:
-        done: the completions that it has made, by the place of their prompt.
         version: of the weights, by which the server tells whether it still has them.
+        done: the completions that it has made, by the place of their prompt.
     """
 
     policy: BuiltModel
     sampling: RolloutConfig
     asked: Sequence[Asked]
     ends: Sequence[int]
+    version: str
     done: dict[int, list[Completion]] = field(default_factory=dict)
-    version: str = field(default_factory=lambda: f"{_OWN} {uuid4().hex}")
 
 
 def check_server(
@@ -73,7 +75,8 @@ def check_server(
     generator = torch.Generator().manual_seed(0)
     prompt = torch.randint(vocabulary, (length,), generator=generator).tolist()
     _write_weights(policy, sampling)
-    order = _Order(policy, sampling, [Asked(prompt, [0], limit)], [])
+    version = _versions[_weights_folder(sampling)]
+    order = _Order(policy, sampling, [Asked(prompt, [0], limit)], [], version)
     said = _from_first(exchange, partial(_first_completion, order))
     with generating(policy.model, in_pages=False), gathered(policy.model):
         ids = torch.tensor([prompt + said.tokens], device=policy.device)
@@ -90,16 +93,20 @@ def complete_by_server(
     sampling: RolloutConfig,
     ends: Sequence[int],
     exchange: dist.ProcessGroup | None,
+    is_changed: bool = True,
 ) -> list[list[Completion]]:
     """All completions of what this rank has `asked`, by the weights as they are now.
 
-    All ranks must call it; the first one asks for all. Raises `OutageError` on all of them where
-    the server is gone for longer than `rollout.server_timeout`, or is not the same any more.
+    All ranks must call it; the first one asks for all. Weights that are not changed since they were
+    written last are not written again. Raises `OutageError` on all ranks where the server is gone
+    for longer than `rollout.server_timeout`, or is not the same any more.
     """
-    _write_weights(policy, sampling)
+    if is_changed:
+        _write_weights(policy, sampling)
     of_ranks: list[Sequence[Asked]] = [[]] * dist.get_world_size()
     dist.all_gather_object(of_ranks, asked, group=exchange)
-    order = _Order(policy, sampling, [one for part in of_ranks for one in part], ends)
+    of_all = [one for part in of_ranks for one in part]
+    order = _Order(policy, sampling, of_all, ends, _versions[_weights_folder(sampling)])
     found = _from_first(exchange, partial(_ask_patiently, order))
     before = sum(len(part) for part in of_ranks[: dist.get_rank()])
     return found[before : before + len(asked)]
@@ -139,7 +146,10 @@ def _open(policy: BuiltModel, sampling: RolloutConfig) -> None:
 
 
 def _write_weights(policy: BuiltModel, sampling: RolloutConfig) -> None:
-    """Writes the weights as training computes with them, adapters merged; all ranks call it."""
+    """Writes the weights as training computes with them, adapters merged; all ranks call it.
+
+    They get a version of their own.
+    """
     dtype = compute_dtype(policy.training, policy.device.type)
     write_model(
         policy.model,
@@ -147,6 +157,7 @@ def _write_weights(policy: BuiltModel, sampling: RolloutConfig) -> None:
         dtype,
         lambda config, folder: config.save_pretrained(folder),
     )
+    _versions[_weights_folder(sampling)] = f"{_OWN} {uuid4().hex}"
 
 
 def _weights_folder(sampling: RolloutConfig) -> str:

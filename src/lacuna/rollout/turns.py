@@ -57,7 +57,7 @@ def go_on(
         asked = [
             Asked(one.read, [random_key(seed, STREAM, *one.key, turn)], room) for one, room in going
         ]
-        heard = say(policy, asked, rollout, ends, exchange)
+        heard = say(policy, asked, rollout, ends, exchange, is_changed=False)
         for (one, _), [said] in zip(going, heard, strict=True):
             one.hear(said, tokenizer)
         active = [one for one, _ in going if one.ended]
