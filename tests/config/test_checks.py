@@ -43,6 +43,8 @@ def error_of(flags="", **kwargs):
             "training.epochs",
             "data.data_probs",
         ),
+        ("--chat.train_on last", "chat.train_on", "job.task"),
+        ("--chat.template chatml", "chat.template", "job.task"),
         ("--training.varlen", "training.varlen", "raise training.seq_len instead"),
         ("--training.context_len 64", "training.context_len", "training.varlen"),
         (

@@ -103,6 +103,7 @@ EXTENSIONS = {
         "model/softpick_forward.py",
         "model/softpick_kernels.py",
     ),
+    "sinks": ("model/sinks.py",),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
     "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),

@@ -1,5 +1,6 @@
 """Rules for the settings of tasks, such as distillation: which others they do not go with."""
 
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.rollout_rules import ROLLOUT_RULES
 from lacuna.config.rules import Rule, is_changed, is_given, only_for
@@ -21,6 +22,14 @@ TASK_RULES: tuple[Rule, ...] = (
     ),
     *only_for(("distill",), "distillation", DistillationConfig),
     *only_for(("preference",), "preference", PreferenceConfig),
+    *(
+        Rule(
+            (f"chat.{name}", "job.task"),
+            is_changed(f"chat.{name}", lambda config: config.job.task == "pretrain"),
+            "texts have no conversations; set the second, to sft for instance, or drop the first",
+        )
+        for name in ChatConfig.model_fields
+    ),
     *REWARD_RULES,
     *ROLLOUT_RULES,
     Rule(

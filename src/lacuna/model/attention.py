@@ -13,7 +13,6 @@ from transformers.models.gemma2.modeling_gemma2 import (
     eager_attention_forward as soft_capped_attention,
 )
 
-from lacuna.model.sinks import sink_attention
 from lacuna.parallel.context import gather_sequence, ring_attention
 from lacuna.parallel.partial_attention import Part, flash_bounds, visible
 
@@ -103,6 +102,8 @@ def _with_sinks(
     sinks: Tensor,
 ) -> Tensor:
     """Computes attention beside sinks. Returns [B, T, heads, width of values]."""
+    from lacuna.model.sinks import sink_attention  # an extension
+
     width = value.shape[-1]
     query, key, value = (one.transpose(1, 2) for one in of_one_width(query, key, value))
     return sink_attention(query, key, value, sinks, part, scaling, window)[..., :width]
