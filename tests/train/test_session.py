@@ -8,7 +8,7 @@ import pytest
 from lacuna.config import UserError
 from lacuna.config.sections import TrainingConfig
 from lacuna.train.metrics import _open_rows
-from lacuna.train.session import finished_step, lock
+from lacuna.train.session import finished_run, lock
 
 ODD = {
     "cut": b'{"step": 2, "lo',
@@ -44,10 +44,10 @@ def test_a_damaged_note_of_the_end_is_told_and_the_run_goes_on(
     wanted = TrainingConfig(steps=8)
     note = tmp_path / "finished.json"
     note.write_text('{"step": 8, "steps": 8, "epochs": null}')
-    assert finished_step(str(tmp_path), -1, wanted) == 8
+    assert finished_run(str(tmp_path), -1, wanted) == {"step": 8, "steps": 8, "epochs": None}
     for odd in ('{"step": 8, "st', "[]", '{"step": 8}', ""):
         note.write_text(odd)
-        assert finished_step(str(tmp_path), -1, wanted) is None
+        assert finished_run(str(tmp_path), -1, wanted) is None
     assert caplog.text.count(f"{note} is damaged: the run goes on from its newest checkpoint") == 4
 
 

@@ -52,6 +52,15 @@ def shown_settings(tables: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
     }
 
 
+def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, str]:
+    """What every setting that both tables have was and is, where that is not the same."""
+    return {
+        name: f"{name}: {before[name]} → {value}"
+        for name, value in now.items()
+        if before.get(name, value) != value
+    }
+
+
 def inputs_of(
     sources: Sequence[Documents],
     tokenizer: PreTrainedTokenizerBase,
@@ -107,12 +116,8 @@ def log_changes(saved: dict[str, Any], own: dict[str, Any], step: int, rate: flo
 
     `rate` is the learning rate of the next step.
     """
-    before = saved["settings"]
     lines = []
-    for name, value in own["settings"].items():
-        if before.get(name, value) == value:
-            continue
-        line = f"{name}: {before[name]} → {value}"
+    for name, line in changes_of(saved["settings"], own["settings"]).items():
         consequence = _consequence_of(name)
         if consequence == _SCHEDULE:
             consequence += f": {saved['rate']:.3g} in step {step}, {rate:.3g} in step {step + 1}"

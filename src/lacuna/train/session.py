@@ -8,6 +8,7 @@ import time
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryFile
+from typing import Any
 
 from filelock import FileLock, Timeout
 from rich.console import Console
@@ -30,6 +31,7 @@ from lacuna.parallel.processes import (
     stop_process,
 )
 from lacuna.train.hints import closing_hints
+from lacuna.train.resume import changes_of, shown_settings
 from lacuna.train.setup import Run
 from lacuna.train.start import goes_back
 from lacuna.train.trainer import train
@@ -101,15 +103,12 @@ def train_here(config: Config) -> int:
         with naming_silent_ranks(config.comm), worker_ends_explained():
             require_same_config(config, process)
             load_step = config.checkpoint.load_step
-            done = on_first(process, lambda: finished_step(folder, load_step, config.training))
+            done = on_first(process, lambda: finished_run(folder, load_step, config.training))
             if done is None:
                 status = _train_and_export(config, process, console)
             else:
-                console.print(
-                    f"The run in {folder} is finished (step {done}). To train "
-                    f"it further, raise training.steps or epochs; to train anew, choose another "
-                    f"job.dump_folder."
-                )
+                told = _about_finished(str(folder), done, shown_settings(config.model_dump()))
+                console.print(told, soft_wrap=True, markup=False)
             stop_process()
     return status
 
@@ -152,7 +151,7 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
         model = os.path.join(folder, "hf")
         for write in run.exports(model):
             write()
-        on_first(process, lambda: mark_finished(folder, config.training, run.state.step))
+        on_first(process, lambda: mark_finished(run))
         if uploads is not None:
             uploads.after_end(model)
         _say_done(run, console, model, time.monotonic() - started)
@@ -169,6 +168,21 @@ def _about_stopping(is_saved: bool, step: int) -> str:
     )
 
 
+def _about_finished(folder: str, done: dict[str, Any], settings: dict[str, str]) -> str:
+    """The message about a run that has come to its end before, as is noted in `done`.
+
+    `settings` are those that it is asked for with now.
+    """
+    told = (
+        f"The run in {folder} is finished (step {done['step']}). To train it "
+        f"further, raise training.steps or epochs; to train anew, choose another job.dump_folder."
+    )
+    if other := changes_of(done.get("settings", {}), settings):
+        told += " It was trained with other settings (was → is asked for now):\n  "
+        told += "\n  ".join(other.values())
+    return told
+
+
 def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
     """Prints what a run that came to its end has done, and what can be done with the `model`."""
     config = run.config
@@ -182,24 +196,27 @@ def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
         console.print(hints, soft_wrap=True, markup=False)
 
 
-def finished_step(folder: str, load_step: int, wanted: TrainingConfig) -> int | None:
-    """The step at which the run has already come to the end that is asked for now, else None."""
+def finished_run(folder: str, load_step: int, wanted: TrainingConfig) -> dict[str, Any] | None:
+    """What was noted when the run came to the end that is asked for now; None if it has not."""
     path = Path(folder, FINISHED)
     if not path.exists() or goes_back(folder, load_step):
         return None
     try:
-        done = json.loads(path.read_text())
+        done: dict[str, Any] = json.loads(path.read_text())
         if wanted.steps is not None:
             is_enough = wanted.steps <= done["steps"]
         else:
             is_enough = wanted.epochs == done["epochs"]
-        return int(done["step"]) if is_enough else None
+        return done | {"step": int(done["step"])} if is_enough else None
     except (ValueError, TypeError, KeyError):
         logger.warning("%s is damaged: the run goes on from its newest checkpoint", path)
         return None
 
 
-def mark_finished(folder: str, training: TrainingConfig, step: int) -> None:
+def mark_finished(run: Run) -> None:
     """Notes in the run's folder that the run came to its end, maybe before its last step."""
+    training = run.config.training
+    step = run.state.step
     note = {"step": step, "steps": max(training.steps or 0, step), "epochs": training.epochs}
-    replace_text(Path(folder, FINISHED), json.dumps(note))
+    text = json.dumps(note | {"settings": run.started_with["settings"]})
+    replace_text(Path(run.config.job.dump_folder, FINISHED), text)
