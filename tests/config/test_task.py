@@ -64,6 +64,8 @@ def test_an_objective_that_cannot_be_had_is_refused_by_name(folder: Path) -> Non
     (folder / "partial.py").write_text("class Own:\n    trains_on = 'texts'\n    loss = None\n")
     write(folder, "pictures", 'trains_on = "pictures"')
     assert "job.task: absent does not import (ModuleNotFoundError" in loaded("absent:Own")
+    (folder / "lacking.py").write_text("import absent\n")
+    assert "install absent, or start the run in the folder where it lies" in loaded("lacking:Own")
     assert "job.task: broken does not import (ZeroDivisionError: division by zero)" in loaded(
         "broken:Own"
     )

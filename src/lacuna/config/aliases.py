@@ -30,6 +30,7 @@ RENAMED: dict[str, str] = {
 # Last part of a name in other trainers, even if it means something a little different there -> the
 # setting of ours to propose.
 MEANT: dict[str, str] = {
+    "dryrun": "--dry-run",
     "learning_rate": "optimizer.lr",
     "warmup_ratio": "lr_scheduler.warmup_steps",
     "adam_beta1": "optimizer.beta1",

@@ -188,6 +188,7 @@ def _message_of(detail: Any, setting: str, spelling: str, where: str) -> str:
     elif kind == "literal_error":
         hint = did_you_mean(str(value), detail["ctx"]["expected"].split("'"))
     elif kind == "extra_forbidden":
+        wanted = "there is no such setting"
         tables = Source, CurriculumStage, OptimizerGroup
         known = {name for table in tables for name in table.model_fields}
         hint = did_you_mean(str(detail["loc"][-1]), known)

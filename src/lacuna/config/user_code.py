@@ -19,8 +19,11 @@ def import_attribute(name: str) -> Any:
     try:
         found = importlib.import_module(module)
     except (Exception, SystemExit) as error:  # whatever the user's own lines raise
+        mend = "mend it there"
+        if isinstance(error, ModuleNotFoundError):
+            mend = f"install {error.name}, or start the run in the folder where it lies"
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{module} does not import ({reason}); mend it there") from error
+        raise ValueError(f"{module} does not import ({reason}); {mend}") from error
     if not hasattr(found, attribute):
         hint = did_you_mean(attribute, vars(found)) or "; name one that it has"
         raise ValueError(f"{module} has no {attribute}{hint}")
