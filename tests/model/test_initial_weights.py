@@ -2,17 +2,13 @@
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from every_model import configuration_class, model_types, small_config
+from first_weights import drawn_otherwise
 from lacuna.config import Config
-from lacuna.config.adapters import LoraConfig
-from lacuna.config.sections import ModelConfig, TrainingConfig
-from lacuna.model.architecture import meta_model
-from lacuna.model.layers.lora import trained_names
-from lacuna.model.weights import fill_model
-from tiny import CPU, differing, run_ranks, sharded_model, tiny_config, whole
+from lacuna.config.sections import TrainingConfig
+from tiny import differing, run_ranks, sharded_model, tiny_config, whole
 
 SEED = 7
 ARCHITECTURES = ("llama", "llama_tied", "qwen3", "gemma", "mistral", "gpt2", "neox", "qwen2_moe")
@@ -78,52 +74,13 @@ what comes later.
 """
 
 
-def otherwise(own: Tensor, ours: Tensor) -> bool:
-    """Whether a tensor is not what transformers makes, or not drawn from the same distribution."""
-    if own.shape != ours.shape or own.dtype != ours.dtype:
-        return True
-    if torch.equal(own, ours):
-        return False
-    if (
-        not own.is_floating_point()
-        or not own.is_contiguous()
-        or own.std() == 0
-        or not ours.isfinite().all()
-    ):
-        return True
-    wide = own.double().std()
-    few = own.numel() ** -0.5
-    return bool(
-        abs(ours.double().std() / wide - 1) > 6 * few
-        or abs(ours.double().mean() - own.double().mean()) > 8 * wide * few
-    )
-
-
-def made_otherwise(kind: str) -> list[str]:
-    """The tensors of a small model of a kind that are not drawn as its constructor draws them."""
-    model_config = small_config(configuration_class(kind))
-    torch.manual_seed(1)
-    own = AutoModelForCausalLM.from_config(model_config, dtype=torch.float32)
-    model = meta_model(model_config, "eager", torch.float32)
-    source = ModelConfig(config="any")
-    fill_model(model, trained_names(model), source, LoraConfig(), TrainingConfig(), CPU, fill=True)
-    expected = own.state_dict() | dict(own.named_buffers())
-    found = model.state_dict() | dict(model.named_buffers())
-    assert found.keys() == expected.keys()
-    wrong = [
-        name
-        for name in expected
-        if expected[name].numel() > 8 and otherwise(expected[name], found[name])
-    ]
-    return wrong
-
-
 @pytest.mark.parametrize("kind", ODD)
 def test_odd_models_are_drawn_as_transformers_draws_them(kind: str) -> None:
-    assert made_otherwise(kind) == []
+    assert drawn_otherwise(small_config(configuration_class(kind))) == []
 
 
 @pytest.mark.slow
 def test_every_causal_model_of_transformers_is_drawn_as_transformers_draws_it() -> None:
-    wrong = {kind: found for kind in model_types() if (found := made_otherwise(kind))}
+    small = {kind: small_config(configuration_class(kind)) for kind in model_types()}
+    wrong = {kind: found for kind, one in small.items() if (found := drawn_otherwise(one))}
     assert wrong == {}

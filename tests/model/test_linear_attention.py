@@ -22,11 +22,13 @@ import fla_on_cpu
 
 fla_on_cpu.interpret()
 
+from first_weights import drawn_otherwise
 from lacuna.cli import main
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.data.fla_models import register_models
+from lacuna.data.fla_models import MODEL_TYPES, register_models
 from lacuna.model.architecture import meta_model
+from lacuna.model.fla_softmax import use_our_softmax_attention
 from lacuna.model.flops import step_flops
 from lacuna.model.linear_attention import bounds_choices, find_bounds, products_and_widths
 from lacuna.parallel.mesh import Layout
@@ -43,6 +45,18 @@ SIZES = {
     "max_position_embeddings": 256,
     "bos_token_id": 1,
     "eos_token_id": 2,
+}
+WINDOW = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": 8}
+OWN_SIZES: dict[str, dict[str, Any]] = {
+    "bitnet": {"fuse_norm": True},
+    "hgrn2": {"expand_ratio": 16},
+    "mamba": {"fuse_norm": True},
+    "mamba2": {"fuse_norm": True, "head_dim": 16, "num_heads": 4},
+    "mamba3": {"head_dim": 16, "num_heads": 4},
+    "nsa": {"head_dim": 16, "num_kv_heads": 1},
+    "rodimus": {"attn": WINDOW, "ska_attn": WINDOW},
+    "rwkv7": {"head_dim": 16},
+    "samba": {"attn": WINDOW},
 }
 HYBRID = {"attn": {"layers": [1], "num_heads": 2, "window_size": 8}}
 ALONE = Case(Layout())
@@ -107,12 +121,35 @@ def test_four_ranks_and_recomputation_train_as_one(hybrid: Path, alone: Outcome)
         check_same(merge(of_ranks), alone)
 
 
-@pytest.mark.parametrize("kind", ["transformer", "gla", "retnet", "delta_net"])
+@pytest.mark.slow
+def test_layers_that_hand_on_more_than_hidden_states_are_sharded_and_recomputed(
+    tmp_path: Path,
+) -> None:
+    model_config = config_of(tmp_path, "rwkv7", **OWN_SIZES["rwkv7"])
+    random_model(model_config, "eager").save_pretrained(tmp_path)
+    [[alone]] = run_ranks(1, interpreted_steps, tmp_path, [ALONE])
+    recompute = ActivationCheckpointConfig(mode="full")
+    shared = [Case(Layout(dp_shard=2), recompute=recompute)]
+    [[first], [second]] = run_ranks(2, interpreted_steps, tmp_path, shared)
+    check_same(merge((first, second)), alone)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["transformer", "gla", "retnet", "delta_net", pytest.param("rwkv7", marks=pytest.mark.slow)],
+)
 def test_documents_in_a_row_are_as_they_are_alone(tmp_path: Path, kind: str) -> None:
-    model_config = config_of(tmp_path, kind)
+    model_config = config_of(tmp_path, kind, **OWN_SIZES.get(kind, {}))
     names = bounds_choices("auto", model_config, "cpu", Layout())
     found = find_bounds(names, model_config, "packed", 64, CPU, torch.float32, Layout())
     assert found == "lacuna_bounds"
+
+
+@pytest.mark.parametrize("kind", sorted(MODEL_TYPES))
+def test_first_weights_are_those_that_fla_draws(tmp_path: Path, kind: str) -> None:
+    """Also where constructors draw them (RWKV6, RWKV7, MoM), or outer modules do (YOCO)."""
+    use_our_softmax_attention()
+    assert drawn_otherwise(config_of(tmp_path, kind, **OWN_SIZES.get(kind, {}))) == []
 
 
 def test_a_leak_between_documents_is_found(tmp_path: Path) -> None:
@@ -130,9 +167,6 @@ def test_what_these_models_cannot_have_is_refused(
             bounds_choices("auto", model_config, "cpu", layout)
     with pytest.raises(UserError, match='model.attention: "sdpa"'):
         bounds_choices("sdpa", model_config, "cpu", Layout())
-    with pytest.raises(UserError, match="RWKV7ForCausalLM writes its first weights"):
-        own = config_of(tmp_path, "rwkv7", head_dim=16)
-        bounds_choices("auto", own, "cpu", Layout())
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="need a GPU, and this run is on the CPU"):
         bounds_choices("auto", model_config, "cpu", Layout())

@@ -22,7 +22,7 @@ from lacuna.config import UserError, explained, logger
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
-from lacuna.model.kind import new_model
+from lacuna.model.kind import new_model, without_first_values
 from lacuna.parallel.precision import keep_in_float32
 
 # What transformers may raise where it cannot make a model of a configuration.
@@ -144,7 +144,8 @@ def meta_model(
         "model: transformers makes none of this configuration of a "
         f"{model_config.model_type!r} model"
     )
-    with torch.device("meta"), no_init_weights(), _refusals_explained(rejected):
+    empty = without_first_values()
+    with torch.device("meta"), no_init_weights(), empty, _refusals_explained(rejected):
         model = new_model(model_config, dtype, attention)
     model.train()
     model.tie_weights()  # as initialisation does

@@ -8,7 +8,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.initialization import guard_torch_init_functions
 
-from lacuna.model.kind import new_model
+from lacuna.model.kind import new_model, without_first_values
 from lacuna.model.layers.wrapping import Wrapper
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import keep_in_float32
@@ -37,7 +37,8 @@ def construct_model(
 
     # torch's types forget that what the hook returns is registered.
     with register_module_parameter_registration_hook(without_memory):  # type: ignore[arg-type]
-        model = new_model(model_config, dtype, attention)
+        with without_first_values():
+            model = new_model(model_config, dtype, attention)
         if real:  # now it is known as which of all each of them is made
             names = {id(one): name for name, one in model.named_parameters()}
             kept = {place for place, one in enumerate(registered) if names.get(id(one)) in real}
@@ -89,6 +90,7 @@ def draw_weights(
         local(weights[name]).copy_(own_part(drawn, weights[name]))
 
     left_alone = set()
+    _mark_drawn_by_constructors(shadow)
     with guard_torch_init_functions():
         for path, part, is_whole in _cut_into_parts(shadow):
             part.to_empty(device=device, recurse=is_whole)
@@ -106,6 +108,17 @@ def draw_weights(
         made = construct_model(shadow.config, "eager", shadow.dtype, left_alone)
         for name in sorted(left_alone):
             place(name, made.get_parameter(name))
+
+
+def _mark_drawn_by_constructors(shadow: PreTrainedModel) -> None:
+    """Marks, in place, modules that their constructors give values, where they were hindered.
+
+    Those of fla have a method for it, of a name of transformers' own.
+    """
+    for module in shadow.modules():
+        if hasattr(module, "_initialize_weights") and not isinstance(module, PreTrainedModel):
+            for inner in module.modules():
+                inner._is_hf_initialized = True  # type: ignore[assignment]
 
 
 def _cut_into_parts(model: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module, bool]]:
@@ -134,7 +147,7 @@ def _initialize_part(shadow: PreTrainedModel, path: str, part: nn.Module, is_who
 
     Inner modules come before outer ones, which may draw anew what is in them (as GPT-2 does its
     c_proj). So the modules around the part come last. Each module goes by the rules of the
-    innermost model that it is in.
+    innermost model that it is in, unless its constructor has drawn what it has.
     """
     around = [shadow]
     for name in filter(None, path.split(".")):
@@ -149,4 +162,6 @@ def _initialize_part(shadow: PreTrainedModel, path: str, part: nn.Module, is_who
         within = []
         part.apply(within.append)  # inner modules first
     for module in (*within, *reversed(around[:-1])):
-        rules[module]._init_weights(module)
+        is_drawn = getattr(module, "_is_hf_initialized", False)
+        rules[module]._initialize_weights(module, shadow.is_custom_code())
+        module._is_hf_initialized = is_drawn  # type: ignore[assignment]

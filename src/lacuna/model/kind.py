@@ -1,9 +1,10 @@
 """Which of transformers' classes a configuration becomes: a causal LM, or a model that scores."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel, modeling_utils
 
 # How transformers' classes of models that score are called, with their architecture before.
 _SCORING = "ForSequenceClassification"
@@ -12,6 +13,19 @@ _SCORING = "ForSequenceClassification"
 def is_scoring(model_config: PretrainedConfig) -> bool:
     """Whether a configuration is that of a model that gives a sequence scores, and no text."""
     return any(name.endswith(_SCORING) for name in model_config.architectures or ())
+
+
+@contextmanager
+def without_first_values() -> Iterator[None]:
+    """Within it, fla's constructors write no values into weights, which may have no memory.
+
+    They ask by a name that transformers had before its fifth version.
+    """
+    modeling_utils._init_weights = False  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        del modeling_utils._init_weights  # type: ignore[attr-defined]
 
 
 def new_model(

@@ -30,7 +30,8 @@ _STAGES = 2
 _TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 1e-2}
 
 # Products of a head's state [key width, value width] with a token's vectors, by the layer that has
-# the state: one to write to it, one to read it; the delta rule reads once more before it writes.
+# the state: one to write to it, one to read it; the delta rule reads once more before it writes,
+# and RWKV7 then writes what it removes apart from what it adds.
 STATE_PRODUCTS = {
     "GatedLinearAttention": 2,
     "HGRN2Attention": 2,
@@ -44,6 +45,7 @@ STATE_PRODUCTS = {
     "DeltaNet": 3,
     "GatedDeltaNet": 3,
     "KimiDeltaAttention": 3,
+    "RWKV7Attention": 4,
 }
 # Layers without products beside those of their weights.
 _ELEMENTWISE = ("HGRNAttention",)
@@ -64,11 +66,6 @@ def bounds_choices(
     if device_type == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         raise UserError(
             f"model: the kernels of {kind} need a GPU, and this run is on the CPU: run it on a GPU."
-        )
-    if model_config.model_type == "rwkv7":
-        raise UserError(
-            f"model: {kind} writes its first weights while it is made, so that it cannot be made "
-            "without memory and sharded: choose another model."
         )
     if asked not in ("auto", "varlen"):
         raise UserError(
