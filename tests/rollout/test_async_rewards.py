@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from lacuna.config import UserError
+from lacuna.config import OutageError
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout.asking import _event_loop
 from lacuna.rollout.rewards import score
@@ -151,7 +151,7 @@ FAILING = {
 
 @pytest.mark.parametrize("name", [*FAILING])
 def test_one_that_fails_is_named_with_its_sample(name: str) -> None:
-    with pytest.raises(UserError, match=f"{name} fails on data, row 2 .*{FAILING[name]}"):
+    with pytest.raises(OutageError, match=f"{name} fails on data, row 2 .*{FAILING[name]}"):
         scores("waits", name)
 
 
@@ -174,7 +174,7 @@ def test_one_that_fails_loses_no_scores_of_others_nor_of_other_samples(name: str
     ],
 )
 def test_what_is_not_awaited_is_told_how_to_be(name: str, said: str) -> None:
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(OutageError, match=said):
         scores(name)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lacuna.config import UserError
+from lacuna.config import OutageError, UserError
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout import code_rewards, sandbox
 from lacuna.rollout.code_rewards import CodeReward, code_in
@@ -270,7 +270,7 @@ def test_a_row_with_wrong_tests_is_named_and_the_others_are_not_run_again(
     found = score(functions, answers, settings)["code"]
     assert found == pytest.approx([1, math.nan, 0], nan_ok=True) and len(ran) == 2
     stops = RewardsConfig(functions=("code",))
-    with pytest.raises(UserError, match="row 1 .* is no Python"):
+    with pytest.raises(OutageError, match="row 1 .* is no Python"):
         score(find_rewards(stops, no_model), answers, stops)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from lacuna.config import UserError
+from lacuna.config import OutageError, UserError
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout import math_reward
 from lacuna.rollout.rewards import score, total
@@ -62,7 +62,7 @@ def test_formulas_are_equal_as_mathematics_has_it() -> None:
     found = score(find_rewards(settings, no_model), answers, settings)
     assert found["math"] == [value for _, value in cases.values()]
     unclear = [Answered({"answer": "?!"}, "data, row 9", "4", left=1)]
-    with pytest.raises(UserError, match="row 9 .* is no formula"):
+    with pytest.raises(OutageError, match="row 9 .* is no formula"):
         score(find_rewards(settings, no_model), unclear, settings)
 
 
@@ -145,7 +145,7 @@ def test_a_failing_function_is_named_with_its_sample(
 ) -> None:
     name = f"{__name__}:{function.__name__}"
     settings = RewardsConfig(functions=(name,), timeout_seconds=0.2)
-    with pytest.raises(UserError, match=said) as caught:
+    with pytest.raises(OutageError, match=said) as caught:
         score(find_rewards(settings, no_model), ANSWERS, settings)
     assert name in str(caught.value)
 
@@ -236,7 +236,7 @@ def test_numbers_of_all_libraries_are_read_and_nothing_else(kind: str, function:
         assert found == pytest.approx([wanted.get(kind, 0.5)] * 3, nan_ok=True)
         assert {type(one) for one in found} == {float}
         return
-    with pytest.raises(UserError, match=f"{function} fails on data, row 1 "):
+    with pytest.raises(OutageError, match=f"{function} fails on data, row 1 "):
         scores(functions=(name,))
     found = scores(functions=(name,), on_error="skip")[name]
     assert all(map(math.isnan, found)) and len(found) == 3

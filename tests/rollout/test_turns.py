@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lacuna.config import Config, UserError
+from lacuna.config import Config, OutageError
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.objective.grpo import grpo_targets
@@ -207,7 +207,7 @@ def test_asynchronous_replies_are_awaited_together_and_those_too_late_are_left_o
     assert all(one.given for one in talks if one.row["number"] != 1 and one.ended)
     failed = {one.row["number"] for one in talks if one.has_failed}
     assert failed == {1}
-    with pytest.raises(UserError, match=r"fails on row 1 after '.*' \(it takes longer than rew"):
+    with pytest.raises(OutageError, match=r"fails on row 1 after '.*' \(it takes longer than rew"):
         talks_of(Late, rewards=RewardsConfig(timeout_seconds=0.5))
 
 
@@ -227,7 +227,7 @@ def test_asynchronous_replies_are_awaited_together_and_those_too_late_are_left_o
 def test_an_environment_that_fails_is_named_with_its_sample(
     environment: type[Echo], row: dict[str, Any], said: str
 ) -> None:
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(OutageError, match=said):
         talks_of(environment, row=row, rewards=RewardsConfig(timeout_seconds=0.5))
     talks = talks_of(environment, row=row, rewards=SKIP, places=(2,))
     assert any(one.has_failed for one in talks)

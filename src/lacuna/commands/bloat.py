@@ -8,7 +8,7 @@ from lacuna.commands.arguments import CommandParser
 PACKAGE = Path(__file__).parent.parent
 
 # The core is what a reader must understand to follow the training of a dense model in any layout.
-CORE_LIMIT = 7600  # 5,000 is what is aimed at; docs/log.md has why it is not kept
+CORE_LIMIT = 7750  # 5,000 is what is aimed at; docs/log.md has why it is not kept
 EXTENSION_LIMIT = 400
 
 # Name of an extension -> its modules in the package.
@@ -69,6 +69,7 @@ EXTENSIONS = {
     "grpo": ("objective/grpo.py", "objective/grpo_losses.py"),
     "rewards": (
         "data/prompts.py",
+        "objective/worth.py",
         "rollout/reward_models.py",
         "rollout/verifiers.py",
         "rollout/math_reward.py",
@@ -76,7 +77,7 @@ EXTENSIONS = {
     "code": ("rollout/code_rewards.py", "rollout/code_tests.py"),
     "sandbox": ("rollout/call_filter.py", "rollout/sandbox.py", "rollout/shut_in.py"),
     "completions-table": ("rollout/completions_table.py",),
-    "asking": ("rollout/asking.py", "rollout/rewards.py"),
+    "asking": ("rollout/asking.py", "rollout/failures.py", "rollout/rewards.py"),
     "reward": ("model/scores.py", "objective/reward.py"),
     "ppo": (
         "objective/critic.py",

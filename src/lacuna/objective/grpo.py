@@ -14,9 +14,10 @@ from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Loss, TokenLoss
 from lacuna.objective.grpo_losses import NAMES, advantages_of, corrections_of, grpo_sums
 from lacuna.objective.language_modelling import FrozenModel
-from lacuna.objective.on_policy import OnPolicy, functions_of
+from lacuna.objective.on_policy import OnPolicy
 from lacuna.objective.reference import on_policy_reference_kind
 from lacuna.objective.sample_batches import Targets, values_of_tokens, with_log_ratios
+from lacuna.objective.worth import functions_of, is_judged
 from lacuna.rollout.groups import Group, Sample, statistics
 
 COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
@@ -27,7 +28,7 @@ def grpo_targets(settings: GrpoConfig, rollout: RolloutConfig) -> Targets:
     return Targets(
         COLUMNS,
         partial(_grpo_columns, settings=settings, longest=rollout.max_tokens),
-        lambda sample: sample.ended or not settings.mask_truncated,
+        lambda one: is_judged(one) and (one.ended or not settings.mask_truncated),
     )
 
 
@@ -94,6 +95,7 @@ class Grpo(OnPolicy):
             advantages = advantages_of([group.rewards], settings)[0].tolist()
             for sample, advantage in zip(group.samples, advantages, strict=True):
                 sample.advantage = advantage
+            group.note_rewards()
         self.told = statistics(drawn)
         self.keep(drawn)
         if len(drawn) > wanted:

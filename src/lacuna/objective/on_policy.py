@@ -3,14 +3,12 @@
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import asdict
-from functools import partial
 from typing import Any, cast
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, OutageError, UserError
+from lacuna.config import Config, OutageError, UserError, logger
 from lacuna.data import Batch, HeldOut, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
@@ -28,6 +26,7 @@ from lacuna.objective.sample_batches import (
     mismatch_of,
 )
 from lacuna.objective.success import Successes
+from lacuna.objective.worth import unjudged_batches
 from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.completions_table import show_completions
 from lacuna.rollout.environment import check_environment
@@ -35,21 +34,7 @@ from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, n
 from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.rewards import longest_wait
 from lacuna.rollout.sampling import check_engine
-from lacuna.rollout.verifiers import Reward, find_rewards
-
-
-def functions_of(config: Config) -> dict[str, Reward]:
-    """The functions and models that say what completions are worth.
-
-    Raises `UserError` for those that cannot be had.
-    """
-    as_model = partial(
-        RewardModel,
-        chat=config.chat,
-        batch_size=config.rollout.batch_size,
-        trust_remote_code=config.model.trust_remote_code,
-    )
-    return find_rewards(config.rewards, as_model)
+from lacuna.rollout.verifiers import Reward
 
 
 def _part_of_rank(groups: list[list[Sample]], policy: BuiltModel) -> list[list[Sample]]:
@@ -116,6 +101,7 @@ class OnPolicy(LanguageModelling):
         if config.curriculum.by_success:
             how = (config.curriculum, config.rewards.solved_at, config.training.seed)
             self.successes = Successes(*how)
+        self.unjudged = 0  # batches of completions in a row of which none is worth anything
         self.is_under_way = False  # whether this process has made a step or a validation
         self.next_shown = 0  # the step from which on completions are shown again
         folder = str(config.job.dump_folder)
@@ -199,6 +185,8 @@ class OnPolicy(LanguageModelling):
         draw_prompts = next_prompts if self.successes is None else self.successes.next_prompts
         asked, keys = draw_prompts(policy, source)
         groups = draw_groups(policy, source.plan, asked, keys, self.functions, self.ends, *how)
+        if self.functions:
+            self.unjudged = unjudged_batches(groups, self.unjudged)
         if self.successes is not None:
             self.successes.note(groups)
         return groups
@@ -273,6 +261,11 @@ class OnPolicy(LanguageModelling):
         for sample, values in zip(own, found, strict=True):
             sample.reference = values
 
+    @property
+    def _found_with(self) -> list[object]:
+        """The settings that the log-probabilities of samples depend on."""
+        return [self.config.rollout.temperature, self.config.grpo.mask_truncated]
+
     def state_dict(self) -> dict[str, object]:
         """The number of steps, and the completions that updates are left for, of all ranks."""
         kept: list[list[dict[str, Any]]] = []
@@ -280,8 +273,9 @@ class OnPolicy(LanguageModelling):
             of_ranks: list[list[list[Sample]]] = [[]] * dist.get_world_size()
             dist.all_gather_object(of_ranks, self.own)
             different = of_ranks[:: self.sharing]  # ranks that share sequences have the same
-            kept = [[asdict(one) for one in group] for part in different for group in part]
+            kept = [[dict(vars(one)) for one in group] for part in different for group in part]
         numbers = {"steps": self.steps, "updates_left": self.updates_left, "told": self.told}
+        numbers |= {"found_with": self._found_with}
         successes = None if self.successes is None else self.successes.state_dict()
         return numbers | {"groups": kept, "successes": successes}
 
@@ -293,5 +287,11 @@ class OnPolicy(LanguageModelling):
         successes = cast(dict[str, Any] | None, state.get("successes"))
         if self.successes is not None and successes is not None:
             self.successes.load_state_dict(successes)
+        if state.get("found_with", self._found_with) != self._found_with:
+            logger.warning(
+                "completions that updates were left for are dropped: their log-probabilities were "
+                "found with another rollout.temperature or mask_truncated"
+            )
+            self.updates_left = 0
         saved = cast(list[list[dict[str, Any]]], state["groups"])
         self.resumed = [[Sample(**one) for one in group] for group in saved]

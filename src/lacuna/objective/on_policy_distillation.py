@@ -13,9 +13,10 @@ from lacuna.model.loss import Loss
 from lacuna.objective.critic import SecondModel
 from lacuna.objective.distillation import Distillation
 from lacuna.objective.language_modelling import FrozenModel
-from lacuna.objective.on_policy import OnPolicy, functions_of
+from lacuna.objective.on_policy import OnPolicy
 from lacuna.objective.sample_batches import Targets
 from lacuna.objective.teacher import build_teacher
+from lacuna.objective.worth import functions_of
 from lacuna.rollout.groups import Group, statistics
 
 

@@ -1,6 +1,5 @@
 """PPO: the model learns its own completions by what they are worth beyond what a critic expects."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import cast
@@ -25,7 +24,7 @@ from lacuna.objective.critic import (
 )
 from lacuna.objective.dropout import leave_out_dropout
 from lacuna.objective.language_modelling import FrozenModel
-from lacuna.objective.on_policy import OnPolicy, functions_of
+from lacuna.objective.on_policy import OnPolicy
 from lacuna.objective.ppo_losses import (
     NAMES,
     VALUE_NAMES,
@@ -37,6 +36,7 @@ from lacuna.objective.ppo_losses import (
 )
 from lacuna.objective.reference import on_policy_reference_kind
 from lacuna.objective.sample_batches import Targets, values_of_tokens
+from lacuna.objective.worth import functions_of, is_judged
 from lacuna.rollout.groups import Group, Sample, statistics
 
 _COLUMNS = ("advantages", "old_logprobs", "values", "returns")
@@ -48,10 +48,6 @@ def _columns_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
     names = ("advantages", "old", "values", "returns")
     columns = zip(_COLUMNS, names, strict=True)
     return {column: values_of_tokens(samples, name) for column, name in columns}
-
-
-def _is_judged(sample: Sample) -> bool:
-    return not math.isnan(sample.reward)
 
 
 def whitened(values: Tensor) -> Tensor:
@@ -81,7 +77,7 @@ class Ppo(OnPolicy):
         self.kind = self._kind(config)
         self.begin(config, tokenizer, functions_of(config), settings.updates)
         check_critic(config, tokenizer)
-        self.targets = Targets(_COLUMNS, _columns_of, _is_judged)
+        self.targets = Targets(_COLUMNS, _columns_of, is_judged)
         of = partial(ppo_sums, settings=settings, temperature=config.rollout.temperature)
         self.loss = TokenLoss(of, NAMES)
         self.held_out_loss = self.loss
@@ -117,8 +113,7 @@ class Ppo(OnPolicy):
         """New completions of all ranks, on every rank."""
         groups = self.draw(policy, source)
         for group in groups:
-            for sample, reward in zip(group.samples, group.rewards, strict=True):
-                sample.reward = reward
+            group.note_rewards()
         self.told = statistics(groups)
         for name in ("reward_deviation", "flat_groups"):
             del self.told[name]
@@ -131,7 +126,7 @@ class Ppo(OnPolicy):
         values = values_of_samples(self.critic, self.laid_out(own, self.targets.only_read()), own)
         for sample, found in zip(own, values, strict=True):
             sample.values = found
-        judged = [sample for sample in own if _is_judged(sample)]
+        judged = [sample for sample in own if is_judged(sample)]
         self._note_advantages(judged, policy.device)
         apart = [sum(sample.old) - sum(sample.reference) for sample in judged if sample.reference]
         sums = torch.tensor([sum(apart), len(apart)], dtype=torch.float64, device=policy.device)

@@ -13,8 +13,12 @@ from typing import Any, Generic, TypeVar
 
 from lacuna.rollout.verifiers import Answered, AsyncReward, OwnTime, Reward
 
-# Seconds for a coroutine to end once it is cancelled.
-_GRACE = 0.5
+# Seconds for a function to end once it is told to.
+GRACE = 0.5
+# Seconds for coroutines to close what they have open, once they are cancelled.
+_CLOSING = 5.0
+# Failures in a row on single samples for want of time, after which no more samples are asked about.
+_MOST_OVERDUE = 3
 
 
 class Overdue(BaseException):
@@ -26,7 +30,7 @@ class WrongScores(Exception):
 
 
 class Unheard(Exception):
-    """Nothing is known of a function, because another one held up all."""
+    """Nothing is known of a function, which was not asked, or was held up by another one."""
 
 
 T = TypeVar("T")
@@ -42,7 +46,7 @@ def ask(function: Reward, answers: Sequence[Answered], seconds: float) -> list[f
             raise outcome
         return outcome
     is_timed = not isinstance(function, OwnTime)
-    with deadline(seconds) if is_timed else nullcontext(), no_exit():
+    with deadline(seconds, again=GRACE) if is_timed else nullcontext(), no_exit():
         return _numbers(function(answers), len(answers))
 
 
@@ -51,6 +55,31 @@ def ask_together(
 ) -> list[Outcome]:
     """What each coroutine function says of completions, all of them awaited at the same time."""
     return await_together([_answered(function, answers) for function in functions], seconds)
+
+
+def ask_alone(function: Reward, answers: Sequence[Answered], seconds: float) -> Iterator[Outcome]:
+    """What a function says of each completion by itself, one after the other.
+
+    Coroutines are awaited together. Of a function that was overdue several times in a row no more
+    is asked.
+    """
+    known: list[Outcome] = [Unheard()] * len(answers)
+    if isinstance(function, AsyncReward):
+        known = await_together([_answered(function, [answer]) for answer in answers], seconds)
+    overdue = 0
+    for answer, outcome in zip(answers, known, strict=True):
+        if isinstance(outcome, Unheard) and overdue < _MOST_OVERDUE:
+            outcome = _heard(function, answer, seconds)
+            overdue = overdue + 1 if isinstance(outcome, Overdue) else 0
+        yield outcome
+
+
+def _heard(function: Reward, answer: Answered, seconds: float) -> Outcome:
+    """What a function says of one completion, or what it raises."""
+    try:
+        return ask(function, [answer], seconds)
+    except (Exception, Overdue) as error:  # whatever the user's own lines raise
+        return error
 
 
 def await_together(coroutines: Sequence[Awaitable[T]], seconds: float) -> list[T | BaseException]:
@@ -64,7 +93,7 @@ def await_together(coroutines: Sequence[Awaitable[T]], seconds: float) -> list[T
     loop = _event_loop()
     try:
         # Whoever gives way is told before the alarm; it rings again for those who hold up the end.
-        with deadline(seconds, 2 * _GRACE, again=_GRACE), no_exit():
+        with deadline(seconds, GRACE + _CLOSING, again=GRACE), no_exit():
             is_empty = loop.run_until_complete(asking.run())
     except (Overdue, WrongScores) as error:  # between two coroutines, or of what one began
         is_empty = False
@@ -105,7 +134,7 @@ class _Asking(Generic[T]):
         for task in left:
             task.cancel()
         if left:
-            _, left = await asyncio.wait(left, timeout=_GRACE)
+            _, left = await asyncio.wait(left, timeout=_CLOSING)
         return not left
 
     def outcomes(self) -> list[T | BaseException]:

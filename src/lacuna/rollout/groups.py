@@ -18,6 +18,7 @@ from lacuna.data import Loader
 from lacuna.data.plan import RowPlan
 from lacuna.data.prompts import Prompt, columns_of_rows, prompts_of, row_of_prompt
 from lacuna.model.build import BuiltModel
+from lacuna.rollout.failures import raised_on_all
 from lacuna.rollout.rewards import score, total
 from lacuna.rollout.sampling import generate, part_of_rank
 from lacuna.rollout.talks import Talk
@@ -100,6 +101,11 @@ class Group:
         """Whether some completion is worth more than another."""
         return len({reward for reward in self.rewards if not math.isnan(reward)}) > 1
 
+    def note_rewards(self) -> None:
+        """Writes into the samples, in place, what they are worth."""
+        for sample, reward in zip(self.samples, self.rewards, strict=True):
+            sample.reward = reward
+
     def rows(self, step: int) -> list[dict[str, Any]]:
         """A row for each completion, as it is written to the run folder."""
         rows = []
@@ -136,7 +142,8 @@ def draw_groups(
 
     Each rank asks its own, which are prompts of the `plan`, and each has a key for its randomness.
     Ranks have the groups minutes apart, and tell each other of them by the group `exchange`.
-    Raises `UserError` where a reward applies to none, since no data has the column that it reads.
+    Raises on all ranks `OutageError` where a reward fails on one, and `UserError` where a reward
+    applies to none, since no data has the column that it reads.
     """
     said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed, exchange)
     talks: list[list[Talk]] = []
@@ -150,10 +157,11 @@ def draw_groups(
         room = plan.form.length
         go_on(policy, flat, rollout, rewards, room, ends, seed, plan.tokenizer, exchange)
     groups = [_group_of(one, str(plan.tokenizer.decode(one[0].prompt)), rollout) for one in talks]
-    _add_rewards(groups, flat, functions, rollout.max_tokens, rewards)
-    silent = [name for name in functions if all(map(math.isnan, _of(groups, name)))]
-    if groups:
-        require_columns(rewards, silent, lambda: {*chain(*map(columns_of_rows, plan.sources))})
+    with raised_on_all(exchange):
+        _add_rewards(groups, flat, functions, rollout.max_tokens, rewards)
+        silent = [name for name in functions if all(map(math.isnan, _of(groups, name)))]
+        if groups:
+            require_columns(rewards, silent, lambda: {*chain(*map(columns_of_rows, plan.sources))})
     if dist.get_world_size() == 1:
         return groups
     of_ranks: list[list[Group]] = [[]] * dist.get_world_size()

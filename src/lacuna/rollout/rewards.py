@@ -3,9 +3,16 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from lacuna.config import UserError, logger
+from lacuna.config import OutageError, logger
 from lacuna.config.reinforcement import RewardsConfig
-from lacuna.rollout.asking import Overdue, Unheard, WrongScores, ask, ask_together
+from lacuna.rollout.asking import (
+    Overdue,
+    Unheard,
+    WrongScores,
+    ask,
+    ask_alone,
+    ask_together,
+)
 from lacuna.rollout.verifiers import Answered, AsyncReward, Reward
 
 _SHOWN = 200
@@ -19,7 +26,7 @@ def score(
     Plain functions are asked one after the other, and then all coroutine functions at the same
     time; none where there is no completion, as on a rank that has no prompt. A function that fails
     on all completions together is asked again for each alone, to find out on which it fails. Raises
-    `UserError` that names the function and the sample where `on_error` is stop.
+    `OutageError` that names the function and the sample where `on_error` is stop.
     """
     if not answers:
         return {name: [] for name in functions}
@@ -78,31 +85,32 @@ def _scores_alone(
     """What a function says of each completion alone, after a `failure` on all together."""
     alone = []
     failed = 0
-    for answer in answers:
-        try:
-            alone += ask(function, [answer], settings.timeout_seconds)
-        except (Exception, Overdue) as error:
-            if settings.on_error == "stop":
-                raise _explained(name, answer, error) from error
-            failed += 1
-            alone.append(math.nan)
-            said = str(_explained(name, answer, error))
+    outcomes = ask_alone(function, answers, settings.timeout_seconds)
+    for answer, outcome in zip(answers, outcomes, strict=True):
+        if not isinstance(outcome, BaseException):
+            alone += outcome
+            continue
+        if settings.on_error == "stop":
+            raise _explained(name, answer, outcome) from outcome
+        failed += 1
+        alone.append(math.nan)
+        said = str(_explained(name, answer, outcome))
     if not failed and settings.on_error == "stop":
-        raise UserError(
+        raise OutageError(
             f"rewards.functions: {name} fails on {len(answers)} completions together "
-            f"({told(failure)}) and on none of them alone: mend it, and the same command goes on."
+            f"({told(failure)}) and on none of them alone: mend it."
         ) from failure
     if failed:
         logger.warning("%s (%d of %d samples are left out)", said, failed, len(answers))
     return alone
 
 
-def _explained(name: str, answer: Answered, error: BaseException) -> UserError:
+def _explained(name: str, answer: Answered, error: BaseException) -> OutageError:
     """The message about a function that fails on a sample."""
-    return UserError(
+    return OutageError(
         f"rewards.functions: {name} fails on {answer.where} with the completion "
         f"{shortened(answer.text)!r} "
-        f"({told(error)}): mend it, and the same command goes on; or set rewards.on_error = skip."
+        f"({told(error)}): mend it, or set rewards.on_error = skip."
     )
 
 

@@ -11,13 +11,14 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import UserError, logger
+from lacuna.config import OutageError, UserError, logger
 from lacuna.config.conversations import ChatConfig
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.data.messages import read_messages
 from lacuna.data.mixture import random_key
-from lacuna.data.replies import Messages
-from lacuna.rollout.asking import Overdue, await_together, deadline, no_exit
+from lacuna.data.replies import Messages, given_tokens
+from lacuna.data.template import Chat
+from lacuna.rollout.asking import GRACE, Overdue, await_together, deadline, no_exit
 from lacuna.rollout.drawing import Completion
 from lacuna.rollout.environment import Environment, Factory
 from lacuna.rollout.rewards import shortened, told
@@ -99,7 +100,7 @@ class Host:
         """`settings` say how long a reply may take, and what becomes of one that fails."""
         self.factory = factory
         self.settings = settings
-        self.failures: list[UserError] = []
+        self.failures: list[OutageError] = []
 
     def furnish(self, talks: Sequence[Talk], seed: int) -> None:
         """Gives each completion an environment of its own."""
@@ -123,6 +124,11 @@ class Host:
         read = [(one, self._tried(one, partial(_read, reply))) for one, reply in said]
         return [(one, reply) for one, reply in read if reply is not None]
 
+    def tokens_of(self, talk: Talk, chat: Chat, reply: Messages) -> list[int] | None:
+        """The tokens of a reply; None where the chat template refuses it."""
+        found: list[int] | None = self._tried(talk, partial(given_tokens, chat, reply))
+        return found
+
     def warn(self) -> None:
         """Tells of the failures, where they did not stop the run."""
         if self.failures:
@@ -132,20 +138,20 @@ class Host:
     def _tried(self, talk: Talk, call: Callable[[], Any]) -> Any:
         """What a call returns; None where it fails or takes too long."""
         try:
-            with deadline(self.settings.timeout_seconds), no_exit():
+            with deadline(self.settings.timeout_seconds, again=GRACE), no_exit():
                 return call()
         except (Exception, Overdue) as error:  # whatever the user's own lines raise
             self._fail(talk, error)
             return None
 
     def _fail(self, talk: Talk, error: BaseException) -> None:
-        """Notes a failure, or raises `UserError` that names the sample where it stops the run."""
+        """Notes a failure, or raises `OutageError` that names the sample where it stops the run."""
         said = ""
         if talk.texts:
             said = f" after {shortened(talk.texts[-1])!r}"
-        failure = UserError(
-            f"rollout.environment: it fails on {talk.where}{said} ({told(error)}): mend it, and "
-            "the same command goes on; or set rewards.on_error = skip."
+        failure = OutageError(
+            f"rollout.environment: it fails on {talk.where}{said} ({told(error)}): mend it, "
+            "or set rewards.on_error = skip."
         )
         if self.settings.on_error == "stop":
             raise failure from error

@@ -39,6 +39,14 @@ _CONSEQUENCES = {
     "validation.*": "the best loss so far was measured before",
     "parallelism.*": "the same samples, equal but for rounding",
 }
+# Settings with which a run that is finished is the same run: the length is looked at elsewhere.
+_SAME_RUN = (
+    *("job.[!t]*", "training.steps", "training.epochs", "training.gc_freq", "compile.*"),
+    *("checkpoint.*", "metrics.*", "profiling.*", "comm.*", "memory_estimation.*"),
+    *("parallelism.*", "activation_checkpoint.*"),
+)
+# Those that a run gives a value where they are not set.
+_FOUND_OUT = ("training.gradient_accumulation_steps", "training.global_batch_size")
 # Logged elsewhere, or without effect on what the model computes.
 _UNSAID = {"transformers_version", "architectures", "dtype", "torch_dtype"}
 
@@ -108,6 +116,21 @@ def require_same_inputs(saved: dict[str, str], own: dict[str, str], path: str) -
             f"not what it was when the run was started: {'; '.join(changed)}. The samples would "
             f"not be those promised: put the old content back, or start a new run with "
             f"checkpoint.initial_load_path = {path!r}."
+        )
+
+
+def require_same_run(before: Mapping[str, str], now: Mapping[str, str]) -> None:
+    """Raises `UserError` where a run that is finished is asked for with settings of another."""
+    left_open = [name for name in _FOUND_OUT if "none" in (before.get(name), now.get(name))]
+    other = [
+        line
+        for name, line in changes_of(before, now).items()
+        if not any(fnmatchcase(name, same) for same in (*_SAME_RUN, *left_open))
+    ]
+    if other:
+        raise UserError(
+            f"job.dump_folder: the run there is finished, and was trained with other settings (was "
+            f"→ is): {'; '.join(other)}. Choose another folder, or leave these as they were."
         )
 
 

@@ -31,7 +31,7 @@ from lacuna.parallel.processes import (
     stop_process,
 )
 from lacuna.train.hints import closing_hints
-from lacuna.train.resume import changes_of, shown_settings
+from lacuna.train.resume import require_same_run, shown_settings
 from lacuna.train.setup import Run
 from lacuna.train.start import goes_back
 from lacuna.train.trainer import train
@@ -107,8 +107,12 @@ def train_here(config: Config) -> int:
             if done is None:
                 status = _train_and_export(config, process, console)
             else:
-                told = _about_finished(str(folder), done, shown_settings(config.model_dump()))
-                console.print(told, soft_wrap=True, markup=False)
+                require_same_run(done.get("settings", {}), shown_settings(config.model_dump()))
+                console.print(
+                    f"The run in {folder} is finished (step {done['step']}). To train "
+                    f"it further, raise training.steps or epochs; to train anew, choose another "
+                    f"job.dump_folder."
+                )
             stop_process()
     return status
 
@@ -160,27 +164,14 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
 
 def _about_stopping(is_saved: bool, step: int) -> str:
     """The message about a run that is stopped after `step`."""
+    if step == 0:
+        return "Stopped before the first step was done. The same command starts anew."
     if is_saved:
         return f"Stopped and saved after step {step}. The same command goes on from there."
     return (
         f"Stopped and nothing saved after step {step} (checkpoint.enable_checkpoint). The same "
         f"command starts anew."
     )
-
-
-def _about_finished(folder: str, done: dict[str, Any], settings: dict[str, str]) -> str:
-    """The message about a run that has come to its end before, as is noted in `done`.
-
-    `settings` are those that it is asked for with now.
-    """
-    told = (
-        f"The run in {folder} is finished (step {done['step']}). To train it "
-        f"further, raise training.steps or epochs; to train anew, choose another job.dump_folder."
-    )
-    if other := changes_of(done.get("settings", {}), settings):
-        told += " It was trained with other settings (was → is asked for now):\n  "
-        told += "\n  ".join(other.values())
-    return told
 
 
 def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
