@@ -46,12 +46,14 @@ def write_prompts(folder: Path) -> Path:
 
 def flags(prompts: Path, *more: object) -> list[object]:
     """The flags of a run on the prompts in a folder."""
+    rewards: tuple[object, ...] = ()
+    if "--rewards.functions" not in more:
+        rewards = ("--rewards.functions", "pattern,length", "--rewards.length_margin", 3)
     return [
         *("--job.task", "grpo", "--data.dataset", prompts / "prompts.jsonl"),
         *("--chat.template", prompts / "chat.jinja", "--training.batch_size", 4),
-        *("--rollout.samples", 4, "--rollout.max_tokens", 5, "--rewards.functions"),
-        *("pattern,length", "--rewards.length_margin", 3, "--lr_scheduler.decay_type", "constant"),
-        *more,
+        *("--rollout.samples", 4, "--rollout.max_tokens", 5, *rewards),
+        *("--lr_scheduler.decay_type", "constant", *more),
     ]
 
 

@@ -293,15 +293,51 @@ def test_a_reward_that_fails_stops_the_run_on_all_ranks(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "failing.py").write_text(
+        "import os\n"
+        "calls = 0\n"
         "def score(rows, completions):\n"
-        "    assert 'ask ask ask 2' not in str(rows), 'unknown'\n"
-        "    return [0.0] * len(rows)\n"
+        "    global calls\n"
+        "    calls += 1\n"
+        "    is_first = os.environ.get('RANK', '0') == '0'\n"
+        "    assert is_first or calls < 3 or os.path.exists('mended'), 'gone'\n"
+        "    return [float(len(one)) for one in completions]\n"
     )
     own = flags(prompts, "--rewards.functions", "failing:score", "--training.batch_size", 2)
-    said = train(world, tmp_path / "run", *own, "--cpus", 2, status=2, cwd=tmp_path)
-    assert "failing:score fails on" in said and "row" in said and "unknown" in said
-    train(world, tmp_path / "run", *own, "--rewards.on_error", "skip", cwd=tmp_path)
-    assert {row["reward"] for row in completions(tmp_path / "run")} == {0.0, None}
+    own += ["--cpus", 2, "--training.steps", 4]
+    said = train(world, tmp_path / "run", *own, status=1, cwd=tmp_path)
+    assert "failing:score fails on" in said and "row" in said and "gone" in said
+    assert "Stopped and saved after step 2. The same command goes on" in said
+    assert "did not answer" not in said and "Traceback" not in said
+    (tmp_path / "mended").touch()
+    train(world, tmp_path / "run", *own, cwd=tmp_path)
+    train(world, tmp_path / "straight", *own, cwd=tmp_path)
+    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+
+
+@pytest.mark.parametrize("task", ["grpo", "ppo"])
+def test_completions_that_nothing_judged_are_not_trained(
+    task: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "failing.py").write_text("def score(rows, completions):\n    raise OSError\n")
+    own = flags(prompts, "--rewards.functions", "failing:score", "--rewards.on_error", "skip")
+    own += ["--job.task", task, f"--{task}.beta", 1, f"--{task}.reference", "copy"]
+    own += [f"--{task}.updates", 1]
+    said = train(world, tmp_path / "run", *own, "--training.steps", 12, status=1, cwd=tmp_path)
+    assert "no function has said what any completion of the last 10 batches is worth" in said
+    told = [row for row in rows(tmp_path / "run") if "loss" in row]
+    assert len(told) == 9 and {row["grad_norm"] for row in told} == {0.0}
+
+
+def test_completions_are_dropped_where_a_run_goes_on_with_another_temperature(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = flags(prompts, "--grpo.updates", 2, "--optimizer.lr", 1e-9)
+    train(world, tmp_path, *own, "--training.steps", 1)
+    own += ["--rollout.temperature", 2.0, "--training.steps", 2]
+    said = " ".join(train(world, tmp_path, *own).split())
+    assert "completions that updates were left for are dropped" in said
+    told = [row for row in rows(tmp_path) if "loss" in row]
+    assert told[-1]["clipped"] == 0 and told[-1]["mismatch_largest"] < 1e-4
 
 
 def test_ranks_without_a_prompt_ask_no_reward(world: Path, prompts: Path, tmp_path: Path) -> None:

@@ -231,7 +231,7 @@ def test_the_critic_is_trained_whole_beside_adapters_and_frozen_rows() -> None:
     assert own.model.name_or_path == "base"
 
 
-def test_a_critic_of_other_tokens_is_refused(
+def test_a_critic_that_is_not_what_it_should_be_is_refused(
     world: Path, prompts: Path, judge: Path, tmp_path: Path
 ) -> None:
     tokenizer = AutoTokenizer.from_pretrained(judge)
@@ -241,6 +241,12 @@ def test_a_critic_of_other_tokens_is_refused(
     own = ppo(prompts, "--ppo.critic", tmp_path)
     said = train(world, tmp_path / "run", *own, status=2)
     assert "ppo.critic" in said and "token 257 is '<more>' for the critic alone" in said
+    seed = tmp_path / "seed"
+    own = ppo(prompts, "--ppo.beta", 0, "--checkpoint.create_seed_checkpoint")
+    train(world, seed, *own)
+    began = ("--checkpoint.initial_load_path", seed / "checkpoint" / "step-0")
+    said = train(world, tmp_path / "run", *ppo(prompts, "--ppo.beta", 0, *began), status=2)
+    assert "ppo.critic: the run begins with the weights of a checkpoint" in said
     own = ppo(prompts, "--ppo.critic", tmp_path / "nowhere")
     said = train(world, tmp_path / "run", *own, status=2)
     assert "ppo.critic: no tokenizer can be loaded" in said and "that has a tokenizer" in said

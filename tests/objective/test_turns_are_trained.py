@@ -335,7 +335,7 @@ def test_an_environment_that_fails_stops_the_run_or_leaves_the_sample_out(
     )
     own = flags(talks, "--rollout.environment", "failing:Failing", "--training.steps", 2)
     own += ["--rewards.functions", "environment"]
-    said = train(world, tmp_path / "run", *own, status=2, cwd=tmp_path)
+    said = train(world, tmp_path / "run", *own, status=1, cwd=tmp_path)
     assert "rollout.environment: it fails on" in said and "AssertionError: even" in said
     said = train(world, tmp_path / "run", *own, "--rewards.on_error", "skip", cwd=tmp_path)
     assert "samples are left out" in said

@@ -9,7 +9,7 @@ import pytest
 
 from lacuna.config import OutageError
 from lacuna.config.reinforcement import RewardsConfig
-from lacuna.rollout.asking import _event_loop
+from lacuna.rollout.asking import _event_loop, ask_alone
 from lacuna.rollout.rewards import score
 from lacuna.rollout.verifiers import Answered, find_rewards
 
@@ -235,3 +235,38 @@ def test_a_judge_is_asked_for_each_completion_so_many_at_a_time() -> None:
     assert scores("judged")["judged"] == [1] * 4
     running = [NOTED[:end].count("+") - NOTED[:end].count("-") for end in range(len(NOTED))]
     assert max(running) == 2
+
+
+async def slow_but_one(rows: list[dict], completions: list[str]) -> Scores:
+    await asyncio.sleep(0.1)
+    return await raises(rows, completions)
+
+
+def test_completions_are_asked_about_together_also_where_each_is_alone() -> None:
+    own = RewardsConfig(functions=(f"{__name__}:slow_but_one",))
+    [function] = find_rewards(own, lambda name: pytest.fail(name)).values()
+    answers = ANSWERS * 16
+    began = time.monotonic()
+    found = [*ask_alone(function, answers, 5.0)]
+    assert time.monotonic() - began < 3, "64 calls of 0.1 s"
+    assert [isinstance(one, KeyError) for one in found] == [False, False, True, False] * 16
+
+
+async def closes_slowly(rows: list[dict], completions: list[str]) -> Scores:
+    LOOPS.append(asyncio.get_running_loop())
+    if len(LOOPS) > 1:
+        return [1.0] * len(rows)
+    try:
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(1)  # as connections do that say goodbye
+    return []
+
+
+def test_what_is_slow_to_close_costs_no_connections() -> None:
+    with pytest.raises(OutageError, match="takes longer"):
+        scores("closes_slowly")
+    del LOOPS[1:]
+    assert scores("closes_slowly")["closes_slowly"] == [1] * 4
+    assert LOOPS[0] is LOOPS[1] and not LOOPS[0].is_closed()
+    del LOOPS[1:]

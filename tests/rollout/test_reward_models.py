@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from lacuna.config import UserError
+from lacuna.config import OutageError, UserError
 from lacuna.config.conversations import ChatConfig
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout.reward_models import RewardModel, load_models
@@ -109,7 +109,7 @@ def test_a_completion_beyond_its_positions_is_named(tmp_path: Path) -> None:
     functions = find_rewards(settings, lambda name: opened(Path(name)))
     load_models([*functions.values()], CPU)
     answers = [Answered({"prompt": "a"}, "data, row 7", "b" * 20, left=0)]
-    with pytest.raises(UserError, match=r"data, row 7.*22 tokens are more than the 8"):
+    with pytest.raises(OutageError, match=r"data, row 7.*22 tokens are more than the 8"):
         score(functions, answers, settings)
 
 

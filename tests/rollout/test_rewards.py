@@ -15,6 +15,7 @@ import torch
 from lacuna.config import OutageError, UserError
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout import math_reward
+from lacuna.rollout.asking import Overdue, Unheard, ask, ask_alone
 from lacuna.rollout.rewards import score, total
 from lacuna.rollout.verifiers import Answered, Reward, find_rewards
 
@@ -257,6 +258,9 @@ number = 3
         ({"functions": ("format",)}, "needs a regular expression"),
         ({"functions": ("exact",), "format": "a"}, "only format takes it"),
         ({"functions": ("exact",), "answer_pattern": "("}, "answer_pattern"),
+        ({"functions": ("format",), "format": "a", "answer_column": "b"}, "answer_column: only"),
+        ({"functions": ("exact",), "length_margin": 5}, "only length takes it"),
+        ({"functions": ("exact", "length"), "weights": (0.0, 0.0)}, "all are 0"),
     ],
 )
 def test_rewards_that_cannot_be_had_are_refused(settings: dict, said: str) -> None:
@@ -273,3 +277,30 @@ def test_a_function_of_ones_own_is_given_rows_and_completions() -> None:
 
 def same(rows: list[dict], completions: list[str]) -> list[bool]:
     return [str(row.get("answer")) == one for row, one in zip(rows, completions, strict=True)]
+
+
+def test_a_function_that_is_always_too_late_is_asked_no_more() -> None:
+    asked = []
+
+    def late(answers: Sequence[Answered]) -> list[float]:
+        asked.append(len(answers))
+        time.sleep(60)
+        return []
+
+    found = [*ask_alone(late, ANSWERS * 4, 0.1)]
+    assert asked == [1] * 3 and len(found) == 12
+    assert all(isinstance(one, Overdue | Unheard) for one in found)
+
+
+def test_a_function_that_catches_everything_is_interrupted_again() -> None:
+    def stubborn(answers: Sequence[Answered]) -> list[float]:
+        for _ in range(2):
+            try:
+                time.sleep(60)
+            except BaseException:
+                continue
+        time.sleep(60)
+        return []
+
+    with pytest.raises(Overdue):
+        ask(stubborn, ANSWERS, 0.1)

@@ -20,6 +20,9 @@ from lacuna.data.teacher import annotated
 from lacuna.data.tokenize import TokenTable, place_of, row_of
 from lacuna.data.tokenizer import tokenize_text
 
+# The columns that rows of JSON lines have, by the fingerprint of the dataset.
+_columns: dict[str, set[str]] = {}
+
 
 @dataclass(frozen=True)
 class Prompt:
@@ -124,8 +127,14 @@ def row_of_prompt(
 
 
 def columns_of_rows(source: Documents) -> set[str]:
-    """The columns that rows of a source have; those of JSON lines may have different ones."""
+    """The columns that rows of a source have; those of JSON lines may have different ones.
+
+    To find these all rows are read, once in a process.
+    """
     if source.column != RECORD:
         return {*source.dataset.column_names}
-    records = (record for record in source.dataset if not record[BROKEN])
-    return {name for record in records for name in row_of(record, source)}
+    key = source.dataset._fingerprint
+    if key not in _columns:
+        records = (record for record in source.dataset if not record[BROKEN])
+        _columns[key] = {name for record in records for name in row_of(record, source)}
+    return _columns[key]

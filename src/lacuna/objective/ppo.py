@@ -34,7 +34,7 @@ from lacuna.objective.ppo_losses import (
     token_rewards,
     value_sums,
 )
-from lacuna.objective.reference import on_policy_reference_kind
+from lacuna.objective.reference import on_policy_reference_kind, require_files_of_model
 from lacuna.objective.sample_batches import Targets, values_of_tokens
 from lacuna.objective.worth import functions_of, is_judged
 from lacuna.rollout.groups import Group, Sample, statistics
@@ -77,6 +77,9 @@ class Ppo(OnPolicy):
         self.kind = self._kind(config)
         self.begin(config, tokenizer, functions_of(config), settings.updates)
         check_critic(config, tokenizer)
+        if settings.critic is None:
+            folder = str(config.job.dump_folder)
+            require_files_of_model("ppo.critic", "name one, or ", config.checkpoint, folder)
         self.targets = Targets(_COLUMNS, _columns_of, is_judged)
         of = partial(ppo_sums, settings=settings, temperature=config.rollout.temperature)
         self.loss = TokenLoss(of, NAMES)

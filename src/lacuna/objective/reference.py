@@ -43,7 +43,7 @@ def reference_kind(
         return "cached"
     kind = _base_or_copy(settings.reference, "preference", lora, "copy or cached")
     setting = f"preference.reference = {kind}"
-    _require_files_of_model(setting, "set it to cached, or ", checkpoint, folder)
+    require_files_of_model(setting, "set it to cached, or ", checkpoint, folder)
     return kind
 
 
@@ -62,7 +62,7 @@ def on_policy_reference_kind(
     if not settings.beta:
         return None
     kind = _base_or_copy(settings.reference, task, lora, "copy")
-    _require_files_of_model(f"{task}.beta", "", checkpoint, folder)
+    require_files_of_model(f"{task}.beta", "", checkpoint, folder)
     return kind
 
 
@@ -81,17 +81,17 @@ def _base_or_copy(asked: str, task: str, lora: LoraConfig, others: str) -> str:
     return "base" if is_base and asked != "copy" else "copy"
 
 
-def _require_files_of_model(
+def require_files_of_model(
     setting: str, mend: str, checkpoint: CheckpointConfig, folder: str
 ) -> None:
-    """Raises `UserError` for a run that begins with a checkpoint: the reference would not."""
+    """Raises `UserError` for a run that begins with a checkpoint: what a setting adds would not."""
     checkpoints = Path(folder, checkpoint.folder)
     start = checkpoint.initial_load_path
     if start or (checkpoints / "step-0").exists():
         raise UserError(
             f"{setting}: the run begins with the weights of a checkpoint "
-            f"({start or checkpoints / 'step-0'}), and the reference with those of the model's own "
-            f"files: {mend}convert the checkpoint with lacuna convert --to hf and give that as "
+            f"({start or checkpoints / 'step-0'}), and what this adds with those of the model's "
+            f"own files: {mend}convert the checkpoint with lacuna convert --to hf and give that as "
             "model.name_or_path."
         )
 

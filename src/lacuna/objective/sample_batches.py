@@ -216,8 +216,8 @@ def of_samples(
 
 def mismatch_of(trained: Sequence[Sample], device: torch.device) -> dict[str, float | None]:
     """How log-probabilities of generating and training differ, over all ranks' trained samples."""
-    pairs = [pair for one in trained for pair in zip(one.sampled, one.old, strict=True)]
-    apart = torch.tensor(pairs, device=device).view(-1, 2).diff(dim=1).abs()
+    sampled, old = (values_of_tokens(trained, name) for name in ("sampled", "old"))
+    apart = (sampled - old).abs().to(device)
     largest = apart.max() if len(apart) else apart.sum()
     sums = torch.stack([apart.sum(), (apart > _MISMATCH).sum(), apart.new_tensor(len(apart))])
     dist.all_reduce(sums)

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -24,6 +25,9 @@ from lacuna.rollout.sampling import generate, part_of_rank
 from lacuna.rollout.talks import Talk
 from lacuna.rollout.turns import go_on
 from lacuna.rollout.verifiers import Reward, require_columns
+
+# How a row of the run folder begins.
+_STEP = re.compile(rb'\{"step": (-?\d+)')
 
 
 @dataclass
@@ -270,13 +274,16 @@ class CompletionsFile:
         """Drops the rows of later steps: a run that goes on after this one makes them anew."""
         if not self.path.exists():
             return
+        kept = 0
         # As bytes: a completion may hold characters that end a line of text.
-        lines = self.path.read_bytes().splitlines(keepends=True)
-        # Only the last line can be cut off, where a run was killed.
-        whole = [line for line in lines if line.endswith(b"\n")]
-        new = self.path.with_suffix(".new")
-        new.write_bytes(b"".join(line for line in whole if json.loads(line)["step"] <= step))
-        os.replace(new, self.path)
+        with open(self.path, "rb") as file:
+            for line in file:
+                told = _STEP.match(line)
+                # The last line is cut off where a run was killed.
+                if not line.endswith(b"\n") or (told and int(told[1]) > step):
+                    break
+                kept += len(line)
+        os.truncate(self.path, kept)
 
     def write(self, groups: Sequence[Group], step: int, leave_out: Sequence[str] = ()) -> None:
         """Adds the completions that a step begins with; what is not known of them is left out."""

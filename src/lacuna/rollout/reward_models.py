@@ -76,12 +76,13 @@ class RewardModel:
         assert self.model is not None, "it is loaded before the first step"
         sequences = [self._tokens(answer) for answer in answers]
         padding = self.settings.get_text_config().pad_token_id
-        size = 1 if padding is None else self.batch_size
+        is_padded = padding is not None and padding >= 0
+        size = self.batch_size if is_padded else 1
         scores = []
         for start in range(0, len(sequences), size):
             part = sequences[start : start + size]
             longest = max(map(len, part))
-            ids = torch.full((len(part), longest), padding or 0)
+            ids = torch.full((len(part), longest), padding if is_padded else 0)
             mask = torch.zeros_like(ids)
             for row, tokens in enumerate(part):
                 ids[row, : len(tokens)] = torch.tensor(tokens)

@@ -142,6 +142,8 @@ def find_rewards(settings: RewardsConfig, open_model: Callable[[str], Reward]) -
             f"rewards.weights: there are {len(settings.weights)} for "
             f"{len(settings.functions)} rewards.functions: give one for each."
         )
+    if settings.weights and not any(settings.weights):
+        raise UserError("rewards.weights: all are 0, so that nothing is worth anything: raise one.")
     if repeated := {name for name in settings.functions if settings.functions.count(name) > 1}:
         raise UserError(f"rewards.functions: {min(repeated)} is named twice: leave one out.")
     _check_settings(settings)
@@ -175,7 +177,12 @@ def require_columns(
 
 def _check_settings(settings: RewardsConfig) -> None:
     """Raises `UserError` for settings that nothing takes, and expressions that are missing."""
-    takers = {"format": ("format",), "answer_pattern": ("exact", *_OF_CODE)}
+    takers = {
+        "format": ("format",),
+        "answer_pattern": ("exact", *_OF_CODE),
+        "answer_column": ("exact", "pattern", "math"),
+        "length_margin": ("length",),
+    }
     of_code = (
         "tests_column",
         *(name for name in type(settings).model_fields if name.startswith("code_")),
