@@ -116,9 +116,10 @@ def _pieces_of(hidden: Tensor, pieces: int, tensor_parallel: int) -> list[Tensor
     """Cuts hidden states [B, T, width] along the sequence.
 
     Tensor-parallel ranks keep one slice of the sequence each of what a block makes, so that each
-    piece has a part of every slice.
+    piece has a part of every slice. Blocks may view what they are given in other shapes, so that a
+    piece of several rows is a tensor of its own.
     """
     slices = [one.chunk(pieces, dim=1) for one in hidden.chunk(tensor_parallel, dim=1)]
     if tensor_parallel == 1:
-        return [*slices[0]]
+        return [one.contiguous() for one in slices[0]]
     return [torch.cat(parts, dim=1) for parts in zip(*slices, strict=True)]
