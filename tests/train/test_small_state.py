@@ -47,7 +47,7 @@ def settings_of(kind: str | None, **changes: Any) -> OptimizerConfig:
 
 def test_codes_are_spread_over_seven_powers_of_ten() -> None:
     for signed in (True, False):
-        numbers, zero = dynamic_codes(signed)
+        numbers, zero, _ = dynamic_codes(signed)
         assert len(set(numbers.tolist())) == 256
         assert numbers[zero] == 0 and numbers.max() == 1
         assert (numbers.min() < -0.99) == signed
@@ -67,7 +67,13 @@ def test_the_nearest_code_is_taken_in_every_block(signed: bool) -> None:
     spread = scales.repeat_interleave(64, -1)
     choices = codes.numbers * spread[..., None]
     nearest = (choices - values[..., None]).abs().amin(-1)
-    assert torch.allclose((found - values).abs(), nearest, rtol=1e-4, atol=0)
+    is_nearest = torch.isclose((found - values).abs(), nearest, rtol=1e-4, atol=0)
+    least = codes.numbers[codes.zero + 1] * spread
+    if signed:
+        assert is_nearest.all()
+    else:  # what is above 0 stays so: updates are divided by it
+        assert (is_nearest | (values > 0) & (values < least) & (found == least)).all()
+        assert ((found > 0) == (values > 0)).all()
     assert (kept[0, 0] == 0).all() and (found[0, 0] == 0).all()
 
 
@@ -119,6 +125,33 @@ def test_it_learns_like_adamw(kind: str, error: float) -> None:
         assert relative_error(of_vector, {name: plain[name] for name in of_vector}) < 1e-5
     dtypes = {str(value.dtype) for value in state.values()}
     assert dtypes == {"torch.float32", "torch.bfloat16" if kind == "bfloat16" else "torch.uint8"}
+
+
+def embeddings_after(kind: str | None, steps: int = 60) -> tuple[Tensor, float]:
+    """How rows that seldom have a gradient change, and their largest step in learning rates."""
+    generator = torch.Generator().manual_seed(0)
+    weight = nn.Parameter(torch.zeros(200, 256))
+    settings = OptimizerConfig(state_dtype=kind, lr=1e-3, weight_decay=0.0)
+    optimizer = torch.optim.AdamW([weight], 1e-3, (0.9, 0.95), weight_decay=0.0)
+    if kind is not None:
+        optimizer = SmallStateAdamW([{"params": [weight]}], settings, {weight: "weight"})
+    largest = 0.0
+    for _ in range(steps):
+        before = weight.detach().clone()
+        read = torch.rand(200, 1, generator=generator) < torch.linspace(0.01, 0.5, 200)[:, None]
+        sizes = torch.randn(200, 256, generator=generator).exp()
+        weight.grad = read * sizes * torch.randn(200, 256, generator=generator)
+        optimizer.step()
+        largest = max(largest, (weight.detach() - before).abs().max().item() / settings.lr)
+    return weight.detach(), largest
+
+
+@pytest.mark.parametrize(("kind", "error"), [("bfloat16", 1e-2), ("int8", 5e-2)])
+def test_rows_that_seldom_have_a_gradient_learn_like_adamws(kind: str, error: float) -> None:
+    plain, largest = embeddings_after(None)
+    ours, ours_largest = embeddings_after(kind)
+    assert ours_largest < 1.2 * largest
+    assert relative_error({"": ours}, {"": plain}) < error
 
 
 def test_weights_in_bfloat16_do_not_lose_small_updates() -> None:

@@ -3,6 +3,7 @@
 import math
 import zlib
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,16 +27,19 @@ class Codes(NamedTuple):
     Attributes:
         numbers: all of them, ascending, float32 [256].
         zero: the place of 0 among them, whose code is 0.
+        bounds: the largest value that has each code but the last, float32 [255].
     """
 
     numbers: Tensor
     zero: int
+    bounds: Tensor
 
 
 def dynamic_codes(signed: bool, device: torch.device | None = None) -> Codes:
     """Codes of which seven powers of ten have a part each, the larger with finer steps; up to 1.
 
-    That is the dynamic tree quantisation of arXiv 2110.02861.
+    That is the dynamic tree quantisation of arXiv 2110.02861, except that only 0 has the code of 0
+    where all are positive: updates are divided by their roots.
     """
     numbers = [0.0, 1.0]
     for exponent in range(7):
@@ -45,15 +49,18 @@ def dynamic_codes(signed: bool, device: torch.device | None = None) -> Codes:
         if signed:
             numbers += [-mean for mean in means]
     numbers.sort()
-    return Codes(torch.tensor(numbers, device=device), numbers.index(0.0))
+    bounds = [(lower + upper) / 2 for lower, upper in pairwise(numbers)]
+    if not signed:
+        bounds[0] = 0.0
+    found, ends = (torch.tensor(values, device=device) for values in (numbers, bounds))
+    return Codes(found, numbers.index(0.0), ends)
 
 
 def quantised(values: Tensor, block: int, codes: Codes) -> tuple[Tensor, Tensor]:
-    """The nearest codes of float32 values [..., n], uint8, and scales [..., n / block], float32."""
+    """The codes of float32 values [..., n], uint8, and scales [..., n / block], float32."""
     blocks = values.unflatten(-1, (-1, block))
     scales = blocks.abs().amax(-1)
-    bounds = (codes.numbers[1:] + codes.numbers[:-1]) / 2
-    places = torch.bucketize(blocks / scales.clamp(min=_FRACTION)[..., None], bounds, right=True)
+    places = torch.bucketize(blocks / scales.clamp(min=_FRACTION)[..., None], codes.bounds)
     return ((places - codes.zero) % 256).to(torch.uint8).flatten(-2), scales
 
 
