@@ -1,5 +1,6 @@
 """Moments in fewer bits learn like AdamW's, the same in every layout, and resume to the bit."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,17 @@ from optimizer_steps import (
     snapshot,
     three_steps,
 )
-from runs import curve, refused, stop_after, together, train, weights
+from runs import (
+    checkpoint,
+    curve,
+    make_world,
+    refused,
+    stop_after,
+    together,
+    train,
+    weights,
+    write_model,
+)
 from tiny import differing, random_model, relative_error, run_ranks, tiny_config
 
 KINDS = ("bfloat16", "int8")
@@ -279,6 +290,56 @@ def shards_without_whole_blocks() -> str:
 def test_a_layout_that_cuts_blocks_is_refused() -> None:
     for said in run_ranks(3, shards_without_whole_blocks):
         assert "blocks of 96 values in rows of 768, and this layout gives a rank 256" in said
+
+
+@pytest.fixture(scope="module")
+def wide_world(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A world whose model has rows wide enough for a state in 8 bits."""
+    folder = make_world(tmp_path_factory.mktemp("wide"))
+    write_model(folder / "model", hidden_size=256, intermediate_size=256, num_hidden_layers=2)
+    return folder
+
+
+def flags_of(kind: str | None) -> tuple[str, ...]:
+    return () if kind is None else ("--optimizer.state_dtype", kind)
+
+
+@pytest.fixture(scope="module")
+def of_each_kind(
+    wide_world: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str | None, Path]:
+    """Finished runs of two steps, by `state_dtype`."""
+    folder = tmp_path_factory.mktemp("runs")
+    found = {kind: folder / str(kind) for kind in (None, *KINDS)}
+    for kind, own in found.items():
+        train(wide_world, own, "--training.steps", 2, *flags_of(kind))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("before", "now"),
+    [("int8", None), ("int8", "bfloat16"), (None, "int8"), ("bfloat16", "int8")],
+)
+def test_a_state_in_8_bits_is_not_taken_for_another(
+    before: str | None, now: str | None, of_each_kind: dict[str | None, Path], wide_world: Path
+) -> None:
+    """Its codes would be loaded as if they were the moments."""
+    folder = ("--job.dump_folder", of_each_kind[before])
+    flags = (*folder, "--training.steps", 4, *flags_of(now))
+    said = refused("train", wide_world / "run.toml", *flags)
+    assert str(checkpoint(of_each_kind[before], 2)) in said
+    assert "exp_avg' has the dtype" in said
+    assert "another optimizer (optimizer.name or optimizer.state_dtype)" in said
+
+
+@pytest.mark.slow
+def test_moments_in_bfloat16_go_on_in_float32(
+    of_each_kind: dict[str | None, Path], wide_world: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(of_each_kind["bfloat16"], tmp_path, dirs_exist_ok=True)
+    train(wide_world, tmp_path, "--training.steps", 4)
+    assert [step for step, *_ in curve(tmp_path)] == [1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("kind", KINDS)

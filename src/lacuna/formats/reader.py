@@ -145,19 +145,32 @@ def read_tensors(
             f"it had."
         )
     for name, tensor in tensors.items():
-        there = saved.get(name)
-        shape = tuple(there.size) if isinstance(there, kinds.TensorStorageMetadata) else None
-        if shape != tuple(tensor.shape):
-            found = "is missing" if shape is None else f"has the shape {shape}"
+        found = _found_instead(saved.get(name), tensor)
+        if found is not None:
             owner = "another model configuration"
             if name.startswith("optimizer."):
-                owner = "another optimizer (optimizer.name)"
+                owner = "another optimizer (optimizer.name or optimizer.state_dtype)"
             raise UserError(
                 f"checkpoint {path}: {name!r} {found}, in the model it has the shape "
-                f"{tuple(tensor.shape)}: it belongs to {owner}."
+                f"{tuple(tensor.shape)} and the dtype {str(tensor.dtype)[6:]}: it belongs to "
+                f"{owner}; give the settings it had."
             )
     try:
         load(tensors, storage_reader=Reader(path), process_group=process.control)
     except CheckpointException as error:
         with damage_explained(f"checkpoint {path}: a file of tensors"):
             raise first_failure(error) from error
+
+
+def _found_instead(there: object, tensor: Tensor) -> str | None:
+    """What a checkpoint has for a tensor that cannot be filled with it; None where it can be.
+
+    Floats of any dtype fill each other, but codes of 8 bits are no numbers.
+    """
+    if not isinstance(there, kinds.TensorStorageMetadata):
+        return "is missing"
+    if there.size != tensor.shape:
+        return f"has the shape {tuple(there.size)}"
+    dtype = there.properties.dtype
+    same = dtype.is_floating_point == tensor.is_floating_point()
+    return None if same else f"has the dtype {str(dtype)[6:]}"
