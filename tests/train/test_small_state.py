@@ -345,17 +345,17 @@ def test_moments_in_bfloat16_go_on_in_float32(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
 def test_a_run_is_resumed_to_the_bit_and_goes_on_in_another_layout(
-    kind: str, world: Path, tmp_path: Path
+    kind: str, wide_world: Path, tmp_path: Path
 ) -> None:
     flags = ("--optimizer.state_dtype", kind, "--training.dtype", "bfloat16")
     straight, resumed, moved = (tmp_path / name for name in ("straight", "resumed", "moved"))
     together(
-        lambda: train(world, straight, *flags, "--cpus", 2),
-        lambda: stop_after(3, world, resumed, *flags, "--cpus", 2),
-        lambda: stop_after(3, world, moved, *flags, "--cpus", 2),
+        lambda: train(wide_world, straight, *flags, "--cpus", 2),
+        lambda: stop_after(3, wide_world, resumed, *flags, "--cpus", 2),
+        lambda: stop_after(3, wide_world, moved, *flags, "--cpus", 2),
     )
-    train(world, resumed, *flags, "--cpus", 2)
-    train(world, moved, *flags, "--training.global_batch_size", 8)
+    train(wide_world, resumed, *flags, "--cpus", 2)
+    train(wide_world, moved, *flags, "--training.global_batch_size", 8)
     assert curve(resumed) == curve(straight)
     assert weights(resumed) == weights(straight)
     for (_, ours, _), (_, theirs, _) in zip(curve(moved), curve(straight), strict=True):
@@ -364,7 +364,9 @@ def test_a_run_is_resumed_to_the_bit_and_goes_on_in_another_layout(
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.slow
-def test_early_and_offloaded_steps_are_the_same(kind: str, world: Path, tmp_path: Path) -> None:
+def test_early_and_offloaded_steps_are_the_same(
+    kind: str, wide_world: Path, tmp_path: Path
+) -> None:
     plain = ("--optimizer.state_dtype", kind, "--training.max_norm", 0, "--training.steps", 4)
     ways = {
         "plain": (),
@@ -373,7 +375,7 @@ def test_early_and_offloaded_steps_are_the_same(kind: str, world: Path, tmp_path
     }
     together(
         *(
-            lambda name=name: train(world, tmp_path / name, *plain, *ways[name])  # type: ignore[misc]
+            lambda name=name: train(wide_world, tmp_path / name, *plain, *ways[name])  # type: ignore[misc]
             for name in ways
         )
     )
@@ -400,3 +402,21 @@ def test_what_it_does_not_go_with_is_refused(name: str, world: Path) -> None:
 def test_the_names_of_the_field_are_understood() -> None:
     for name, dtype in (("bf16", "bfloat16"), ("8bit", "int8")):
         assert Config(optimizer={"state_dtype": name}).optimizer.state_dtype == dtype
+
+
+@pytest.mark.slow
+def test_a_run_says_for_how_many_weights_its_state_is_in_8_bits(
+    wide_world: Path, tmp_path: Path
+) -> None:
+    flags = ("--optimizer.state_dtype", "int8", "--training.steps", 1)
+    layout = ("--cpus", 2, "--parallelism.pipeline_parallel_degree", 2)
+    for name, own in {"one": (), "pipeline": layout}.items():
+        said = train(wide_world, tmp_path / name, *flags, *own)
+        assert "optimizer: the moments of 918,016 of 919,296 trained weights are in 8 bits" in said
+
+
+def test_a_model_of_narrow_rows_has_no_state_in_8_bits(world: Path) -> None:
+    for way in ((), ("--dry-run",)):
+        flags = ("--optimizer.state_dtype", "int8", "--job.dump_folder", world / "narrow", *way)
+        said = refused("train", world / "run.toml", *flags)
+        assert "optimizer.state_dtype: no trained matrix of this model has rows" in said

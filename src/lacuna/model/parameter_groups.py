@@ -115,10 +115,7 @@ def _require_use(
         for parameter, index in chosen.items()
         if settings.groups[index].name != "Muon" or parameter in matrices
     }
-    if dist.is_initialized():
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, used)
-        used = {*itertools.chain(*found)}
+    used = {*itertools.chain(*_of_all_ranks(used))}
     for index, group in enumerate(settings.groups):
         if index not in used:
             kind = "matrix of a layer" if group.name == "Muon" else "parameter"
@@ -142,11 +139,44 @@ def block_length(shape: torch.Size) -> int | None:
     return max(fitting, default=None)
 
 
+def weights_in_8_bits(model: PreTrainedModel) -> tuple[int, int]:
+    """How many trained weights can have an 8-bit state, and how many are trained, on all ranks.
+
+    All ranks must call it, for their stages of a pipeline. Raises `UserError` where none can.
+    """
+    own = {
+        name: (parameter.numel(), block_length(parameter.shape) is not None)
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+    every = {name: size for held in _of_all_ranks(own) for name, size in held.items()}
+    small = sum(count for count, has_blocks in every.values() if has_blocks)
+    if not small:
+        raise UserError(
+            'optimizer.state_dtype: no trained matrix of this model has rows that "int8" could '
+            'divide into blocks, of at least 256 values and a multiple of 8: choose "bfloat16", '
+            "or leave it out."
+        )
+    return small, sum(count for count, _ in every.values())
+
+
+def _of_all_ranks(value: Any) -> list[Any]:
+    """What every rank gives, in the order of ranks."""
+    if not dist.is_initialized():
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
+
+
 def state_bytes(model: PreTrainedModel, settings: OptimizerConfig, stored: int) -> float:
     """How many bytes an optimizer keeps for each trained weight of a model, on average.
 
-    The weights take `stored` bytes. AdamW has two values for each, Muon has one.
+    The weights take `stored` bytes. AdamW has two values for each, Muon has one. Raises `UserError`
+    where a state in 8 bits is asked for and no weight can have it.
     """
+    if settings.state_dtype == "int8":
+        weights_in_8_bits(model)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = parameter_groups(model, settings, [{"params": trained}])
     kept: float = sum(

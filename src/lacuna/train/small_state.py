@@ -12,9 +12,9 @@ from torch._dynamo.utils import disable_cache_limit
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.config.optimizers import OptimizerConfig
-from lacuna.model.parameter_groups import block_length, parameter_groups
+from lacuna.model.parameter_groups import block_length, parameter_groups, weights_in_8_bits
 from lacuna.parallel.fsdp import local
 
 _LOW_32_BITS = 2**32 - 1
@@ -156,7 +156,15 @@ class SmallStateAdamW(torch.optim.AdamW):
 def adamw_of(
     model: PreTrainedModel, settings: OptimizerConfig, groups: list[dict[str, Any]]
 ) -> SmallStateAdamW:
-    """Such an AdamW for a model, whose parameters are in `groups` by their weight decay."""
+    """Such an AdamW for a model, whose parameters are in `groups` by their weight decay.
+
+    Raises `UserError` where a state in 8 bits is asked for and no weight can have it.
+    """
+    if settings.state_dtype == "int8":
+        small, trained = (f"{count:,}" for count in weights_in_8_bits(model))
+        logger.info(
+            "optimizer: the moments of %s of %s trained weights are in 8 bits", small, trained
+        )
     names: dict[Tensor, str] = {parameter: name for name, parameter in model.named_parameters()}
     return SmallStateAdamW(parameter_groups(model, settings, groups), settings, names)
 
