@@ -13,6 +13,7 @@ from lacuna.model.build import build_model
 from lacuna.parallel.mesh import Layout
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from layouts import Case, pipelined
+from optimizer_steps import build
 from runs import curve, lacuna, refused, stop_after, together, train, weights
 from tiny import (
     CPU,
@@ -107,6 +108,27 @@ def test_a_step_in_every_layout_is_torchs_with_such_groups(tmp_path: Path) -> No
         ours = {name: after - before for name, (before, after) in steps.items()}
         assert relative_error(ours, expected) < 1e-5
         assert not ours["model.norm.weight"].any()
+
+
+def group_of_embedding(folder: Path, case: Case, settings: OptimizerConfig) -> tuple[float, float]:
+    """The learning rate and the weight decay of this rank's embedding."""
+    built = build(folder, case, settings)
+    optimizer = build_optimizer(built.model, settings)
+    embedding = built.model.get_input_embeddings().weight
+    [group] = [one for one in optimizer.param_groups if {*one["params"]} & {embedding}]
+    return group["lr"], group["weight_decay"]
+
+
+@pytest.mark.parametrize("name", ["lm_head.weight", "embed_tokens.weight"])
+def test_a_tied_weight_is_known_by_each_of_its_names_on_every_stage(
+    name: str, tmp_path: Path
+) -> None:
+    """Else its copies, of which the first stage's has no head, would drift apart."""
+    tiny_config("llama_tied", num_hidden_layers=4).save_pretrained(tmp_path)
+    group = OptimizerGroup(pattern=name, lr_ratio=0.25, weight_decay=0.2)
+    settings = OptimizerConfig(lr=1e-2, groups=(group,))
+    case = pipelined(Layout(pp=2), 4)
+    assert run_ranks(2, group_of_embedding, tmp_path, case, settings) == [(0.25e-2, 0.2)] * 2
 
 
 def test_a_group_may_have_muon(tmp_path: Path) -> None:

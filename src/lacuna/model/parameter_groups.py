@@ -97,6 +97,10 @@ def _chosen_groups(model: PreTrainedModel, settings: OptimizerConfig) -> dict[Te
     """The first group of the settings that is for each trained parameter, by any of its names."""
     chosen: dict[Tensor, int] = {}
     named = dict(model.named_parameters(remove_duplicate=False))
+    for names in model.all_tied_weights_keys.items():
+        # A stage of a pipeline may have but one of the modules that share a weight.
+        for held in named.keys() & {*names}:
+            named |= dict.fromkeys({*names} - named.keys(), named[held])
     trained = {name: parameter for name, parameter in named.items() if parameter.requires_grad}
     for index, group in enumerate(settings.groups):
         for name in names_matching(trained, group.pattern):
