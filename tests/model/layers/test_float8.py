@@ -7,13 +7,19 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from lacuna.config import UserError
+from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
+from lacuna.config.documents import CurriculumConfig, CurriculumStage
 from lacuna.config.machine import ActivationCheckpointConfig, Float8Config
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import build_meta_model
-from lacuna.model.layers.float8 import check_float8, chosen_layers, loses
+from lacuna.model.layers.float8 import (
+    check_float8,
+    chosen_layers,
+    has_uneven_products,
+    loses,
+)
 from lacuna.parallel.mesh import Layout
 from layouts import Case, Outcome, configuration, outcomes
 from runs import curve, make_world, stop_after, train, weights
@@ -75,6 +81,45 @@ def test_sizes_that_are_no_multiples_of_16_are_left_out() -> None:
 def test_stacks_of_experts_stay_as_they_are() -> None:
     mixed = meta_model(tiny_config("qwen3_moe"), "sdpa", torch.float32)
     assert {name.split(".")[-2] for name in chosen_layers(mixed, float8())} == {"self_attn"}
+
+
+@pytest.mark.parametrize(
+    ("lengths", "pieces", "cp", "packing", "wanted"),
+    [
+        ([48], 1, 1, "auto", False),
+        ([40], 1, 1, "auto", True),
+        ([96], 1, 2, "auto", False),
+        ([96], 1, 4, "auto", True),
+        ([256], 8, 1, "auto", False),
+        ([192], 8, 1, "auto", True),  # 24 tokens a piece
+        ([256], 8, 2, "auto", False),
+        ([128], 1, 1, "none", False),
+        ([128], 8, 1, "auto", False),
+        ([128], 8, 1, "none", True),  # rows may have 64 tokens
+        ([64, 96], 1, 1, "auto", False),
+        ([64, 72], 1, 1, "auto", True),  # in a later stage of the curriculum
+    ],
+)
+def test_products_are_padded_where_some_have_no_multiple_of_16_tokens(
+    lengths: list[int], pieces: int, cp: int, packing: str, wanted: bool
+) -> None:
+    cut = {"context_parallel_degree": cp}
+    form = Config(packing={"mode": packing}, parallelism=cut).row_form
+    assert has_uneven_products(lengths, form, pieces, cp) == wanted
+
+
+@pytest.mark.parametrize(("length", "pads"), [(96, False), (72, True)])
+def test_products_of_every_stage_of_a_curriculum_count(
+    model: Path, length: int, pads: bool
+) -> None:
+    pytest.importorskip("torchao")
+    config = configuration(model, Case(float8=float8()))
+    training = config.training.model_copy(update={"seq_len": 64, "global_batch_size": 4})
+    curriculum = CurriculumConfig(stages=(CurriculumStage(from_step=5, seq_len=length),))
+    config = config.model_copy(update={"training": training, "curriculum": curriculum})
+    built = build_meta_model(config, tokenizer_of_words(), Layout(), "cpu")
+    recipes = [one.recipe for one in built.modules() if hasattr(one, "recipe")]
+    assert recipes and all(recipe.pad_inner_dim == pads for recipe in recipes)
 
 
 def test_small_products_lose_more_by_rows_than_by_tensors() -> None:

@@ -1,7 +1,8 @@
 """Which linear layers compute in 8-bit floats, and what such a run needs."""
 
 import fnmatch
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable
 from functools import partial
 from importlib.util import find_spec
 
@@ -10,13 +11,15 @@ from transformers import PreTrainedModel
 
 from lacuna.config import UserError, logger
 from lacuna.config.machine import Float8Config
+from lacuna.config.row_form import RowForm
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.layers.linear import PlainLinear, is_transposed, plain_linears
-from lacuna.parallel.mesh import Layout, Mesh
+from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.precision import compute_dtype
 
 SETTING = "float8.enable_float8_linear"
 _MULTIPLE = 16  # of which the hardware wants both dimensions of a weight
+_ROW_STEP = 64  # rows of one example each may be shorter than asked for, by multiples of this
 _CAPABILITY = (8, 9)  # of the first GPUs that multiply in float8: Ada and Hopper
 
 
@@ -46,12 +49,13 @@ def compute_in_float8(
     model: PreTrainedModel,
     settings: Float8Config,
     training: TrainingConfig,
-    layout: Layout,
+    pads: bool,
     device: torch.device | None,
 ) -> None:
     """Has the linear layers that gain by it compute in float8, in place.
 
-    The model is whole, and has no adapters yet. Raises `UserError` where torchao is not installed,
+    The model is whole, and has no adapters yet. `pads` says that numbers of tokens need not be
+    multiples of 16. Raises `UserError` where torchao is not installed,
     for a `device` that cannot compute so, where no layer suits, and for names that match none.
     """
     if not find_spec("torchao"):
@@ -70,11 +74,26 @@ def compute_in_float8(
             "not multiples of 16, or left out by float8.filter_fqns. Leave it out, or set "
             "float8.filter_small = false."
         )
-    # Rows are as long as is asked for, or shorter by steps of 64 tokens.
-    pads = 64 % (_MULTIPLE * layout.cp) > 0 or training.seq_len % (_MULTIPLE * layout.cp) > 0
     recipe = settings.recipe_name or "tensorwise"
     wrap_layers([*chosen.values()], recipe, settings.emulate, pads)
     logger.info("float8: %s, in %d linear layers", recipe, len(chosen))
+
+
+def has_uneven_products(lengths: Iterable[int], form: RowForm, pieces: int, cp: int) -> bool:
+    """Whether any product of a run may be of a number of tokens that is no multiple of 16.
+
+    `lengths` are those of the rows of all stages of its curriculum, of which `cp` ranks have a part
+    each, and layers compute so many `pieces` of it one after another.
+    """
+    every = {*lengths}
+    if form.packing.mode == "none" and not form.is_shared:
+        every |= {*range(_ROW_STEP, max(every), _ROW_STEP)}
+    for length in every:
+        own, rest = divmod(length, cp)
+        piece = math.ceil(own / pieces)
+        if rest or own % _MULTIPLE or piece % _MULTIPLE:
+            return True
+    return False
 
 
 def chosen_layers(model: PreTrainedModel, settings: Float8Config) -> dict[str, PlainLinear]:

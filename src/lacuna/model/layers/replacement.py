@@ -32,9 +32,12 @@ def replace_layers(
 
         quantize_layers(model, config.quantization.base, unquantised)
     if config.float8.enable_float8_linear:
-        from lacuna.model.layers.float8 import compute_in_float8
+        from lacuna.model.layers.float8 import compute_in_float8, has_uneven_products
 
-        compute_in_float8(model, config.float8, config.training, layout, device)
+        lengths = [stage.training.seq_len for stage in config.curriculum_stages()]
+        pieces = config.activation_checkpoint.mlp_chunks
+        pads = has_uneven_products(lengths, config.row_form, pieces, layout.cp)
+        compute_in_float8(model, config.float8, config.training, pads, device)
     if config.lora.rank:
         dtype = named_dtype(config.training.dtype)
         _add_adapters(model, config.lora, config.model, dtype, is_packed)
