@@ -8,10 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
+from every_model import configuration_class, model_types, small_config
 from lacuna.config import UserError
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.config.sections import TrainingConfig
+from lacuna.model.architecture import meta_model
+from lacuna.model.layers.linear import is_matrix
 from lacuna.model.parameter_groups import muon_matrices
 from lacuna.parallel.homes import balanced_homes
 from lacuna.parallel.mesh import Layout
@@ -258,6 +262,50 @@ def test_muon_has_the_matrices_and_adamw_the_rest(architecture: str) -> None:
         for end in ends:
             found = [kinds for name, kinds in states.items() if name.endswith(end)]
             assert found and all(kinds == keys for kinds in found), end
+
+
+# Modules that have matrices of products beside linear layers, experts and routers.
+WITH_MATRICES = {
+    "DeepseekV4HyperConnection",
+    "DeepseekV4HyperHead",
+    "FalconLinear",
+    "Gemma3MultiModalProjector",
+    "HYV4HyperConnection",
+    "HYV4HyperHead",
+    "MultiheadAttention",
+    "NonDynamicallyQuantizableLinear",
+    "RecurrentGemmaRglru",
+    "ZambaMambaMixer",
+}
+
+
+@pytest.mark.slow
+def test_in_every_architecture_muon_has_matrices_of_products_alone() -> None:
+    """Other parameters may have as many dimensions: experts one below another, or positions."""
+    others = set()
+    for kind in model_types():
+        model_config = small_config(configuration_class(kind))
+        model = meta_model(model_config, "eager", torch.float32)
+        matrices = muon_matrices(model)
+        for module in model.modules():
+            if type(module) in (nn.Linear, Conv1D):
+                continue
+            name = type(module).__name__
+            found = {
+                own: parameter
+                for own, parameter in module.named_parameters(recurse=False)
+                if parameter in matrices
+            }
+            if found and not name.endswith(("Experts", "Router")) and name not in WITH_MATRICES:
+                others.add((kind, name, *found))
+    assert others == set()
+
+
+@pytest.mark.parametrize("name", ["bonus", "r_k", "lower_bounds", "mimo_x", "L"])
+def test_what_scales_the_states_of_heads_is_no_matrix(name: str) -> None:
+    """Such parameters of fla's layers are multiplied with states value by value."""
+    assert not is_matrix(nn.Module(), name, torch.empty(4, 16))
+    assert is_matrix(nn.Module(), "proj", torch.empty(4, 16))
 
 
 def test_a_layer_stored_as_inputs_by_outputs_learns_like_its_transpose() -> None:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
@@ -15,17 +15,30 @@ from lacuna.model.architecture import vocabulary_weights
 from lacuna.model.layers.linear import is_matrix, is_transposed
 from lacuna.model.layers.targets import names_matching
 
+# Modules whose parameters have the dimensions of matrices that they do not multiply with: they are
+# several such one below another, one along three dimensions, a convolution, positions or queries.
+_WITHOUT_MATRICES = {
+    "DbrxExpertGLU",
+    "DeepseekV4GroupedLinear",
+    "Inkling2BlockAttentionResidual",
+    "Inkling2DynamicShortConvolution",
+    "Inkling2RelativeLogits",
+    "InklingRelativeLogits",
+    "XLNetRelativeAttention",
+}
+
 
 def muon_matrices(model: PreTrainedModel) -> dict[Tensor, bool]:
     """The parameters that Muon can update, and whether each is stored as [in, out].
 
     They are matrices and stacks of matrices, such as those of experts. The embedding, the head,
-    kernels of convolutions and matrices with a single row are none.
+    kernels of convolutions and matrices with a single row are none, nor is what a module keeps in
+    another form than it multiplies with.
     """
     left_out = {*vocabulary_weights(model).values()}
     found: dict[Tensor, bool] = {}
     for module in model.modules():
-        if isinstance(module, _ConvNd):
+        if isinstance(module, _ConvNd) or _names_of(module) & _WITHOUT_MATRICES:
             continue
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in left_out or not is_matrix(module, name, parameter):
@@ -34,6 +47,11 @@ def muon_matrices(model: PreTrainedModel) -> dict[Tensor, bool]:
                 added = getattr(module, "added_names", ())  # adapters are as those of all layers
                 found[parameter] = is_transposed(module) and name not in added
     return found
+
+
+def _names_of(module: nn.Module) -> set[str]:
+    """The names of a module's class and of those that it is made of: FSDP and adapters add some."""
+    return {kind.__name__ for kind in type(module).__mro__}
 
 
 def parameter_groups(

@@ -18,8 +18,11 @@ from lacuna.model.layers.wrapping import Wrapper
 
 PlainLinear = nn.Linear | Conv1D
 
-# Words in the names of parameters that are added, multiplied with, or looked up.
-_NO_MATRICES = {"bias", "log", "d", "scale", "mix", "pos", "position", "emb", "embed", "embedding"}
+# Names, and words in names, of parameters that are added, multiplied with, or looked up.
+_NO_MATRICES = {
+    *("bias", "log", "d", "scale", "mix", "pos", "position", "emb", "embed", "embedding"),
+    *("bonus", "bounds", "l", "mimo", "r_k"),  # of fla's layers
+}
 
 _plain: dict[type[nn.Module], bool] = {nn.Linear: True, Conv1D: True}
 
@@ -34,7 +37,7 @@ def is_matrix(module: nn.Module, name: str, parameter: Tensor) -> bool:
         return False
     if isinstance(module, nn.Linear | Conv1D | _ConvNd):
         return True
-    words = {*name.lower().split("_")}
+    words = {name, *name.lower().split("_")}
     is_vector = sum(size > 1 for size in parameter.shape) < 2
     return not (is_vector or words & _NO_MATRICES or "Norm" in type(module).__name__)
 
