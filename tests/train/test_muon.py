@@ -301,6 +301,28 @@ def test_in_every_architecture_muon_has_matrices_of_products_alone() -> None:
     assert others == set()
 
 
+@pytest.mark.slow
+def test_in_every_architecture_it_is_known_which_experts_are_stored_as_inputs_by_outputs() -> None:
+    """Else the "original" rate of a matrix would be that of its transpose."""
+    wrong, seen = set(), set()
+    for kind in model_types():
+        model = meta_model(small_config(configuration_class(kind)), "eager", torch.float32)
+        names = {parameter: name.rpartition(".")[2] for name, parameter in model.named_parameters()}
+        for parameter, is_transposed in muon_matrices(model).items():
+            name = names[parameter]
+            if name not in ("gate_up_proj", "up_proj", "down_proj"):
+                continue
+            seen.add(kind)
+            outputs, inputs = parameter.shape[-2:]
+            if is_transposed:
+                outputs, inputs = inputs, outputs
+            width = outputs if name == "down_proj" else inputs
+            if width != 32:
+                wrong.add((kind, name))
+    assert wrong == set()
+    assert {"gpt_oss", "llama4_text", "qwen3_moe", "mixtral"} <= seen
+
+
 @pytest.mark.parametrize("name", ["bonus", "r_k", "lower_bounds", "mimo_x", "L"])
 def test_what_scales_the_states_of_heads_is_no_matrix(name: str) -> None:
     """Such parameters of fla's layers are multiplied with states value by value."""

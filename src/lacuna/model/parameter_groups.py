@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
@@ -27,6 +27,9 @@ _WITHOUT_MATRICES = {
     "XLNetRelativeAttention",
 }
 
+# Modules that store matrices as [in, out] and do not say so.
+_STORED_BY_INPUTS = {"Gemma3MultiModalProjector", "Llama4TextExperts"}
+
 
 def muon_matrices(model: PreTrainedModel) -> dict[Tensor, bool]:
     """The parameters that Muon can update, and whether each is stored as [in, out].
@@ -38,20 +41,17 @@ def muon_matrices(model: PreTrainedModel) -> dict[Tensor, bool]:
     left_out = {*vocabulary_weights(model).values()}
     found: dict[Tensor, bool] = {}
     for module in model.modules():
-        if isinstance(module, _ConvNd) or _names_of(module) & _WITHOUT_MATRICES:
+        kinds = {kind.__name__ for kind in type(module).__mro__}  # FSDP and adapters add some
+        if isinstance(module, _ConvNd) or kinds & _WITHOUT_MATRICES:
             continue
+        by_inputs = is_transposed(module) or bool(kinds & _STORED_BY_INPUTS)
         for name, parameter in module.named_parameters(recurse=False):
             if parameter in left_out or not is_matrix(module, name, parameter):
                 continue
             if min(parameter.shape[-2:]) > 1:
                 added = getattr(module, "added_names", ())  # adapters are as those of all layers
-                found[parameter] = is_transposed(module) and name not in added
+                found[parameter] = by_inputs and name not in added
     return found
-
-
-def _names_of(module: nn.Module) -> set[str]:
-    """The names of a module's class and of those that it is made of: FSDP and adapters add some."""
-    return {kind.__name__ for kind in type(module).__mro__}
 
 
 def parameter_groups(
