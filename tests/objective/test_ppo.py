@@ -315,6 +315,16 @@ def test_the_memory_of_the_critic_is_planned(world: Path, prompts: Path, tmp_pat
     assert "critic" not in lacuna(*run, *flags(prompts))
 
 
+def test_groups_of_parameters_are_not_asked_of_the_critic(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    """It has no head, so that a plan would refuse what training takes."""
+    table = '[[optimizer.groups]]\npattern = "lm_head.weight"\nlr_ratio = 0.5\n'
+    (tmp_path / "run.toml").write_text((world / "run.toml").read_text() + table)
+    run = ("plan", tmp_path / "run.toml", "--job.dump_folder", tmp_path / "out")
+    assert "critic" in lacuna(*run, *ppo(prompts))
+
+
 @pytest.mark.slow
 def test_the_recipe_learns_in_a_few_minutes(tmp_path: Path) -> None:
     lacuna("train", "ppo.toml", "--job.dump_folder", tmp_path, timeout=600)

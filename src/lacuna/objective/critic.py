@@ -54,7 +54,8 @@ def critic_config(config: Config) -> Config:
             own["attention"] = "auto"  # that of its own files
     model = config.model.model_copy(update=own)
     job = config.job.model_copy(update={"task": "reward"})
-    whole = {"lora": LoraConfig(), "quantization": QuantizationConfig()}
+    optimizer = config.optimizer.model_copy(update={"groups": ()})  # which name the model's own
+    whole = {"lora": LoraConfig(), "quantization": QuantizationConfig(), "optimizer": optimizer}
     return config.model_copy(update={"model": model, "job": job, **whole})
 
 
