@@ -164,6 +164,18 @@ def test_recipes_are_short() -> None:
         assert len((RECIPES / f"{name}.toml").read_text().splitlines()) <= 12
 
 
+def test_the_rate_of_muon_stays_with_muon(world: Path, folder: Path) -> None:
+    muon = ("--optimizer.name", "Muon", "--optimizer.adjust_lr_fn", "original")
+    muon += ("--optimizer.nesterov=false", "--optimizer.lr", 0.02, "--training.steps", 1)
+    said = lacuna("train", world / "run.toml", "--job.dump_folder", folder / "muon", *muon)
+    printed = hint(said, "your data").partition(" (rows")[0]
+    words = shlex.split(printed)[1:-1]
+    lacuna(*words, "of_muon", cwd=folder)
+    found = (folder / "outputs" / "of_muon" / "config.toml").read_text()
+    for line in ('name = "Muon"', 'adjust_lr_fn = "original"', "nesterov = false", "lr = 0.02"):
+        assert f"\n{line}\n" in found
+
+
 def test_the_dtype_of_the_model_is_said(outputs: dict[str, str]) -> None:
     assert "hf, written in float32 (checkpoint.export_dtype)." in outputs["text"]
     assert "hf, adapters merged in float32 and written in bfloat16 (checkpoint" in outputs["lora"]

@@ -2,7 +2,7 @@
 
 from lacuna.config.rules import Rule, is_changed, rule_for_each
 
-_OF_MUON = tuple(
+OF_MUON = tuple(
     f"optimizer.{name}"
     for name in ("momentum", "nesterov", "ns_steps", "adjust_lr_fn", "neuron_beta2")
 )
@@ -40,6 +40,6 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
             is_changed(setting, lambda config: "Muon" not in config.optimizer.names),
             "it is Muon's; set that name, or drop it",
         )
-        for setting in _OF_MUON
+        for setting in OF_MUON
     ),
 )

@@ -12,6 +12,7 @@ from datasets import Dataset
 
 from lacuna.config import Config, UserError
 from lacuna.config.attentions import is_own
+from lacuna.config.optimizer_rules import OF_MUON
 from lacuna.config.task import SECTIONS
 from lacuna.data.files import RECORD
 from lacuna.data.sources import Documents, open_source
@@ -20,7 +21,10 @@ from lacuna.parallel.processes import Process
 _WORDS = 8
 _LOOKED_AT = 100
 # What training on other data needs to know of this run, where it is not the default.
-_KEPT = ("training.seq_len", "training.batch_size", "optimizer.lr", "quantization.base")
+_KEPT = (
+    *("training.seq_len", "training.batch_size", "optimizer.name", "optimizer.lr", *OF_MUON),
+    "quantization.base",
+)
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
