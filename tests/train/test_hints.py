@@ -164,6 +164,12 @@ def test_recipes_are_short() -> None:
         assert len((RECIPES / f"{name}.toml").read_text().splitlines()) <= 12
 
 
+def test_curves_are_where_the_run_wrote_them(outputs: dict[str, str]) -> None:
+    assert hint(outputs["text"], "curves") == "text/metrics.jsonl"  # its tensorboard is off
+    curves = "outputs/sft/metrics.jsonl; tensorboard --logdir outputs/sft"
+    assert hint(outputs["sft"], "curves") == curves
+
+
 def test_the_rate_of_muon_stays_with_muon(world: Path, folder: Path) -> None:
     muon = ("--optimizer.name", "Muon", "--optimizer.adjust_lr_fn", "original")
     muon += ("--optimizer.nesterov=false", "--optimizer.lr", 0.02, "--training.steps", 1)

@@ -57,7 +57,9 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     if adapter:
         peft = "which peft's PeftModel.from_pretrained opens; the model has it merged"
         lines["adapter"] = f"{adapter}, {peft}"
-    lines["curves"] = f"{folder}/metrics.jsonl; tensorboard --logdir {shlex.quote(folder)}"
+    lines["curves"] = f"{folder}/metrics.jsonl"
+    if config.metrics.enable_tensorboard:
+        lines["curves"] += f"; tensorboard --logdir {shlex.quote(folder)}"
     if not config.gives_scores:
         lines["try it"] = _shell_command("generate", adapter or folder, *how)
     if adapter and not config.gives_scores:
