@@ -180,3 +180,16 @@ def test_a_misspelt_table_is_refused(world: Path, tmp_path: Path) -> None:
     settings = tmp_path / "run.toml"
     settings.write_text((world / "run.toml").read_text() + TABLES.replace("lr_ratio", "lr_ration"))
     assert "did you mean lr_ratio" in refused("train", settings)
+
+
+def test_a_table_with_a_rate_of_its_own_or_without_a_pattern_is_answered_by_words(
+    world: Path, tmp_path: Path
+) -> None:
+    settings = tmp_path / "run.toml"
+    plain = (world / "run.toml").read_text()
+    settings.write_text(plain + TABLES.replace("lr_ratio = 0.25", "lr = 1e-3"))
+    said = refused("train", settings)
+    assert "optimizer.groups[0].lr: there is no such setting" in said
+    assert "did you mean lr_ratio" in said
+    settings.write_text(plain + "[[optimizer.groups]]\nlr_ratio = 0.5\n")
+    assert "optimizer.groups[0].pattern: it must be given" in refused("train", settings)

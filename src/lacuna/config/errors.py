@@ -86,8 +86,13 @@ class UnansweredError(RunError):
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of a message that proposes the known word most like `word`; empty if none is."""
-    found = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
+    """The end of a message that proposes the known word most like `word`; empty if none is.
+
+    A word that another begins with is like it, however much follows.
+    """
+    words = sorted(known)
+    found = difflib.get_close_matches(word, words, n=1, cutoff=0.6)
+    found += [one for one in words if word and one.startswith(word)]
     return f"; did you mean {found[0]}?" if found else ""
 
 

@@ -185,6 +185,8 @@ def _message_of(detail: Any, setting: str, spelling: str, where: str) -> str:
     hint = ""
     if kind in ("int_type", "float_type", "bool_type") and isinstance(value, str):
         hint = "; write it without quotes"
+    elif kind == "missing":
+        wanted = "it must be given"
     elif kind == "literal_error":
         hint = did_you_mean(str(value), detail["ctx"]["expected"].split("'"))
     elif kind == "extra_forbidden":

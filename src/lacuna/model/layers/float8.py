@@ -18,6 +18,7 @@ from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.precision import compute_dtype
 
 SETTING = "float8.enable_float8_linear"
+_TORCHTITANS_HEAD = "output"  # the name in its examples of float8.filter_fqns
 _MULTIPLE = 16  # of which the hardware wants both dimensions of a weight
 _ROW_STEP = 64  # rows of one example each may be shorter than asked for, by multiples of this
 _CAPABILITY = (8, 9)  # of the first GPUs that multiply in float8: Ada and Hopper
@@ -100,19 +101,19 @@ def chosen_layers(model: PreTrainedModel, settings: Float8Config) -> dict[str, P
     """The linear layers of a model that compute in float8, by their names.
 
     The head is none of them, nor are stacks of experts. Raises `UserError` for a pattern of names
-    that matches none.
+    that matches no layer at all; those of layers that are left out anyway change nothing.
     """
     head = model.get_output_embeddings()
     layers = {name: one for name, one in plain_linears(model).items() if one is not head}
     left_out: set[str] = set()
+    every = [_TORCHTITANS_HEAD, *(name for name, _ in model.named_modules())]
     for pattern in settings.filter_fqns:
-        found = fnmatch.filter(layers, f"*{pattern}*")
-        if not found:
+        if not fnmatch.filter(every, f"*{pattern}*"):
             raise UserError(
-                f"float8.filter_fqns: {pattern!r} matches no linear layer: give a part of a name, "
+                f"float8.filter_fqns: {pattern!r} matches no layer: give a part of a name, "
                 f"such as {next(iter(layers), 'q_proj')}; what is too small is left out anyway."
             )
-        left_out.update(found)
+        left_out.update(fnmatch.filter(layers, f"*{pattern}*"))
     chosen = {}
     for name, layer in layers.items():
         out, into = layer.weight.shape
