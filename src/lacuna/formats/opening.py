@@ -46,6 +46,7 @@ from lacuna.model.layers.adapter_files import load_adapters
 from lacuna.model.layers.casting import compute_in
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.layers.wrapping import merge
+from lacuna.model.leftovers import untied
 from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.precision import compute_dtype, keep_in_float32, store_in
@@ -224,8 +225,8 @@ def _open_whole(
 ) -> PreTrainedModel:
     """The model in a Hugging Face folder or on the Hub.
 
-    Raises `UserError` where weights are quantised, damaged, of other shapes or not there at all:
-    transformers would draw those at random.
+    Raises `UserError` where weights are quantised, damaged, of other shapes, two that should be
+    one, or not there at all: transformers would draw those at random.
     """
     if getattr(model_config, "quantization_config", None) is not None:
         raise UserError(
@@ -242,6 +243,10 @@ def _open_whole(
         raise UserError(
             f"{source}: its files lack {', '.join(lacking[:3])}: give one that has all weights."
         )
+    # transformers takes off those that differ.
+    for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if pair[0] not in model.all_tied_weights_keys:
+            raise untied(source, pair)
     return cast(PreTrainedModel, model)
 
 

@@ -38,6 +38,7 @@ from lacuna.model.initial import draw_weights, place_buffers
 from lacuna.model.kind import is_scoring
 from lacuna.model.layers.lora import PARTS, adapted_modules
 from lacuna.model.layers.wrapping import stored_parameter, wrapped_modules
+from lacuna.model.leftovers import check_files
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import stored_dtype
 
@@ -195,6 +196,7 @@ def load_weights(
     """
     source = str(settings.name_or_path)
     slices = _slices_to_load(model, shadow, settings, device)
+    check_files(slices, shadow, f"model.name_or_path: the checkpoint in {source!r}")
     home = places[""]
     placing = LoadStateDictConfig(
         # transformers' two types of the same list differ.
