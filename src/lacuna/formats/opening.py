@@ -46,7 +46,7 @@ from lacuna.model.layers.adapter_files import load_adapters
 from lacuna.model.layers.casting import compute_in
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.layers.wrapping import merge
-from lacuna.model.leftovers import untied
+from lacuna.model.leftovers import check_unused, untied
 from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.precision import compute_dtype, keep_in_float32, store_in
@@ -247,6 +247,7 @@ def _open_whole(
     for pair in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if pair[0] not in model.all_tied_weights_keys:
             raise untied(source, pair)
+    check_unused(info["unexpected_keys"], model, source)
     return cast(PreTrainedModel, model)
 
 

@@ -1,6 +1,8 @@
 """Weights in a model's files that the model has no use for, or that it would drop."""
 
+import re
 from collections.abc import Iterable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -13,13 +15,17 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
+from lacuna.model.kind import is_scoring
 
 _ROWS = 4096  # of two embeddings, compared at a time
+# Buffers of older versions of transformers, and what bitsandbytes keeps beside a packed weight.
+_NO_WEIGHT = re.compile(r"\.(inv_freq|masked_bias|SCB|weight_format|weight\..+)$")
+_IN_LIST = re.compile(r"(.*?)\.(\d+)\.")  # the list of layers, and which of them
 
 
 def check_files(slices: Mapping[str, Any], shadow: PreTrainedModel, files: str) -> None:
-    """Raises `UserError` where the model would drop what the `files` have.
+    """Raises `UserError` where the model would drop what the `files` have, or warns of it.
 
     `slices` are the tensors of the files, `shadow` is the whole model without memory.
     """
@@ -28,6 +34,44 @@ def check_files(slices: Mapping[str, Any], shadow: PreTrainedModel, files: str) 
         stored = [slices[key_of[name]] for name in pair if name in key_of]
         if len(stored) == 2 and not _are_equal(stored, len(shadow.get_parameter(pair[1]))):
             raise untied(files, pair)
+    found = SimpleNamespace(missing_keys=set(), unexpected_keys=key_of.keys() - shadow.state_dict())
+    shadow._adjust_missing_and_unexpected_keys(found)  # type: ignore[arg-type]
+    check_unused(found.unexpected_keys, shadow, files)
+
+
+def check_unused(names: Iterable[str], model: PreTrainedModel, files: str) -> None:
+    """Raises `UserError` where weights without a use are layers that the model does not have.
+
+    Warns of all others but those that are known to be of no use: buffers, the parts of packed
+    weights, layers that predict further tokens, and the head that one that scores does not have.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    unused = [name for name in names if name not in buffers and not _NO_WEIGHT.search(name)]
+    if is_scoring(model.config):
+        unused = [name for name in unused if name.startswith(f"{model.base_model_prefix}.")]
+    further = {_layer_of(name) for name in unused if ".eh_proj." in name}
+    unused = sorted(name for name in unused if _layer_of(name) not in further - {None})
+    last: dict[str, int] = {}
+    for layers, number in filter(None, map(_layer_of, model.state_dict())):
+        last[layers] = max(number, last.get(layers, 0))
+    for layers, number in filter(None, map(_layer_of, unused)):
+        if number > last.get(layers, number):
+            raise UserError(
+                f"{files}: {layers}.{number} is in the files, but by the configuration "
+                f"{layers}.{last[layers]} is the last: correct num_hidden_layers in config.json; "
+                "if only the first layers are wanted, write them alone, by transformers' "
+                "from_pretrained and save_pretrained."
+            )
+    if unused:
+        some = ", ".join(unused[:3])
+        told = "%s: has %d weights that the model has no use for: %s"
+        logger.warning(told, files, len(unused), f"{some}, …" if unused[3:] else some)
+
+
+def _layer_of(name: str) -> tuple[str, int] | None:
+    """The list of layers that a weight is in, and the number of its layer; None for others."""
+    found = _IN_LIST.match(name)
+    return (found[1], int(found[2])) if found else None
 
 
 def untied(files: str, pair: Iterable[str]) -> UserError:
