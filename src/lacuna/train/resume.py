@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any
 
 from datasets.fingerprint import Hasher
@@ -47,6 +48,8 @@ _SAME_RUN = (
 )
 # Those that a run gives a value where they are not set.
 _FOUND_OUT = ("training.gradient_accumulation_steps", "training.global_batch_size")
+# How the names of models begin that a run reads and does not train.
+_FROZEN = "the weights of "
 # Logged elsewhere, or without effect on what the model computes.
 _UNSAID = {"transformers_version", "architectures", "dtype", "torch_dtype"}
 
@@ -74,11 +77,12 @@ def inputs_of(
     tokenizer: PreTrainedTokenizerBase,
     template: object,
     base: str | None,
+    frozen: Mapping[str, Sequence[Path]],
 ) -> dict[str, str]:
     """A fingerprint of each content that a run is trained with, by what users call it.
 
     `template` is that of the conversations, `base` the model beside adapters; None where there are
-    none.
+    none. `frozen` are the files of further models, by the setting that asks for each.
     """
     found = {
         f"the files of {source.name}": fingerprint(source.files)
@@ -93,7 +97,7 @@ def inputs_of(
         found["the chat template"] = Hasher.hash(template)
     if base:
         found["the weights in model.name_or_path"] = fingerprint(weight_files(base))
-    return found
+    return found | {f"{_FROZEN}{name}": fingerprint(files) for name, files in frozen.items()}
 
 
 def shown_configuration(model_config: PretrainedConfig) -> dict[str, str]:
@@ -108,13 +112,19 @@ def shown_configuration(model_config: PretrainedConfig) -> dict[str, str]:
 def require_same_inputs(saved: dict[str, str], own: dict[str, str], path: str) -> None:
     """Raises `UserError` when contents are not those that the run at `path` was started with.
 
-    Both tables are as `inputs_of` makes them.
+    Both tables are as `inputs_of` makes them. Settings that ask for other frozen models are logged
+    as all that change.
     """
-    changed = [name for name in saved | own if saved.get(name) != own.get(name)]
+    in_both = saved.keys() & own
+    changed = [
+        name
+        for name in saved | own
+        if saved.get(name) != own.get(name) and (name in in_both or not name.startswith(_FROZEN))
+    ]
     if changed:
         raise UserError(
-            f"not what it was when the run was started: {'; '.join(changed)}. The samples would "
-            f"not be those promised: put the old content back, or start a new run with "
+            f"not what it was when the run was started: {'; '.join(changed)}. The run would "
+            f"not be the one promised: put the old content back, or start a new run with "
             f"checkpoint.initial_load_path = {path!r}."
         )
 
