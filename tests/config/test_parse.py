@@ -135,6 +135,17 @@ def test_list_flags_take_commas_and_several_words(toml, words):
     assert config.data.dataset == ("a/b", "c/d") and config.data.data_probs == (1.0, 3.0)
 
 
+@pytest.mark.parametrize("word", ['["<|a|>", "b,c"]', "['<|a|>','b,c']", '["<|a|>",\n"b,c"]'])
+def test_list_flags_take_lists_as_toml_and_json_write_them(toml, word):
+    config = load_config(toml(""), ["--data.dataset", word, "--data.data_probs", "[1, 3]"])
+    assert config.data.dataset == ("<|a|>", "b,c") and config.data.data_probs == (1.0, 3.0)
+
+
+def test_list_flags_take_other_words_in_brackets_as_they_are(toml):
+    config = load_config(toml(""), ["--data.dataset", "[a],[b]", "--data.data_probs", "1,3"])
+    assert config.data.dataset == ("[a]", "[b]")
+
+
 def test_lists_in_toml_are_arrays_or_comma_strings(toml):
     text = "[training]\ndata_probs = {}\n"
     flags = ["--data.dataset", "a/b,c/d"]

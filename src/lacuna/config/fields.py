@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import tomllib
 from contextlib import suppress
 from typing import Annotated, Any, get_args
 
@@ -36,9 +37,15 @@ class Words(tuple[str, ...]):
 
 
 def _split_list(value: Any) -> Any:
-    """A comma-separated string, or the words after a flag, as a tuple; a list stays as it is."""
+    """A comma-separated string, or the words after a flag, as a tuple; a list stays as it is.
+
+    A string may also be a list as TOML and JSON write it.
+    """
     if isinstance(value, Words):
         value = value[0] if len(value) == 1 else ",".join(word.strip(",") for word in value)
+    if isinstance(value, str) and value.startswith("[") and value.endswith("]"):
+        with suppress(ValueError):
+            return tuple(tomllib.loads(f"list = {value}")["list"])
     if isinstance(value, str):
         return tuple(part.strip() for part in value.split(",")) if value.strip() else ()
     return value
