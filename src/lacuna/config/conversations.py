@@ -16,6 +16,7 @@ COLUMNS = (
     "output",
     "text",
     "tools",
+    "system",
     "chosen",
     "rejected",
     "label",
@@ -50,8 +51,8 @@ class ChatConfig(Section):
 
     columns: Annotated[Names, AfterValidator(_check_columns)] = ()
     """Columns that the data calls otherwise, such as messages=dialog,tools=functions; the names are
-    messages, prompt, completion, instruction, input, output, text, tools, chosen, rejected and
-    label. Unset: these, or ShareGPT's conversations."""
+    messages, prompt, completion, instruction, input, output, text, tools, system, chosen, rejected
+    and label. Unset: these, or ShareGPT's conversations and system_prompt."""
 
     roles: Annotated[Names, AfterValidator(_check_roles)] = ()
     """Roles that the data calls otherwise, such as user=human,assistant=bot."""

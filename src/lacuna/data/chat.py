@@ -14,11 +14,14 @@ from lacuna.config.fields import RECIPES
 from lacuna.data.document import Document
 from lacuna.data.marks import fitted_to_template
 from lacuna.data.messages import (
+    behind_system,
     conversation_columns,
     instructed,
     read,
     read_messages,
+    read_system,
     read_tools,
+    refuse_system,
     unknown_roles,
 )
 from lacuna.data.template import (
@@ -106,10 +109,12 @@ def encode(
         tokens = tokenize_text(tokenizer, read(values["text"], str, where))
         trained = np.ones(len(tokens), dtype=bool)
     elif isinstance(values.get("prompt"), str):
+        refuse_system(read_system(record, found, place), found, place)
         completion = read(values["completion"], str, where)
         tokens, trained = encode_texts(values["prompt"], completion, tokenizer)
     else:
         parts = _messages_by_column(values, record.get(found.get("input", "")), where, settings)
+        parts[0] = behind_system(parts[0], read_system(record, found, place))
         tools = read_tools(record, found, place)
         template = template_for(tokenizer, tools, where)
         chat = Chat(where, tokenizer, template, sum(parts, []), tools)

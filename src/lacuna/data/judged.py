@@ -14,10 +14,13 @@ from lacuna.config.conversations import ChatConfig
 from lacuna.config.errors import UserError
 from lacuna.data.files import BROKEN, RECORD, of_json
 from lacuna.data.messages import (
+    behind_system,
     columns_by_our_names,
     fitting_format,
     read_messages,
+    read_system,
     read_tools,
+    refuse_system,
 )
 
 # Of each way to write pairs, and single answers, our names of the columns that it needs.
@@ -131,6 +134,11 @@ def read_judged(
     else:
         talks = [read_messages(value, where, settings) for value in given]
         prompt, answers = _messages_from_their_parting(talks, where)
+    system = read_system(row, found, place)
+    if isinstance(prompt, str):
+        refuse_system(system, found, place)
+    else:
+        prompt = behind_system(prompt, system)
     judged = Judged(where, prompt, answers, labels, read_tools(row, found, place))
     _require_answers(judged, may_be_empty=is_cut)
     return judged

@@ -18,6 +18,8 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 # For each way to write conversations, our names of the columns that it needs.
 _CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 
+_HISTORY = "history"  # what Alpaca's columns have of earlier turns
+
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
 _SHAREGPT = {role: role for role in ("system", "user", "assistant", "tool")}
 _SHAREGPT |= {
@@ -52,9 +54,11 @@ def conversation_columns(
 
 def columns_by_our_names(columns: Collection[str], settings: ChatConfig) -> dict[str, str]:
     """Our name -> the data's, of all the columns that are there and have a meaning."""
-    names = {ours: ours for ours in COLUMNS}
+    names = {ours: ours for ours in (*COLUMNS, _HISTORY)}
     if "messages" not in columns:
         names["messages"] = "conversations"
+    if "system" not in columns:
+        names["system"] = "system_prompt"
     names |= _renamed_columns(settings)
     return {ours: theirs for ours, theirs in names.items() if theirs in columns}
 
@@ -133,6 +137,36 @@ def read_tools(
     column = f"{place}, column {found.get('tools')}"
     tools = read(record.get(found.get("tools", "")) or [], list, column)
     return [read(tool, dict, column) for tool in tools] or None
+
+
+def read_system(record: dict[str, Any], found: dict[str, str], place: str) -> str:
+    """The system prompt of a row, in the column that is `found` for it; empty where it has none.
+
+    Raises UserError where the row has earlier turns in a column of their own, which is not read.
+    """
+    if record.get(found.get(_HISTORY, "")) not in (None, "", "[]", []):
+        raise UserError(
+            f"{place}, column {_HISTORY}: earlier turns are not read from a column of their own; "
+            "give all turns as messages, or leave the column out"
+        )
+    told = record.get(found.get("system", ""))
+    return told if isinstance(told, str) and told.strip() else ""
+
+
+def behind_system(messages: list[dict[str, Any]], system: str) -> list[dict[str, Any]]:
+    """The messages behind a system prompt, unless it is empty or they begin with one."""
+    if not system or (messages and messages[0]["role"] in ("system", "developer")):
+        return messages
+    return [{"role": "system", "content": system}, *messages]
+
+
+def refuse_system(system: str, found: dict[str, str], place: str) -> None:
+    """Raises UserError where a prompt that is text has a system prompt in another column."""
+    if system:
+        raise UserError(
+            f"{place}, column {found['system']}: a prompt that is text has no place for a system "
+            "prompt; write it into the prompt, give the prompt as messages, or leave the column out"
+        )
 
 
 def unknown_roles(messages: list[dict[str, Any]]) -> str:

@@ -12,7 +12,7 @@ from lacuna.config.conversations import ChatConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.data.document import Document
 from lacuna.data.files import BROKEN, RECORD
-from lacuna.data.messages import columns_by_our_names
+from lacuna.data.messages import columns_by_our_names, read_system, refuse_system
 from lacuna.data.packing import IGNORED, Batch
 from lacuna.data.questions import question_of
 from lacuna.data.sources import Documents
@@ -52,7 +52,8 @@ def prompt_document(
     there is a list of `tools`, if an empty one. Messages are given by the chat template, up to
     where the answer begins. Raises UserError where there is neither.
     """
-    column = columns_by_our_names(row, settings).get("prompt")
+    found = columns_by_our_names(row, settings)
+    column = found.get("prompt")
     ends = end_of_turn(tokenizer)
     if not ends:
         raise UserError(
@@ -60,6 +61,7 @@ def prompt_document(
             "completions could end: give it an eos_token."
         )
     if tools is None and column is not None and isinstance(row[column], str):
+        refuse_system(read_system(row, found, where), found, where)
         tokens = tokenize_text(tokenizer, row[column]).tolist()
         if tokens[-1] == tokenizer.eos_token_id and not row[column].endswith(tokenizer.eos_token):
             tokens.pop()

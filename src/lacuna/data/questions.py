@@ -12,10 +12,12 @@ from lacuna.config.conversations import ChatConfig
 from lacuna.data.files import BROKEN
 from lacuna.data.messages import (
     REASONING,
+    behind_system,
     columns_by_our_names,
     instructed,
     read,
     read_messages,
+    read_system,
     read_tools,
 )
 from lacuna.data.sources import Documents
@@ -118,5 +120,6 @@ def question_of(
             f"{place}: has no question: give rows with messages, a prompt or an instruction, or "
             "say by chat.columns which column is which, such as prompt=question."
         )
+    messages = behind_system(messages, read_system(row, found, place))
     template = template_for(tokenizer, tools, place)
     return Question(row, Chat(place, tokenizer, template, messages, tools))

@@ -27,6 +27,7 @@ from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
 
 _CACHE_VERSION = 5
+_CHAT_VERSION = 2  # of how conversations are read
 _BYTES_PER_PROCESS = 8 * 2**20
 # The columns of a cache, beside those with a value for each sequence of a document.
 _FIELDS = {"tokens", "text_bytes", BROKEN, "trained", "ends"}
@@ -173,6 +174,7 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
     settings = source.chat
     if settings is not None:
         chat = [
+            _CHAT_VERSION,
             settings.train_on,
             settings.columns,
             settings.roles,
