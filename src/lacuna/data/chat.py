@@ -1,7 +1,7 @@
 """Turns conversations into tokens, and says which of the tokens are trained."""
 
 from contextlib import suppress
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lacuna.data.messages import (
     behind_system,
     conversation_columns,
     instructed,
+    is_trained,
     read,
     read_messages,
     read_system,
@@ -158,23 +159,33 @@ def encode_texts(
 def encode_chat(chat: Chat, first: int, settings: ChatConfig) -> tuple[np.ndarray, np.ndarray]:
     """The tokens of a conversation, in which the answers from message `first` on are trained.
 
-    Returns int32 tokens, and bool of the same shape: whether each is trained.
+    Those are left out that the data says are not to be. Returns int32 tokens, and bool of the same
+    shape: whether each is trained.
     """
     answers = [
         number for number, message in enumerate(chat.messages) if message["role"] == "assistant"
     ]
-    turns = [turn for turn in answers if turn >= first]
+    said = [turn for turn in answers if turn >= first]
+    if not said:
+        raise UserError(_without_answer(chat))
+    turns = [
+        turn
+        for turn in said
+        if is_trained(chat.messages[turn], f"{chat.where}, message {turn + 1}")
+    ]
+    if not turns:
+        raise UserError(
+            f"{chat.where}: by their weight, train or training no answer is to be trained; leave "
+            "the row out."
+        )
     if settings.train_on == "last":
         turns = turns[-1:]
-    if not turns:
-        raise UserError(_without_answer(chat))
     chat = fitted_to_template(chat, turns)
     text, spans = render(chat)
     if spans is None:
         spans = [_answer_span(chat, text, turn, turn < turns[-1]) for turn in reversed(turns)]
-    elif turns[0] > answers[0]:
-        earlier = render(chat, turns[0])[1]
-        spans = spans[len(earlier or ()) :]
+    elif len(turns) < len(answers):
+        spans = _spans_of(chat, turns, answers, spans)
     encoding = chat.tokenizer(
         text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
     )
@@ -187,6 +198,25 @@ def encode_chat(chat: Chat, first: int, settings: ChatConfig) -> tuple[np.ndarra
         stop = np.searchsorted(starts, _end_with_closing(chat, text, beyond, ends))
         trained[start:stop] = True
     return tokens, trained
+
+
+def _spans_of(
+    chat: Chat, turns: list[int], answers: list[int], spans: list[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Those of the `spans` that a template marks which are in the messages `turns`."""
+
+    def marked_before(message: int) -> int:
+        if message == answers[0]:
+            return 0
+        if message == len(chat.messages):
+            return len(spans)
+        # Text that ends before an answer has earlier ones as the whole has them: by then they are
+        # not the last, of which a template may write more.
+        return len(render(chat, message)[1] or ())
+
+    following = dict(pairwise([*answers, len(chat.messages)]))
+    kept = [(marked_before(turn), marked_before(following[turn])) for turn in turns]
+    return [span for start, stop in kept for span in spans[start:stop]]
 
 
 def _without_answer(chat: Chat) -> str:

@@ -139,6 +139,21 @@ def read_tools(
     return [read(tool, dict, column) for tool in tools] or None
 
 
+def is_trained(message: dict[str, Any], where: str) -> bool:
+    """Whether an answer may be trained: OpenAI's and axolotl's data say so of each message.
+
+    Raises UserError where they say something else.
+    """
+    weight = message.get("weight", 1)
+    if weight not in (0, 1):
+        raise UserError(f"{where}, weight: should be 0 or 1, not {weight!r:.60}")
+    marks = {key: message.get(key, True) for key in ("train", "training")}
+    for key, mark in marks.items():
+        if not isinstance(mark, bool):
+            raise UserError(f"{where}, {key}: should be true or false, not {mark!r:.60}")
+    return weight == 1 and all(marks.values())
+
+
 def read_system(record: dict[str, Any], found: dict[str, str], place: str) -> str:
     """The system prompt of a row, in the column that is `found` for it; empty where it has none.
 
