@@ -22,6 +22,7 @@ from lacuna.data.messages import (
     read_messages,
     read_system,
     read_tools,
+    read_variables,
     refuse_system,
     unknown_roles,
 )
@@ -118,7 +119,8 @@ def encode(
         parts[0] = behind_system(parts[0], read_system(record, found, place))
         tools = read_tools(record, found, place)
         template = template_for(tokenizer, tools, where)
-        chat = Chat(where, tokenizer, template, sum(parts, []), tools)
+        variables = read_variables(record, place)
+        chat = Chat(where, tokenizer, template, sum(parts, []), tools, variables)
         tokens, trained = encode_chat(chat, len(chat.messages) - len(parts[-1]), settings)
     require_trained(trained, where)
     return Document(tokens, float("nan"), trained=trained)

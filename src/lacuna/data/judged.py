@@ -3,7 +3,7 @@
 import json
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import takewhile
 from os.path import commonprefix
 from typing import Any
@@ -20,6 +20,7 @@ from lacuna.data.messages import (
     read_messages,
     read_system,
     read_tools,
+    read_variables,
     refuse_system,
 )
 
@@ -46,6 +47,7 @@ class Judged:
     Attributes:
         where: the row and its columns, with which begins what is said against it.
         labels: of each answer 1.0 if it is wanted, 0.0 if it is not.
+        variables: what the chat template is given beside the conversation.
     """
 
     where: str
@@ -53,6 +55,7 @@ class Judged:
     answers: tuple[Part, ...]
     labels: tuple[float, ...]
     tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 def judged_columns(
@@ -139,7 +142,8 @@ def read_judged(
         refuse_system(system, found, place)
     else:
         prompt = behind_system(prompt, system)
-    judged = Judged(where, prompt, answers, labels, read_tools(row, found, place))
+    tools = read_tools(row, found, place)
+    judged = Judged(where, prompt, answers, labels, tools, read_variables(row, place))
     _require_answers(judged, may_be_empty=is_cut)
     return judged
 

@@ -19,6 +19,18 @@ KNOWN_ROLES = ("system", "developer", "user", "assistant", "tool")
 _CONVERSATIONS = (("messages",), ("prompt", "completion"), ("instruction", "output"), ("text",))
 
 _HISTORY = "history"  # what Alpaca's columns have of earlier turns
+VARIABLES = "chat_template_kwargs"  # TRL's
+# What a chat template is given of the conversation itself, or of how it is written.
+_OF_CHAT = {
+    "messages",
+    "tools",
+    "documents",
+    "conversations",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "return_assistant_tokens_mask",
+}
 
 _KINDS: dict[type, str] = {str: "text", list: "a list", dict: "a table"}
 _SHAREGPT = {role: role for role in ("system", "user", "assistant", "tool")}
@@ -54,7 +66,7 @@ def conversation_columns(
 
 def columns_by_our_names(columns: Collection[str], settings: ChatConfig) -> dict[str, str]:
     """Our name -> the data's, of all the columns that are there and have a meaning."""
-    names = {ours: ours for ours in (*COLUMNS, _HISTORY)}
+    names = {ours: ours for ours in (*COLUMNS, _HISTORY, VARIABLES)}
     if "messages" not in columns:
         names["messages"] = "conversations"
     if "system" not in columns:
@@ -137,6 +149,15 @@ def read_tools(
     column = f"{place}, column {found.get('tools')}"
     tools = read(record.get(found.get("tools", "")) or [], list, column)
     return [read(tool, dict, column) for tool in tools] or None
+
+
+def read_variables(record: dict[str, Any], place: str) -> dict[str, Any]:
+    """What a row gives its chat template beside the conversation, by the template's names."""
+    where = f"{place}, column {VARIABLES}"
+    given: dict[str, Any] = read(record.get(VARIABLES) or {}, dict, where)
+    if taken := given.keys() & _OF_CHAT:
+        raise UserError(f"{where}: {min(taken)} is given by the conversation; leave it out there")
+    return given
 
 
 def is_trained(message: dict[str, Any], where: str) -> bool:

@@ -116,7 +116,7 @@ def _chat(judged: Judged, messages: Messages, tokenizer: PreTrainedTokenizerBase
     """A conversation of a row; of copies, as what is in it may be rewritten for the template."""
     messages, tools = deepcopy((messages, judged.tools))
     template = template_for(tokenizer, tools, judged.where)
-    return Chat(judged.where, tokenizer, template, messages, tools)
+    return Chat(judged.where, tokenizer, template, messages, tools, judged.variables)
 
 
 def _require_same_prompt(chat: Chat, asked: int, tokens: np.ndarray, others: np.ndarray) -> None:

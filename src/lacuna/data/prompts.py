@@ -12,7 +12,7 @@ from lacuna.config.conversations import ChatConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.data.document import Document
 from lacuna.data.files import BROKEN, RECORD
-from lacuna.data.messages import columns_by_our_names, read_system, refuse_system
+from lacuna.data.messages import VARIABLES, columns_by_our_names, read_system, refuse_system
 from lacuna.data.packing import IGNORED, Batch
 from lacuna.data.questions import question_of
 from lacuna.data.sources import Documents
@@ -66,8 +66,13 @@ def prompt_document(
         if tokens[-1] == tokenizer.eos_token_id and not row[column].endswith(tokenizer.eos_token):
             tokens.pop()
     else:
-        text = question_of(row, where, settings, tokenizer, tools).text
-        tokens = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        question = question_of(row, where, settings, tokenizer, tools)
+        if tools is not None and question.chat.variables:
+            raise UserError(
+                f"{where}, column {VARIABLES}: completions of several turns have replies that are "
+                "written without it; leave the column out"
+            )
+        tokens = tokenizer(question.text, add_special_tokens=False, verbose=False)["input_ids"]
     if not tokens:
         raise UserError(f"{where}: the prompt is empty; leave the row out")
     whole = np.array([*tokens, ends[0]], dtype=np.int32)

@@ -12,6 +12,7 @@ from lacuna.config.conversations import ChatConfig
 from lacuna.data.files import BROKEN
 from lacuna.data.messages import (
     REASONING,
+    VARIABLES,
     behind_system,
     columns_by_our_names,
     instructed,
@@ -19,6 +20,7 @@ from lacuna.data.messages import (
     read_messages,
     read_system,
     read_tools,
+    read_variables,
 )
 from lacuna.data.sources import Documents
 from lacuna.data.template import Chat, render, template_for
@@ -59,6 +61,8 @@ class Question:
         row: dict[str, Any] = {"messages": [*self.chat.messages, message]}
         if self.chat.tools:
             row["tools"] = self.chat.tools
+        if self.chat.variables:
+            row[VARIABLES] = self.chat.variables
         return row, after.lstrip("\n")
 
 
@@ -122,4 +126,6 @@ def question_of(
         )
     messages = behind_system(messages, read_system(row, found, place))
     template = template_for(tokenizer, tools, place)
-    return Question(row, Chat(place, tokenizer, template, messages, tools))
+    return Question(
+        row, Chat(place, tokenizer, template, messages, tools, read_variables(row, place))
+    )

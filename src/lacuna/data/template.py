@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import product, takewhile
 from os.path import commonprefix
@@ -43,13 +43,17 @@ _ANSWERS = (
 
 @dataclass(frozen=True)
 class Chat:
-    """A conversation and what renders it; messages about it begin with `where` it is from."""
+    """A conversation and what renders it; messages about it begin with `where` it is from.
+
+    `variables` are what the template is given beside the conversation.
+    """
 
     where: str
     tokenizer: PreTrainedTokenizerBase
     template: str
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
+    variables: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -167,7 +171,7 @@ def render(
             chat_template=chat.template,
             add_generation_prompt=asks,
             return_assistant_tokens_mask=bool(_MARKED.search(chat.template)),
-            **chat.tokenizer.special_tokens_map,  # type: ignore[arg-type]
+            **(chat.tokenizer.special_tokens_map | chat.variables),
         )
     texts, marked = rendered
     return texts[0], marked[0] if marked else None
@@ -196,7 +200,7 @@ def parting(chat: Chat, stop: int, asks: bool) -> str:
     lines = []
     for messages, adding in ((chat.messages, False), (chat.messages[:stop], asks)):
         variables = {"messages": messages, "tools": chat.tools, "add_generation_prompt": adding}
-        written = template.render(**variables, **chat.tokenizer.special_tokens_map)
+        written = template.render(**chat.tokenizer.special_tokens_map | chat.variables | variables)
         _, *numbers_and_pieces = re.split("\0([0-9]+)\0", written)
         numbers = numbers_and_pieces[::2]
         pieces = numbers_and_pieces[1::2]
