@@ -91,6 +91,21 @@ def test_the_splits_of_a_folder_follow_the_names_of_its_files(tmp_path: Path) ->
         read(Source(dataset=str(tmp_path), split="test"))
 
 
+@pytest.mark.parametrize("other", ["wiki.jsonl", "more/wiki.jsonl.zst", "wiki.json"])
+def test_files_of_a_folder_that_are_in_no_split_are_refused(other: str, tmp_path: Path) -> None:
+    line = '{"text": "a"}\n'
+    (tmp_path / "more").mkdir()
+    for name in ("train_books.jsonl", "train_code.jsonl", other, "notes.md", "dataset_dict.json"):
+        (tmp_path / name).write_text(line)
+    with pytest.raises(UserError) as caught:
+        open_source(Source(dataset=str(tmp_path)), DataConfig())
+    said = str(caught.value)
+    assert f"{other} would not be read" in said and "train_books.jsonl" in said
+    assert "name all files by data.data_files" in said and "notes.md" not in said
+    (tmp_path / other).rename(tmp_path / "test.jsonl")
+    assert len(open_source(Source(dataset=str(tmp_path)), DataConfig()).dataset) == 2
+
+
 def test_a_split_may_be_a_part(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "all.jsonl", [str(n) for n in range(10)])
     Dataset.from_json(str(path)).to_parquet(tmp_path / "all.parquet")

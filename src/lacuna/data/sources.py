@@ -11,7 +11,6 @@ import datasets
 import numpy as np
 from datasets import Dataset, DatasetBuilder, Features, IterableDataset, List, NamedSplit, Value
 from datasets.config import REPOCARD_FILENAME
-from datasets.data_files import DataFilesDict, get_data_patterns
 from datasets.exceptions import DatasetGenerationError
 from datasets.load import infer_module_for_data_files_list
 from datasets.packaged_modules.generator.generator import Generator
@@ -25,10 +24,9 @@ from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import corpus, files
 from lacuna.data.columns import columns_of_rows, first_columns, used_columns
 from lacuna.data.faults import damage_message, is_damage, with_retries
+from lacuna.data.folders import refuse_unread_files
 
 _READER_VERSION = 2
-# What `save_to_disk` writes beside its data.
-_NO_DATA = {"state.json"}
 
 
 @dataclass(frozen=True)
@@ -224,7 +222,7 @@ def _dataset_builder(source: Source, split: str) -> DatasetBuilder:
         source.dataset, source.name, data_dir=source.dir, data_files=chosen and {split: chosen}
     )
     if folder is not None and not (source.files or "data_files" in _read_card(source.dataset)):
-        _refuse_mixed_kinds(folder)
+        refuse_unread_files(folder)
     return builder
 
 
@@ -237,23 +235,6 @@ def _exact_pattern(file: str, folder: Path = Path()) -> str:
 def _read_card(folder: str) -> str:
     card = Path(folder, REPOCARD_FILENAME)
     return card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-
-
-def _refuse_mixed_kinds(folder: Path) -> None:
-    """Raises UserError when a folder has files of several kinds: `datasets` would read only one."""
-    kinds: dict[str, str] = {}
-    base = folder.resolve().as_posix()
-    for file in chain(
-        *DataFilesDict.from_patterns(get_data_patterns(base), base_path=base).values()
-    ):
-        kind = infer_module_for_data_files_list([file])[0]
-        if kind in READERS and Path(file).name not in _NO_DATA:
-            kinds.setdefault(kind, Path(file).relative_to(base).as_posix())
-    if len(kinds) > 1:
-        names = ", ".join(f"{kind} ({file})" for kind, file in kinds.items())
-        raise UserError(
-            f"holds files of several kinds, {names}; name those to read by data.data_files."
-        )
 
 
 def _line_reader(
