@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from datetime import date, datetime
 from functools import lru_cache
 from itertools import product, takewhile
 from os.path import commonprefix
@@ -18,6 +19,7 @@ from lacuna.data.messages import unknown_roles
 from lacuna.data.remote_code import bounded_memory
 
 _MARKED = re.compile(r"\{%[-+]?\s*generation\b")
+_DAY = "strftime_now"  # what transformers calls the function that tells templates the time
 _ENDLESS = (
     "chat.template: with a short question and answer, the chat template",
     "mend it, or give another",
@@ -154,6 +156,23 @@ def _end_in(tokenizer: PreTrainedTokenizerBase, text: str, after: str, common: s
     return End(special[last[0]], after[: last.end()], after[last.end() :])
 
 
+def today() -> str:
+    """The present day, as ISO 8601 has it."""
+    return date.today().isoformat()
+
+
+def keep_day(tokenizer: PreTrainedTokenizerBase, day: str) -> None:
+    """Has the templates of a tokenizer be told this day, whenever they ask what day it is."""
+    tokenizer.day_of_templates = day
+
+
+def day_written(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """The day that the templates of a tokenizer are told; None where they ask for none."""
+    if not any(_DAY in template for template in templates_of(tokenizer)):
+        return None
+    return getattr(tokenizer, "day_of_templates", None) or today()
+
+
 def render(
     chat: Chat, stop: int | None = None, asks: bool = False
 ) -> tuple[str, list[tuple[int, int]] | None]:
@@ -161,6 +180,10 @@ def render(
 
     These are None where the template marks none. If `asks`, the text ends where an answer begins.
     """
+    day = day_written(chat.tokenizer)
+    if day is not None:
+        told = _compile_jinja_template(chat.template).environment.globals
+        told[_DAY] = datetime.fromisoformat(day).strftime
     problem = f"{chat.where}: the chat template refuses it"
     mend = f"mend it or chat.template{advice_on_roles(chat)}"
     with explained(problem, TemplateError, TypeError, ValueError, OverflowError, mend=mend):

@@ -173,6 +173,8 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
     chat = None
     settings = source.chat
     if settings is not None:
+        from lacuna.data.template import day_written  # an extension
+
         chat = [
             _CHAT_VERSION,
             settings.train_on,
@@ -181,6 +183,7 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
             tokenizer.chat_template,
             None if source.preference is None else source.preference.loss == "kto",
             source.asks,
+            day_written(tokenizer),
         ]
         if source.tools is not None:
             chat.append(source.tools)

@@ -116,12 +116,18 @@ class Run:
         """
         config = self.config
         self.tokenizer = run_tokenizer(config.model, config.conversations)
+        day = (started_with or {}).get("day")
+        if config.conversations is not None:
+            from lacuna.data import template  # an extension
+
+            day = day or on_first(self.process, template.today)
+            template.keep_day(self.tokenizer, day)
         self.objective.check(config, self.tokenizer)
         self.loader = build_loader(config, self.tokenizer, self.batch, self.data_rank)
         sources = self.loader.plan.sources  # of all stages of the curriculum
         inputs = on_first(self.process, lambda: self.inputs(sources))
         settings = shown_settings(config.model_dump())
-        self.started_with: dict[str, Any] = {"settings": settings, "inputs": inputs}
+        self.started_with: dict[str, Any] = {"settings": settings, "inputs": inputs, "day": day}
         self.state = TrainState([0] * len(config.data.resolved_sources()))
         if saved is not None:
             self.load_state_dict(saved)
