@@ -394,6 +394,15 @@ def test_shipped_recipe_and_model_configuration_are_found_by_name(toml):
     assert load_config(toml(""), flags).model.config == config.model.config
 
 
+def test_a_byte_order_mark_before_the_file_is_no_part_of_it(toml):
+    path = toml("[training]\nseed = 7\n")
+    with open(path, "rb") as file:
+        text = file.read()
+    with open(path, "wb") as file:
+        file.write(b"\xef\xbb\xbf" + text)
+    assert load_config(path, []).training.seed == 7
+
+
 def test_missing_or_broken_file_says_so(toml, tmp_path):
     toml("", "mine.toml")
     assert "did you mean mine.toml?" in error_of("mien.toml")

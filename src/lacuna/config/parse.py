@@ -107,7 +107,7 @@ def _read_toml(file: Path, where: str, problems: list[str]) -> dict[str, tuple[A
     nested = explained(deep, RecursionError, mend="mend it there")
     with absent, nested, explained(f"{file}: is not valid TOML", ValueError, mend="mend it there"):
         return _read_settings(
-            _flatten(tomllib.loads(file.read_text(encoding="utf-8"))), where, problems
+            _flatten(tomllib.loads(file.read_text(encoding="utf-8-sig"))), where, problems
         )
 
 
