@@ -12,7 +12,7 @@ from lacuna.formats.opening import open_model
 from lacuna.model.architecture import meta_model
 from lacuna.model.leftovers import check_files
 from lacuna.model.scores import make_scoring
-from lacuna.model.weights import stored_slices
+from lacuna.model.weights import stored_slices, weight_files
 from tiny import random_model, run_ranks, sharded_model, tiny_config, tokenizer_of_words
 
 
@@ -101,3 +101,12 @@ def test_the_head_of_a_text_model_is_no_leftover_of_a_model_that_scores(tmp_path
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(logger, "warning", pytest.fail)
         check_files(stored_slices(str(folder)), shadow, "files")
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "pytorch_model-00001-of-00002.bin"])
+def test_files_of_an_older_form_are_refused_with_the_command_that_converts_them(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(UserError, match=rf"with: lacuna convert {tmp_path} FOLDER --to hf"):
+        weight_files(str(tmp_path))

@@ -117,6 +117,11 @@ def weight_files(source: str) -> list[Path]:
         names = {*json.loads(index.read_text())["weight_map"].values()}
     files = [folder / name for name in sorted(names)]
     for file in files:
+        if not file.exists() and any(folder.glob("pytorch_model*.bin")):
+            raise UserError(
+                f"model.name_or_path: {source!r} has weights in an older form, pytorch_model.bin: "
+                f"write them anew with: lacuna convert {source} FOLDER --to hf"
+            )
         if not file.exists():
             raise UserError(
                 f"model.name_or_path: {source!r} lacks the weight file {file.relative_to(folder)}."
