@@ -104,6 +104,23 @@ def test_a_folder_of_several_kinds_of_files_is_refused_by_name(tmp_path: Path) -
     assert open_source(Source(dataset=str(tmp_path)), DataConfig()).dataset["text"][:] == ["a"]
 
 
+def test_tables_whose_columns_have_other_types_are_no_damage(tmp_path: Path) -> None:
+    for name, label in (("a", 1), ("b", "x")):
+        table = pa.table({"text": ["a"], "label": [label]})
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+    wrong = "the column label is int64 in a.parquet and string in b.parquet; write it alike"
+    with pytest.raises(UserError, match=wrong) as caught:
+        open_source(Source(dataset=str(tmp_path)), DataConfig())
+    assert "damaged" not in str(caught.value)
+
+
+def test_a_text_in_another_encoding_is_not_asked_for_json(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("naïve café\n".encode("latin-1") * 9)
+    with pytest.raises(UserError, match="latin.txt: 'utf-8' codec .*; write it in UTF-8"):
+        open_source(Source(dataset=str(path)), DataConfig())
+
+
 def damaged(folder: Path) -> list[Path]:
     """Files of tables with other bytes than were written, and with text that is none."""
     table = Dataset.from_dict({"text": [f"good text {number} " * 20 for number in range(3000)]})

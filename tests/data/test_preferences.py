@@ -125,6 +125,16 @@ def test_the_common_beginning_of_texts_is_their_prompt() -> None:
     [
         ({"chosen": [HI, YES], "rejected": [HI, YES]}, "sigmoid", "both answers are the same"),
         ({"prompt": "a", "chosen": "b", "rejected": "b"}, "sigmoid", "both answers are the same"),
+        (
+            {"messages": [HI, YES], "chosen": "b", "rejected": "c"},
+            "sigmoid",
+            "the prompt ends with an answer, and another would follow; give the messages before",
+        ),
+        (
+            {"prompt": [HI, YES], "chosen": [YES], "rejected": [NO]},
+            "sigmoid",
+            "the prompt ends with an answer",
+        ),
         ({"chosen": "ab", "rejected": "ab"}, "sigmoid", "both answers are the same"),
         ({"chosen": "ab", "rejected": "cb"}, "sigmoid", "do not begin alike.*share no prompt"),
         (

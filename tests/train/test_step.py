@@ -153,6 +153,22 @@ def test_without_skipping_the_run_stops_with_a_message_and_keeps_the_last_good_c
     assert not (folder / "hf").exists()
 
 
+def test_weights_that_are_no_numbers_from_the_start_are_told_where_no_checkpoint_is(
+    world: Path, tmp_path: Path
+) -> None:
+    model = LlamaForCausalLM(AutoConfig.from_pretrained(world / "model"))
+    with torch.no_grad():
+        model.lm_head.weight[0] = math.nan
+    model.save_pretrained(tmp_path / "start")
+    AutoTokenizer.from_pretrained(world / "model").save_pretrained(tmp_path / "start")
+    flags = ("--model.config", "none", "--model.name_or_path", tmp_path / "start")
+    output = train(world, tmp_path / "run", *flags, "--training.steps", 2, status=1)
+    assert (
+        "the gradient norm is not finite (by step 1); there is no checkpoint from before" in output
+    )
+    assert "the weights that the run began with may not be finite themselves" in output
+
+
 def test_from_there_it_goes_on_with_skipping_as_if_it_always_had(runs: dict[str, str]) -> None:
     continued, skipping = folder_of(runs, "continued"), folder_of(runs, "skipping")
     assert curve(continued, *KEYS) == curve(skipping, *KEYS)

@@ -20,11 +20,16 @@ def first_columns(
 ) -> list[str]:
     """The columns that are used, by the first record that has them; those before may be broken."""
     known: dict[str, None] = {}
-    for record, _ in islice(records_of(paths, kind), _FIRST):
+    broken = ""
+    for record, place in islice(records_of(paths, kind), _FIRST):
         if isinstance(record, dict):
             known |= dict.fromkeys(record)
             with suppress(UserError):
                 return columns_of(list(record))
+        else:
+            broken = broken or place
+    if not known and kind == "text":
+        raise UserError(f"{broken}; write it in UTF-8.")
     if not known:
         raise UserError(f"{paths[0]}: holds no JSON objects; give one object with a text per line.")
     return columns_of(list(known))

@@ -1,10 +1,14 @@
-"""Which files of a folder are data, and whether all of them would be read."""
+"""Which files of a folder are data, whether all of them would be read, and whether they agree."""
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import chain
 from pathlib import Path
 
 from datasets.data_files import DataFilesDict, get_data_patterns
+from datasets.exceptions import DatasetGenerationError
 from datasets.load import infer_module_for_data_files_list
+from pyarrow import ArrowInvalid, parquet
 
 from lacuna.config import UserError
 from lacuna.config.documents import READERS
@@ -46,3 +50,31 @@ def _data_files(patterns: dict[str, list[str]], base: str) -> dict[str, str]:
         for file, kind in kinds.items()
         if kind in READERS and Path(file).name not in _NO_DATA
     }
+
+
+@contextmanager
+def differing_types_explained(files: Iterable[str]) -> Iterator[None]:
+    """A context in which Parquet files are read together.
+
+    Raises `UserError` that names the column where they cannot be, as it differs between them.
+    """
+    try:
+        yield
+    except DatasetGenerationError:
+        with suppress(OSError, ArrowInvalid):  # then they are damaged
+            _refuse_differing_types(files)
+        raise
+
+
+def _refuse_differing_types(files: Iterable[str]) -> None:
+    known: dict[str, tuple[str, str]] = {}
+    for file in files:
+        name = Path(file).name
+        for column in parquet.read_schema(file):
+            kind = str(column.type).removeprefix("large_")
+            earlier, where = known.setdefault(column.name, (kind, name))
+            if kind != earlier:
+                raise UserError(
+                    f"the column {column.name} is {earlier} in {where} and {kind} in {name}; write "
+                    "it alike, or name files that agree by data.data_files"
+                )

@@ -173,14 +173,20 @@ def _prompted(
 def _answer_to(asked: Messages, answer: Any, where: str, settings: ChatConfig) -> Messages:
     """The messages of an answer, which may come as text, or behind the prompt once more."""
     if isinstance(answer, str):
-        return [{"role": "assistant", "content": answer}]
-    messages = read_messages(answer, where, settings)
+        messages = [{"role": "assistant", "content": answer}]
+    else:
+        messages = read_messages(answer, where, settings)
     if messages[: len(asked)] == asked:
         return messages[len(asked) :]
     if messages and messages[0]["role"] != "assistant":
         raise UserError(
             f"{where}: an answer is a conversation that does not begin with the prompt; give the "
             "same prompt, or the answer's own messages alone"
+        )
+    if asked and asked[-1]["role"] == "assistant":
+        raise UserError(
+            f"{where}: the prompt ends with an answer, and another would follow; give the messages "
+            "before it alone"
         )
     return messages
 

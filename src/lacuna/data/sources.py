@@ -24,7 +24,7 @@ from lacuna.config.objectives import PreferenceConfig
 from lacuna.data import corpus, files
 from lacuna.data.columns import columns_of_rows, first_columns, used_columns
 from lacuna.data.faults import damage_message, is_damage, with_retries
-from lacuna.data.folders import refuse_unread_files
+from lacuna.data.folders import differing_types_explained, refuse_unread_files
 
 _READER_VERSION = 2
 
@@ -146,7 +146,7 @@ def _open_documents(
 
     if reads_lines:
         builder = _line_reader(builder, split, columns_of, whole or chat is not None, numbers)
-    dataset = _read_split(builder, source.split, streaming)
+    dataset = _read_split(builder, source.split, streaming, local)
     sizes: list[int] = []
     if isinstance(builder, Generator):
         columns = list(builder.config.features)
@@ -166,11 +166,17 @@ def _open_documents(
     return _of_answers(opened, chat, preference)
 
 
-def _read_split(builder: DatasetBuilder, split: str, streaming: bool) -> Dataset | IterableDataset:
-    """A split of a dataset, as a stream or downloaded. Raises UserError when it holds nothing."""
+def _read_split(
+    builder: DatasetBuilder, split: str, streaming: bool, local: Sequence[str]
+) -> Dataset | IterableDataset:
+    """A split of a dataset, as a stream or downloaded. Raises UserError when it holds nothing.
+
+    `local` are those of its files that are on this machine.
+    """
     if streaming:
         return builder.as_streaming_dataset(split)
-    builder.download_and_prepare()
+    with differing_types_explained(local if builder.name == "parquet" else ()):
+        builder.download_and_prepare()
     dataset = builder.as_dataset(split)
     if not len(dataset):
         raise UserError(

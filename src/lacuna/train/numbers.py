@@ -42,10 +42,14 @@ def act_on_numbers(run: Run) -> None:
     run.stopping |= numbers["stop"] > 0
     run.save_wanted |= numbers["save"] > 0
     if not numbers["finite"] and not training.skip_nan_inf:
+        kept = "the last checkpoint is from before that"
+        if not run.saved_step:
+            kept = "there is no checkpoint from before that, and the weights that the run began "
+            kept += "with may not be finite themselves"
         raise RunError(
-            f"the gradient norm is not finite (by step {state.step}); the last checkpoint is from "
-            f"before that. training.skip_nan_inf = true would leave such steps out; a lower "
-            f"optimizer.lr or a longer lr_scheduler.warmup_steps often cures it."
+            f"the gradient norm is not finite (by step {state.step}); {kept}. "
+            "training.skip_nan_inf = true would leave such steps out; a lower optimizer.lr or a "
+            "longer lr_scheduler.warmup_steps often cures it."
         )
     if run.skipped_in_a_row >= training.max_skipped_steps:
         raise RunError(
