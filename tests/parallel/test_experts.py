@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch._C._distributed_c10d import _get_work_registry_size
 from transformers import PretrainedConfig
 
 from every_model import configuration_class, small_config
@@ -14,7 +15,7 @@ from lacuna.config.optimizers import OptimizerConfig
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.parallel.experts import check_experts
 from lacuna.parallel.mesh import Layout, resolve_layout
-from layouts import Case, check_same, outcomes, pipelined
+from layouts import Case, check_same, one_step, outcomes, pipelined
 from optimizer_steps import three_steps
 from tiny import random_model, relative_error, run_ranks, tiny_config
 
@@ -73,6 +74,22 @@ def test_any_layout_of_two_ranks_is_one_process(tmp_path: Path) -> None:
     [alone] = outcomes(tmp_path, [Case()])
     for one in outcomes(tmp_path, [*ON_TWO.values()]):
         check_same(one, alone)
+
+
+def works_after_a_step(folder: Path, cases: list[Case]) -> list[int]:
+    """How many collectives nobody has waited for after a step of each case."""
+    unwaited = []
+    for case in cases:
+        one_step(folder, case)
+        unwaited.append(_get_work_registry_size())
+    return unwaited
+
+
+def test_recomputation_leaves_no_collective_behind(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    kept = Case(TWO, 2, recompute=ActivationCheckpointConfig(mode="selective"))
+    cases = [ON_TWO["recomputed"], ON_TWO["every layer recomputed"], kept]
+    assert run_ranks(2, works_after_a_step, tmp_path, cases) == [[0] * 3] * 2
 
 
 @pytest.mark.slow

@@ -14,7 +14,11 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd
+from torch.distributed._functional_collectives import (
+    all_to_all_single,
+    all_to_all_single_autograd,
+    wait_tensor,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -155,5 +159,7 @@ def _send_and_compute(
         places = F.pad(places, (0, 0, 0, 1))
     outputs = compute(tokens, places, scales)[: sum(incoming)].contiguous()
     back = all_to_all_single_autograd(outputs, outgoing, incoming, group)
+    # Recomputation ends before the next line, and what nobody waits for is never freed.
+    wait_tensor(back.detach())
     summed: Tensor = back[order.argsort()].unflatten(0, (-1, count)).sum(1)
     return summed
