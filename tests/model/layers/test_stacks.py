@@ -127,6 +127,23 @@ def test_adapters_of_experts_learn_the_same_in_every_layout(tmp_path: Path) -> N
     assert all(one.loss == pytest.approx(alone.loss, rel=0.01) for one in lower)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "case"),
+    [
+        ("gpt_oss", Case()),
+        ("qwen3_moe", Case(base="nf4", recompute=ActivationCheckpointConfig(mode="full"))),
+    ],
+)
+def test_compiled_adapters_of_experts_learn_the_same(
+    architecture: str, case: Case, tmp_path: Path
+) -> None:
+    random_model(tiny_config(architecture)).save_pretrained(tmp_path)
+    plain = replace(case, lora=LoraConfig(rank=3, parameters=("*.experts.*",)))
+    alone, compiled = outcomes(tmp_path, [plain, replace(plain, compiled=True)])
+    check_same(compiled, alone)
+
+
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_run_goes_on_from_a_checkpoint_on_two_ranks_and_is_converted(tmp_path: Path) -> None:
     world, run = make_world(tmp_path), tmp_path / "run"

@@ -6,7 +6,7 @@ adapter of its last stack, its child `base_layer` that of the stack before, and 
 files.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,9 +44,11 @@ class LoraStacks(Adapter):
 
     Attributes:
         stacks: the names of the stacks, from the one whose adapter is innermost.
+        plain_forward: the module's own code. Compiled code cannot take it from `super`.
     """
 
     stacks: tuple[str, ...]
+    plain_forward: Callable[..., Any]
     base_layer: _Factors
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
@@ -57,8 +59,7 @@ class LoraStacks(Adapter):
             name: self.merged(getattr(self, name), holder.lora_A, holder.lora_B)
             for name, holder in self.holders()
         }
-        forward: Any = super().forward
-        return forward.__func__(_WithWeights(self, changed), *inputs, **named)
+        return type(self).plain_forward(_WithWeights(self, changed), *inputs, **named)
 
     def holders(self) -> Iterator[tuple[str, "LoraStacks | _Factors"]]:
         """The name of each stack, and the module that has its adapter."""
@@ -102,4 +103,5 @@ def add_stack_adapters(
             stack = stored_parameter(module, name)
             shown = stack.mT if is_transposed(module) else stack
             add_factors(holder, rank * len(stack), shown, dtype)
-        wrap(module, LoraStacks, adapter_scale=scale, stacks=stacks)
+        own = type(module).forward
+        wrap(module, LoraStacks, adapter_scale=scale, stacks=stacks, plain_forward=own)
