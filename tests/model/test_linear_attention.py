@@ -27,6 +27,7 @@ from lacuna.cli import main
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.data.fla_models import MODEL_TYPES, register_models
+from lacuna.model.added_losses import require_no_added_loss
 from lacuna.model.architecture import meta_model
 from lacuna.model.fla_softmax import use_our_softmax_attention
 from lacuna.model.flops import step_flops
@@ -55,7 +56,8 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "mamba3": {"head_dim": 16, "num_heads": 4},
     "nsa": {"head_dim": 16, "num_kv_heads": 1},
     "rodimus": {"attn": WINDOW, "ska_attn": WINDOW},
-    "rwkv7": {"head_dim": 16},
+    "mom": {"aux_loss_scale": 0.0},
+    "rwkv7": {"head_dim": 16, "use_l2warp": False},
     "samba": {"attn": WINDOW},
 }
 HYBRID = {"attn": {"layers": [1], "num_heads": 2, "window_size": 8}}
@@ -170,6 +172,20 @@ def test_what_these_models_cannot_have_is_refused(
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="need a GPU, and this run is on the CPU"):
         bounds_choices("auto", model_config, "cpu", Layout())
+
+
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("rwkv7", "use_l2warp"), ("mom", "weighted by aux_loss_scale in its")]
+)
+def test_losses_of_flas_own_code_are_refused(tmp_path: Path, kind: str, setting: str) -> None:
+    own = OWN_SIZES[kind]
+    left_out = config_of(tmp_path, kind, **own)
+    bounds_choices("auto", left_out, "cpu", Layout())
+    require_no_added_loss(left_out, CPU)
+    asks = config_of(tmp_path, kind, **{name: own[name] for name in own if "loss" not in name})
+    asks.use_l2warp = kind == "rwkv7"
+    with pytest.raises(UserError, match=setting):
+        require_no_added_loss(asks, CPU)
 
 
 def test_flops_count_the_states_and_the_windows(tmp_path: Path) -> None:

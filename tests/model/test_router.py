@@ -146,11 +146,13 @@ def test_what_would_be_another_loss_is_refused(
 
 def asked(folder: Path, **settings: object) -> Router | None:
     model = ModelConfig(name_or_path=str(folder), **settings)
-    return router_of(load_model_config(model, tokenizer_of_words()))
+    return router_of(load_model_config(model, tokenizer_of_words()), model)
 
 
-def router_of(model_config: PretrainedConfig) -> Router | None:
+def router_of(model_config: PretrainedConfig, settings: ModelConfig | None = None) -> Router | None:
     return required_router(
+        "pretrain",
+        settings or ModelConfig(),
         TrainingConfig(seq_len=8),
         CurriculumConfig(),
         CompileConfig(),
@@ -186,19 +188,19 @@ def test_a_model_without_routers_is_refused_by_the_settings_name(tmp_path: Path)
         asked(tmp_path, router_aux_loss_coef=0.1)
 
 
-def test_a_class_that_trains_no_such_loss_gets_none() -> None:
-    """Llama 4 has the settings, and its code does not use them."""
-    assert (
-        find_router(
-            specimen(small_config(configuration_class("llama4_text"), output_router_logits=True))
-        )
-        is None
-    )
+@pytest.mark.parametrize("kind", ["llama4_text", "doge"])
+def test_a_class_that_trains_no_such_loss_gets_none_and_cannot_be_asked_for_it(kind: str) -> None:
+    """Llama 4 has the settings, and its code does not use them; Doge has experts if told so."""
+    own = small_config(configuration_class(kind), output_router_logits=True)
+    assert router_of(own) is None
+    for setting, value in {"output_router_logits": True, "router_aux_loss_coef": 0.5}.items():
+        with pytest.raises(UserError, match=rf"model\.{setting}: '{kind}' models have no load-bal"):
+            router_of(own, ModelConfig(**{setting: value}))
 
 
 def test_padding_counts_for_nothing() -> None:
     model = specimen(tiny_config("qwen3_moe", output_router_logits=True))
-    router = find_router(model)
+    router = find_router(model, ModelConfig())
     logits = [
         torch.randn(8, 4, generator=torch.Generator().manual_seed(place)) for place in range(2)
     ]

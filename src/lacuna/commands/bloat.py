@@ -51,6 +51,7 @@ EXTENSIONS = {
         "objective/teaching.py",
         "rollout/answers.py",
     ),
+    "added-losses": ("model/added_losses.py",),
     "experts": ("model/router.py", "parallel/experts.py"),
     "router-load": (
         "model/balanced_experts.py",

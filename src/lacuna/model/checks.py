@@ -135,6 +135,8 @@ def reason_not_to_compile(
 
 
 def required_router(
+    task: str,
+    settings: ModelConfig,
     training: TrainingConfig,
     curriculum: CurriculumConfig,
     compiled: CompileConfig,
@@ -145,17 +147,22 @@ def required_router(
 ) -> "Router | None":
     """What a run must know of its model's load-balancing loss, or None where none is asked for.
 
-    Raises `UserError` where that loss cannot be computed exactly.
+    Raises `UserError` where that loss cannot be computed exactly, and where the model's own code
+    adds another one to the loss of next tokens.
     """
-    if not asks_for_router_loss(model_config):
-        return None
-    from lacuna.model.router import check_router_loss, find_router
+    router = None
+    if asks_for_router_loss(model_config):
+        from lacuna.model.router import check_router_loss, find_router
 
-    model = specimen(model_config, device=device)
-    with runs_by_itself(model):
-        router = find_router(model)
-    if router is not None:
-        check_router_loss(training, curriculum, compiled, recomputed, layout)
+        model = specimen(model_config, device=device)
+        with runs_by_itself(model):
+            router = find_router(model, settings)
+        if router is not None:
+            check_router_loss(training, curriculum, compiled, recomputed, layout)
+    if router is None and task in ("pretrain", "sft"):
+        from lacuna.model.added_losses import require_no_added_loss  # an extension
+
+        require_no_added_loss(model_config, device)
     return router
 
 

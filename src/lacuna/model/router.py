@@ -33,16 +33,24 @@ def set_router_loss(settings: ModelConfig, model_config: PretrainedConfig) -> No
     asked = settings.output_router_logits
     coefficient = settings.router_aux_loss_coef
     known = [name for name in ROUTER_COEFFICIENTS if hasattr(text_config, name)]
-    if (asked or coefficient is not None) and not known:
-        setting = "output_router_logits" if asked else "router_aux_loss_coef"
-        kind = text_config.model_type
-        raise UserError(
-            f"model.{setting}: {kind!r} models have no load-balancing loss: leave it out."
-        )
+    if not known:
+        _require_not_asked(settings, text_config)
     if asked is not None:
         text_config.output_router_logits = asked
     if coefficient is not None:
         setattr(text_config, known[0], coefficient)
+
+
+def _require_not_asked(settings: ModelConfig, text_config: PretrainedConfig) -> None:
+    """Raises `UserError` where settings ask for a loss that is none of this kind of model's."""
+    asked = settings.output_router_logits
+    if asked or settings.router_aux_loss_coef is not None:
+        setting = "output_router_logits" if asked else "router_aux_loss_coef"
+        kind = text_config.model_type
+        raise UserError(
+            f"model.{setting}: {kind!r} models have no load-balancing loss that lacuna knows of: "
+            "leave it out."
+        )
 
 
 def check_router_loss(
@@ -77,11 +85,11 @@ def check_router_loss(
         )
 
 
-def find_router(model: PreTrainedModel) -> Router | None:
+def find_router(model: PreTrainedModel, settings: ModelConfig) -> Router | None:
     """How a small model weighs its load-balancing loss, or None if its class adds none.
 
     That is found out by comparing its losses. Raises `UserError` when its load-balancing loss is
-    another than the one that lacuna computes.
+    another than the one that lacuna computes, and when it has none but settings ask for it.
     """
     text_config = model.config.get_text_config()
     coefficients = [getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS]
@@ -99,6 +107,7 @@ def find_router(model: PreTrainedModel) -> Router | None:
             balance = _balance_loss(logits, router.chosen, whole, over_ranks=False)
             ours = router.coefficient * balance.item()
     if abs(theirs) < 1e-6:
+        _require_not_asked(settings, text_config)
         return None
     if abs(theirs - ours) > 1e-5:
         kind = type(model).__name__

@@ -23,6 +23,7 @@ from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.processes import device_type
 from lacuna.plan.memory import estimate_memory, frozen_memory, peak_memory
 
+_CPU = torch.device("cpu")
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 
 
@@ -42,8 +43,8 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     objective.check(config, tokenizer)
     here = torch.device(device) if device == device_type() else None
     model = build_meta_model(config, tokenizer, layout, device, here)
-    routed = (config.training, config.curriculum, config.compile, config.activation_checkpoint)
-    required_router(*routed, model.config, layout, here or torch.device("cpu"))
+    asked = (config.job.task, config.model, config.training, config.curriculum, config.compile)
+    required_router(*asked, config.activation_checkpoint, model.config, layout, here or _CPU)
     _require_weights(config.model)
     loader = build_loader(config, tokenizer, batch, dp_rank=0)
     steps = total_steps(config.training, config.lr_scheduler, loader.rows_left, batch.global_batch)
