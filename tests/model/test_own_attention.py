@@ -335,6 +335,27 @@ def test_a_run_exports_a_model_that_says_its_attention(tmp_path: Path) -> None:
     assert "GGUF: the model was trained with the attention softpick" in told
 
 
+@pytest.mark.parametrize(
+    ("first", "then", "mend"),
+    [
+        ("softpick", "auto", 'set model.attention = "softpick"'),
+        ("softpick", "rectified", 'set model.attention = "softpick"'),
+        ("auto", "scaled_softpick", "leave that out"),
+    ],
+)
+def test_a_run_does_not_go_on_with_another_attention(
+    first: str, then: str, mend: str, tmp_path: Path
+) -> None:
+    world, run = make_world(tmp_path / "world"), tmp_path / "run"
+    steps = ("--training.steps", 4, "--model.attention")
+    train(world, run, *steps, first)
+    on = ("--training.steps", 8, "--model.attention")
+    told = train(world, run, *on, then, status=2)
+    assert "model.attention: the run was started with" in told and mend in told
+    train(world, run, *on, "sdpa" if first == "auto" else first)
+    assert len(rows(run)) == 8
+
+
 def test_names_that_nothing_has_are_refused(world: Path) -> None:
     told = refused("train", world / "run.toml", "--model.attention", "softpik")
     assert "model.attention" in told and "softpick" in told

@@ -28,6 +28,7 @@ from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from lacuna.train.resume import (
     inputs_of,
     log_changes,
+    require_same_attention,
     require_same_inputs,
     shown_configuration,
     shown_settings,
@@ -241,6 +242,8 @@ class Run:
             config = config.model_copy(update={"lora": lora})
         self.built = build_model(config, self.tokenizer, mesh, self.process.device, fill)
         model = self.built.model
+        if saved is not None:
+            require_same_attention(saved["loop"].get("started_with"), model.config)
         decay_head = not config.model.train_new_tokens_only
         self.optimizer = build_optimizer(model, config.optimizer, decay_head)
         if start is not None:
