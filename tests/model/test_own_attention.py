@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from every_model import configuration_class, small_config
 from lacuna.config import UserError
 from lacuna.config.attentions import TRAINED
 from lacuna.config.machine import ActivationCheckpointConfig
@@ -27,6 +28,7 @@ from lacuna.model.flops import attention_widths, flops_of
 from lacuna.model.merged_attention import merged_attention
 from lacuna.model.own_attention import OwnAttention, register
 from lacuna.model.own_attention_choice import require_exact
+from lacuna.model.probe import find_attention
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.partial_attention import PARTIAL_ATTENTIONS, Part, visible
 from lacuna.rollout.generate import generate_text
@@ -69,6 +71,37 @@ def test_documents_in_a_row_are_as_they_are_alone(architecture: str, kind: str) 
     [name] = chosen(kind, model_config)
     for rows_like in ("packed", "padded", "whole"):
         require_exact(name, model_config, rows_like, 64, CPU, torch.bfloat16)
+
+
+HYBRIDS = ("qwen3_next", "qwen3_5_text", "olmo_hybrid", "kimi_linear")
+
+
+@pytest.mark.parametrize("architecture", HYBRIDS)
+@pytest.mark.parametrize("kind", ["scaled_softpick", "head_gated_softmax"])
+def test_hybrids_have_it_in_their_layers_of_attention_alone(architecture: str, kind: str) -> None:
+    model_config = small_config(configuration_class(architecture))
+    [name] = chosen(kind, model_config)
+    assert find_attention((name,), model_config, "packed", 64, CPU, torch.float32) == name
+    check_only_attention_learns(model_config, kind)
+
+
+def check_only_attention_learns(model_config: PretrainedConfig, kind: str) -> None:
+    """Layers of linear attention are given no parameter, which nothing would read."""
+    model = meta_model(model_config, kind, torch.float32)
+    learned = {"scaled_softpick": "attention_scale", "head_gated_softmax": "attention_gate.weight"}
+    owners = {
+        int(path.split(".layers.")[1].split(".")[0])
+        for path, _ in model.named_parameters()
+        if path.endswith(learned[kind])
+    }
+    types = model_config.layer_types
+    assert owners == {place for place, of in enumerate(types) if of == "full_attention"}
+
+
+def test_lightning_attention_learns_no_scale() -> None:
+    model_config = small_config(configuration_class("minimax"))
+    chosen("scaled_softpick", model_config)
+    check_only_attention_learns(model_config, "scaled_softpick")
 
 
 def test_an_attention_that_forgets_the_documents_is_found() -> None:

@@ -8,6 +8,7 @@ input, whose sigmoid the attention's output is multiplied by (Qiu et al., arXiv 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from inspect import unwrap
 from typing import Any, Literal
 
 import torch
@@ -68,7 +69,7 @@ def _add_learned(model: PreTrainedModel) -> None:
         return
     module: Any
     for module in model.modules():
-        if "Attention" not in type(module).__name__ or not hasattr(module, "layer_idx"):
+        if not hasattr(module, "layer_idx") or not _asks_for_attention(module):
             continue
         config = getattr(module, "config", model.config)
         heads = getattr(module, "num_heads", None) or config.num_attention_heads
@@ -77,6 +78,11 @@ def _add_learned(model: PreTrainedModel) -> None:
                 setattr(module, number, nn.Parameter(torch.full((heads,), INITIAL[number])))
         if learned.gate is not None and not hasattr(module, GATE):
             _add_gate(module, heads, config.hidden_size, learned.gate)
+
+
+def _asks_for_attention(module: nn.Module) -> bool:
+    """Whether a module's code calls an attention by its name; linear attention does not."""
+    return "ALL_ATTENTION_FUNCTIONS" in unwrap(type(module).forward).__code__.co_names
 
 
 def _add_gate(module: Any, heads: int, width: int, kind: Literal["heads", "elements"]) -> None:

@@ -9,6 +9,7 @@ from lacuna.config import UserError
 from lacuna.config.attentions import TRAINED, is_own
 from lacuna.model.architecture import causal_class, is_soft_capped
 from lacuna.model.attention_choice import has_dropout
+from lacuna.model.over_tokens import has_convolutions
 from lacuna.model.own_attention import CALLED, register
 from lacuna.model.probe import Rows, our_result, own_result, reason_against, trial_of
 from lacuna.parallel.mesh import Layout
@@ -37,7 +38,8 @@ def own_choices(
     own = register(name)
     kind = causal_class(model_config)
     problem = None
-    if not kind._supports_attention_backend:
+    # Hybrids do not say that theirs can be exchanged; whether it was is tried.
+    if not kind._supports_attention_backend and not has_convolutions(model_config):
         problem = f"{kind.__name__} computes attention by code of its own: choose another model"
     elif is_soft_capped(model_config):
         problem = "would leave out the model's soft cap: set its attn_logit_softcapping to null"
