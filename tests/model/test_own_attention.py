@@ -52,6 +52,19 @@ def blind(*given: Any) -> Tensor:
 
 
 BLIND = OwnAttention(blind, documents=True, windows=True)
+
+
+def faulty(*given: Any) -> Tensor:
+    """Softpick that fails in rows, which have no padding in `part`, and where there is a window."""
+    part, window = given[3], given[5]
+    if window is not None:
+        raise ValueError("windows have no end")
+    if len(part.cu_q) != 5:
+        raise IndexError("other pieces")
+    return blind(*given)
+
+
+FAULTY = OwnAttention(faulty, documents=True, windows=True)
 UNTOLD = OwnAttention(blind, documents=False, windows=False, relative_flops=0.5)
 A_FUNCTION = blind
 flash_of_ones_own = UNTOLD
@@ -133,6 +146,20 @@ def test_what_a_run_cannot_have_is_refused(
         model_config = tiny_config(architecture)
     with pytest.raises(UserError, match=rf"model\.attention: .*{reason}"):
         chosen(asked, model_config, layout)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "fault"),
+    [("mistral", "ValueError: windows have no end"), ("llama", "IndexError: other pieces")],
+)
+def test_what_an_attention_of_ones_own_raises_is_told_with_its_line(
+    architecture: str, fault: str
+) -> None:
+    model_config = tiny_config(architecture)
+    [name] = chosen(f"{HERE}:FAULTY", model_config)
+    line = rf'"{HERE}:FAULTY" fails in a small model \({fault}; {__file__}, line \d+, in faulty\)'
+    with pytest.raises(UserError, match=line):
+        require_exact(name, model_config, "packed", 64, CPU, torch.float32)
 
 
 def test_sinks_and_windows_that_an_attention_has_not_are_refused_before_a_run() -> None:

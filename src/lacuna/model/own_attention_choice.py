@@ -1,6 +1,10 @@
 """Attentions that are not softmax: whether a run may have one, and what its model says of it."""
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
+from traceback import extract_tb
 
 import torch
 from transformers import PretrainedConfig
@@ -11,7 +15,14 @@ from lacuna.model.architecture import causal_class, is_soft_capped
 from lacuna.model.attention_choice import has_dropout
 from lacuna.model.over_tokens import has_convolutions
 from lacuna.model.own_attention import CALLED, register
-from lacuna.model.probe import Rows, our_result, own_result, reason_against, trial_of
+from lacuna.model.probe import (
+    Rows,
+    in_one_line,
+    our_result,
+    own_result,
+    reason_against,
+    trial_of,
+)
 from lacuna.parallel.mesh import Layout
 
 
@@ -89,6 +100,26 @@ def scaled_widths(
     return {window: round(width * own.relative_flops) for window, width in widths.items()}
 
 
+@contextmanager
+def _own_faults_explained(name: str) -> Iterator[None]:
+    """Turns what the code of a user's own attention raises into a `UserError` that says where."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        fault = error.__cause__ or error  # what came of it is blamed on the model
+        code = getattr(sys.modules.get(name.partition(":")[0]), "__file__", None)
+        frames = [one for one in extract_tb(fault.__traceback__) if one.filename == code]
+        if not frames or not isinstance(fault, Exception):
+            raise
+        place = f"{code}, line {frames[-1].lineno}, in {frames[-1].name}"
+        raise UserError(
+            f'model.attention: "{name}" fails in a small model ({in_one_line(fault)}; {place}): '
+            "mend it there, or choose another attention."
+        ) from fault
+
+
 def require_exact(
     attention: str,
     model_config: PretrainedConfig,
@@ -106,14 +137,15 @@ def require_exact(
     kind = causal_class(model_config).__name__
     trial = trial_of(model_config, rows)
     CALLED.clear()
-    own = own_result(model_config, longest, trial, device, attention=name)
+    with _own_faults_explained(name):
+        own = own_result(model_config, longest, trial, device, attention=name)
     if not CALLED:
         raise UserError(
             f'model.attention: "{name}" cannot be had: {kind} never asks for it: choose another '
             "model."
         )
     ours = partial(our_result, attention, model_config, longest, trial, device, dtype)
-    reason = reason_against(ours, own)
+    reason = reason_against(_own_faults_explained(name)(ours), own)
     if reason is not None:
         raise UserError(
             f'model.attention: "{name}" in {rows} rows is not what it is for documents alone in '
