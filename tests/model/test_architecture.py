@@ -51,6 +51,31 @@ def test_only_the_experts_that_a_token_visits_count() -> None:
     assert matrix_parameters("qwen2_moe") == 2 * layer + 32 + EMBEDDING
 
 
+GEMMA = {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 24}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "unvisited"),
+    [
+        ("aria_text", {}, 2 * 3 * 32 * 48),
+        ("dbrx", {}, 3 * 3 * 32 * 48),
+        ("gemma4_text", GEMMA | {"top_k_experts": 1}, 3 * 3 * 32 * 24),
+        ("jetmoe", {}, 2 * (3 * 32 * 48 + 2 * 32 * 16)),  # experts of attention among them
+    ],
+)
+def test_the_experts_that_a_token_visits_are_known_by_other_names_too(
+    architecture: str, settings: dict[str, int], unvisited: int
+) -> None:
+    """Of four experts in each of four layers, one or two are visited."""
+    own = small_config(configuration_class(architecture), **settings)
+    model = meta_model(own, "eager", torch.float32)
+    modules = [one for one in model.modules() if isinstance(one, torch.nn.Embedding)]
+    head = model.get_output_embeddings().weight
+    embedded = sum(one.weight.numel() for one in modules if one.weight is not head)
+    every = model.num_parameters() - embedded
+    assert every - non_embedding_parameters(model) == pytest.approx(4 * unvisited, rel=0.01)
+
+
 @pytest.mark.parametrize("architecture", ["llama", "gpt2", "neox", "opt", "bloom", "qwen3_moe"])
 def test_the_decoder_layers_are_found(architecture: str) -> None:
     layers = decoder_layers(meta_model(tiny_config(architecture), "eager", torch.float32))

@@ -39,6 +39,9 @@ _REJECTIONS = (
 
 # What configurations call the weight of the load-balancing loss of a mixture of experts.
 ROUTER_COEFFICIENTS = ("router_aux_loss_coef", "aux_loss_coef")
+# What they call the number of experts of a layer, and of those that a token visits.
+_EXPERTS = ("num_local_experts", "num_experts", "moe_num_experts")
+_CHOSEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_top_k")
 
 
 @contextmanager
@@ -200,9 +203,11 @@ def non_embedding_parameters(model: PreTrainedModel) -> int:
     only the share of the experts that a token visits counts.
     """
     text_config = model.config.get_text_config()
-    names = ("num_local_experts", "num_experts")
-    experts = next(filter(None, (getattr(text_config, name, None) for name in names)), None)
-    chosen = getattr(text_config, "num_experts_per_tok", None)
+    of_experts = getattr(text_config, "ffn_config", text_config)  # DBRX has a table of its own
+    experts, chosen = (
+        next(filter(None, (getattr(of_experts, name, None) for name in names)), None)
+        for names in (_EXPERTS, _CHOSEN)
+    )
     share = chosen / experts if experts and chosen else 1.0
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -211,7 +216,8 @@ def non_embedding_parameters(model: PreTrainedModel) -> int:
     for name, weight in model.named_parameters():
         if id(weight) in left_out:
             continue
-        if ".experts." in name:
+        is_stack = weight.ndim == 3 and len(weight) == experts and "shared" not in name
+        if is_stack or ".experts." in name:
             count += weight.numel() * share
         else:
             count += weight.numel()
