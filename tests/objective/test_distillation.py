@@ -123,3 +123,27 @@ def test_a_student_learns_from_a_teacher_and_is_refused_a_stranger(
     for dry in ((), ("--dry-run",)):
         message = train(world, tmp_path / "other", *flags, teacher, *dry, status=2)
         assert "has another vocabulary" in message
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+def test_a_teacher_has_its_experts_spread_only_if_it_has_some(
+    kind: str, world: Path, tmp_path: Path
+) -> None:
+    teacher, student = tmp_path / "teacher", tmp_path / "student"
+    random_model(tiny_config(kind, vocab_size=257)).save_pretrained(teacher)
+    tiny_config("qwen3_moe", vocab_size=257).save_pretrained(student)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        for folder in (teacher, student):
+            (folder / name).write_bytes((world / "model" / name).read_bytes())
+    flags = ("--job.task", "distill", "--distillation.teacher", teacher)
+    steps = ("--model.config", student, "--training.steps", 3, "--training.batch_size")
+    train(world, tmp_path / "alone", *flags, *steps, 4)
+    spread = ("--cpus", 2, "--parallelism.expert_parallel_degree", 2)
+    train(world, tmp_path / "spread", *flags, *steps, 2, *spread)
+    columns = ("loss", "grad_norm")
+    for one, other in zip(
+        curve(tmp_path / "alone", *columns), curve(tmp_path / "spread", *columns), strict=True
+    ):
+        assert one == pytest.approx(other, rel=1e-5)
+    said = train(world, tmp_path / "planned", *flags, *steps, 2, *spread, "--dry-run")
+    assert "teacher" in said

@@ -1,7 +1,7 @@
 """The teacher of a distillation: a model of its own, or what is on disk of it."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +16,7 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import fingerprint
 from lacuna.data.teacher import read_description
 from lacuna.data.tokenizer import grown_tokenizer
+from lacuna.model.architecture import decoder_layers, load_model_config, meta_model
 from lacuna.model.build import BuiltModel, build_frozen
 from lacuna.model.head import Head
 from lacuna.model.layers.wrapping import whole_tensor
@@ -41,8 +42,10 @@ def build_teacher(config: Config, mesh: Mesh, device: torch.device) -> BuiltMode
 
     Raises `UserError` for one that cannot be had, or whose logits cannot be made chunk by chunk.
     """
+    settings = teacher_config(config)
+    if settings.parallelism.expert_parallel_degree == 1:
+        mesh = replace(mesh, layout=replace(mesh.layout, ep=1), experts=None)
     with explained("distillation.teacher", UserError, mend="choose another teacher"):
-        settings = teacher_config(config)
         teacher = build_frozen(settings, grown_tokenizer(settings.model), mesh, device)
     if not teacher.head.chunked:
         raise UserError(
@@ -96,10 +99,28 @@ def _teacher_model(settings: DistillationConfig, student: ModelConfig) -> ModelC
 
 
 def teacher_config(config: Config) -> Config:
-    """The settings of a run whose model is the teacher: the same layout, its own weights."""
+    """The settings of a run whose model is the teacher: the same layout, its own weights.
+
+    Only experts are spread otherwise where it has none. Raises `UserError` for one that cannot be
+    had.
+    """
     model = _teacher_model(config.distillation, config.model)
     base = QuantizationConfig(base=config.distillation.teacher_base)
-    return config.model_copy(update={"model": model, "lora": LoraConfig(), "quantization": base})
+    changes = {"model": model, "lora": LoraConfig(), "quantization": base}
+    if config.parallelism.expert_parallel_degree > 1 and not _has_experts(model):
+        alone = {"expert_parallel_degree": 1}
+        changes["parallelism"] = config.parallelism.model_copy(update=alone)
+    return config.model_copy(update=changes)
+
+
+def _has_experts(settings: ModelConfig) -> bool:
+    """Whether a teacher's layers have stacks of experts, which can be spread over ranks."""
+    from lacuna.parallel.experts import stacks_of
+
+    with explained("distillation.teacher", UserError, mend="choose another teacher"):
+        model_config = load_model_config(settings, grown_tokenizer(settings))
+        model = meta_model(model_config, None, torch.float32)
+    return bool(stacks_of(decoder_layers(model)))
 
 
 def teacher_tokenizer(

@@ -1,6 +1,7 @@
 """How much memory a run will take on the rank that needs most."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -220,6 +221,7 @@ def frozen_memory(
     model that cannot be spread or quantised so.
     """
     config = frozen.config
+    layout = replace(layout, ep=config.parallelism.expert_parallel_degree)
     if not frozen.is_trained:
         training = frozen_training(config.training, device)
         config = config.model_copy(update={"training": training})
