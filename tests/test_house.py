@@ -178,7 +178,7 @@ def test_functions_take_what_they_read_and_not_the_whole_configuration() -> None
 
 def test_core_and_extensions_stay_below_their_limits() -> None:
     core, extensions = bloat.counts(PACKAGE)
-    assert sum(core.values()) < bloat.CORE_LIMIT == 7750
+    assert sum(core.values()) < bloat.CORE_LIMIT == 7800
     assert max(extensions.values()) <= bloat.EXTENSION_LIMIT == 400
     assert bloat.run([]) == 0
 

@@ -1,6 +1,7 @@
 """What a run was started with, and what happens when it is resumed with something else."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -9,12 +10,13 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lacuna.config import UserError, logger
+from lacuna.config import UserError, explained, logger
 from lacuna.config.fields import shown
 from lacuna.data.cache import fingerprint
 from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenizer_fingerprint
 from lacuna.model.weights import weight_files
+from lacuna.objective.language_modelling import FrozenModel
 
 _SCHEDULE = "the learning rate goes on where the new schedule has it"
 # Pattern of settings that the steps so far depended on -> what another value means for the steps to
@@ -98,6 +100,28 @@ def inputs_of(
     if base:
         found["the weights in model.name_or_path"] = fingerprint(weight_files(base))
     return found | {f"{_FROZEN}{name}": fingerprint(files) for name, files in frozen.items()}
+
+
+def files_of_frozen(
+    models: Mapping[str, FrozenModel], rewards: Sequence[str]
+) -> dict[str, list[Path]]:
+    """The files of models that are read again where a run goes on, by what asks for each.
+
+    Those are the frozen ones of an objective, and folders among the functions of `rewards`.
+    """
+    found = {}
+    for setting, one in models.items():
+        source = one.config.model.name_or_path
+        if source is None or one.is_trained:  # which a checkpoint has
+            continue
+        with explained(setting, UserError, mend="choose another model"):
+            files = weight_files(source)
+        for adapter in one.config.lora.adapter:
+            files += sorted(Path(adapter).glob("*.safetensors"))
+        found[f"{setting} ({source})"] = files
+    for source in filter(os.path.isdir, rewards):
+        found[f"rewards.functions ({source})"] = sorted(Path(source).glob("*.safetensors"))
+    return found
 
 
 def shown_configuration(model_config: PretrainedConfig) -> dict[str, str]:

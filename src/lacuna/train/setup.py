@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from rich.console import Console
 
-from lacuna.config import Config, UserError, explained, to_toml
+from lacuna.config import Config, to_toml
 from lacuna.config.learning_rate import learning_rate
 from lacuna.data import Batch, build_loader, build_validation, merge_states, run_tokenizer
 from lacuna.data.disk import replace_text
@@ -18,7 +18,6 @@ from lacuna.formats.checkpoint import RUN, model_tensors, prepare_folder
 from lacuna.formats.huggingface import export_model, save_model_description
 from lacuna.formats.reader import read_tensors
 from lacuna.model.build import build_model
-from lacuna.model.weights import weight_files
 from lacuna.objective.find import find_objective
 from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import Mesh, build_mesh, resolve_layout
@@ -26,6 +25,7 @@ from lacuna.parallel.processes import Process, gather_objects, on_first
 from lacuna.train.metrics import MetricWriter, peak_flops
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from lacuna.train.resume import (
+    files_of_frozen,
     inputs_of,
     log_changes,
     require_same_attention,
@@ -148,24 +148,8 @@ class Run:
         config = self.config
         template = None if config.conversations is None else self.tokenizer.chat_template
         base = config.model.name_or_path if config.lora.rank else None
-        return inputs_of(sources, self.tokenizer, template, base, self.frozen_files())
-
-    def frozen_files(self) -> dict[str, list[Path]]:
-        """The files of models that are read again where the run goes on, by what asks for each."""
-        config = self.config
-        found = {}
-        for setting, one in self.objective.frozen_models(config).items():
-            source = one.config.model.name_or_path
-            if source is None or one.is_trained:  # which a checkpoint has
-                continue
-            with explained(setting, UserError, mend="choose another model"):
-                files = weight_files(source)
-            for adapter in one.config.lora.adapter:
-                files += sorted(Path(adapter).glob("*.safetensors"))
-            found[f"{setting} ({source})"] = files
-        for source in filter(os.path.isdir, config.rewards.functions):
-            found[f"rewards.functions ({source})"] = sorted(Path(source).glob("*.safetensors"))
-        return found
+        frozen = files_of_frozen(self.objective.frozen_models(config), config.rewards.functions)
+        return inputs_of(sources, self.tokenizer, template, base, frozen)
 
     def write_settings(self) -> None:
         """Writes every resolved setting to the run folder, and prints them if that is asked for."""
