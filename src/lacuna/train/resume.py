@@ -16,7 +16,6 @@ from lacuna.data.cache import fingerprint
 from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenizer_fingerprint
 from lacuna.model.weights import weight_files
-from lacuna.objective.language_modelling import FrozenModel
 
 _SCHEDULE = "the learning rate goes on where the new schedule has it"
 # Pattern of settings that the steps so far depended on -> what another value means for the steps to
@@ -102,9 +101,7 @@ def inputs_of(
     return found | {f"{_FROZEN}{name}": fingerprint(files) for name, files in frozen.items()}
 
 
-def files_of_frozen(
-    models: Mapping[str, FrozenModel], rewards: Sequence[str]
-) -> dict[str, list[Path]]:
+def files_of_frozen(models: Mapping[str, Any], rewards: Sequence[str]) -> dict[str, list[Path]]:
     """The files of models that are read again where a run goes on, by what asks for each.
 
     Those are the frozen ones of an objective, and folders among the functions of `rewards`.
