@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import Emu3Config, PretrainedConfig, ViTConfig
+from transformers import Emu3Config, PretrainedConfig, ViTConfig, __version__
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
@@ -51,6 +51,7 @@ def test_only_the_experts_that_a_token_visits_count() -> None:
     assert matrix_parameters("qwen2_moe") == 2 * layer + 32 + EMBEDDING
 
 
+OLD = pytest.mark.skipif(__version__ < "5.18", reason="it does not read what it writes of DBRX")
 GEMMA = {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 24}
 
 
@@ -58,7 +59,7 @@ GEMMA = {"enable_moe_block": True, "num_experts": 4, "moe_intermediate_size": 24
     ("architecture", "settings", "unvisited"),
     [
         ("aria_text", {}, 2 * 3 * 32 * 48),
-        ("dbrx", {}, 3 * 3 * 32 * 48),
+        pytest.param("dbrx", {}, 3 * 3 * 32 * 48, marks=OLD),
         ("gemma4_text", GEMMA | {"top_k_experts": 1}, 3 * 3 * 32 * 24),
         ("jetmoe", {}, 2 * (3 * 32 * 48 + 2 * 32 * 16)),  # experts of attention among them
     ],
