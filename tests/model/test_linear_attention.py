@@ -8,10 +8,12 @@ import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM
 
 # The variable must be there before anything imports Triton.
@@ -21,6 +23,8 @@ if importlib.util.find_spec("fla") is None or os.environ.get("TRITON_INTERPRET")
 import fla_on_cpu
 
 fla_on_cpu.interpret()
+
+from fla.modules.l2warp import l2_warp
 
 from first_weights import drawn_otherwise
 from lacuna.cli import main
@@ -32,6 +36,11 @@ from lacuna.model.architecture import meta_model
 from lacuna.model.fla_softmax import use_our_softmax_attention
 from lacuna.model.flops import step_flops
 from lacuna.model.linear_attention import bounds_choices, find_bounds, products_and_widths
+from lacuna.objective.language_modelling import (
+    ChatModelling,
+    cross_entropy,
+    warped_cross_entropy,
+)
 from lacuna.parallel.mesh import Layout
 from layouts import Case, Outcome, alone_loss, check_same, merge, pipelined, steps
 from runs import make_world, rows
@@ -57,7 +66,7 @@ OWN_SIZES: dict[str, dict[str, Any]] = {
     "nsa": {"head_dim": 16, "num_kv_heads": 1},
     "rodimus": {"attn": WINDOW, "ska_attn": WINDOW},
     "mom": {"aux_loss_scale": 0.0},
-    "rwkv7": {"head_dim": 16, "use_l2warp": False},
+    "rwkv7": {"head_dim": 16},
     "samba": {"attn": WINDOW},
 }
 HYBRID = {"attn": {"layers": [1], "num_heads": 2, "window_size": 8}}
@@ -174,18 +183,39 @@ def test_what_these_models_cannot_have_is_refused(
         bounds_choices("auto", model_config, "cpu", Layout())
 
 
-@pytest.mark.parametrize(
-    ("kind", "setting"), [("rwkv7", "use_l2warp"), ("mom", "weighted by aux_loss_scale in its")]
-)
-def test_losses_of_flas_own_code_are_refused(tmp_path: Path, kind: str, setting: str) -> None:
-    own = OWN_SIZES[kind]
-    left_out = config_of(tmp_path, kind, **own)
+def test_losses_of_flas_own_code_are_refused(tmp_path: Path) -> None:
+    own = OWN_SIZES["mom"]
+    left_out = config_of(tmp_path, "mom", **own)
     bounds_choices("auto", left_out, "cpu", Layout())
     require_no_added_loss(left_out, CPU)
-    asks = config_of(tmp_path, kind, **{name: own[name] for name in own if "loss" not in name})
-    asks.use_l2warp = kind == "rwkv7"
-    with pytest.raises(UserError, match=setting):
+    asks = config_of(tmp_path, "mom", **{name: own[name] for name in own if "loss" not in name})
+    with pytest.raises(UserError, match="weighted by aux_loss_scale in its"):
         require_no_added_loss(asks, CPU)
+
+
+@pytest.mark.parametrize("asks", [True, False])
+def test_the_penalty_is_trained_where_the_configuration_asks_for_it(
+    asks: bool, tmp_path: Path
+) -> None:
+    own = config_of(tmp_path, "gla", use_l2warp=asks)
+    objective = ChatModelling()
+    objective.prepare(SimpleNamespace(model=SimpleNamespace(config=own)), list)
+    assert objective.loss.of is (warped_cross_entropy if asks else cross_entropy)
+
+
+def test_large_logits_are_pulled_back_as_by_fla() -> None:
+    torch.manual_seed(0)
+    logits = 5 * torch.randn(12, 9, requires_grad=True)
+    labels = torch.randint(9, (12,))
+    theirs = l2_warp(F.cross_entropy(logits, labels), logits[None])
+    ours = warped_cross_entropy(logits, {"labels": labels})["loss"] / 12
+    plain = cross_entropy(logits, {"labels": labels})["loss"] / 12
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-6)
+    found, wanted, without = (
+        torch.autograd.grad(one, logits, retain_graph=True)[0] for one in (ours, theirs, plain)
+    )
+    assert torch.allclose(found, wanted, rtol=1e-5, atol=1e-8)
+    assert not torch.allclose(found, without, rtol=1e-5, atol=1e-8)
 
 
 def test_flops_count_the_states_and_the_windows(tmp_path: Path) -> None:

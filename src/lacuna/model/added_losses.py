@@ -28,13 +28,6 @@ def require_no_added_loss(model_config: PretrainedConfig, device: torch.device) 
     warned of.
     """
     kind = causal_class(model_config).__name__
-    # It changes gradients only, and leaves the loss as it is.
-    if getattr(model_config, "use_l2warp", False):
-        raise UserError(
-            f"model: {kind}'s own code pulls the largest logit of each token towards 0 "
-            "(use_l2warp in its configuration), which lacuna does not compute: set that to false "
-            "there to train without it."
-        )
     added = _added_loss(model_config, device)
     if abs(added) < _EXACT:
         return

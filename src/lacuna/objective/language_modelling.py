@@ -25,6 +25,17 @@ def cross_entropy(logits: Tensor, columns: Columns) -> Sums:
     return {"loss": F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum")}
 
 
+def warped_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
+    """The same as `cross_entropy`, with a gradient that pulls the largest logits towards 0.
+
+    That is of half the square of each trained token's largest logit, times 1e-4, as RWKV's L2Wrap
+    has it (fla's `use_l2warp`). The loss that is told is without it.
+    """
+    trained = columns["labels"] != IGNORED
+    penalty = 5e-5 * (logits.amax(-1).square() * trained).sum()
+    return {"loss": cross_entropy(logits, columns)["loss"] + penalty - penalty.detach()}
+
+
 def judged_cross_entropy(logits: Tensor, columns: Columns) -> Sums:
     """The summed cross-entropy, and how many labels the model finds the likeliest token."""
     right = (logits.argmax(-1) == columns["labels"]).sum()
@@ -67,7 +78,10 @@ class LanguageModelling:
     def prepare(
         self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
     ) -> "SecondModel | None":
-        """Needs nothing but the model itself."""
+        """Needs nothing but the model itself, which may ask for a penalty of large logits."""
+        is_own = type(self).loss is not LanguageModelling.loss
+        if not is_own and getattr(policy.model.config, "use_l2warp", False):
+            self.loss = TokenLoss(warped_cross_entropy)
         return None
 
     def next_step(self, policy: BuiltModel, source: Loader) -> Sequence[Batch]:
