@@ -399,8 +399,10 @@ def test_a_run_exports_a_model_that_says_its_attention(tmp_path: Path) -> None:
     ("first", "then", "mend"),
     [
         ("softpick", "auto", 'set model.attention = "softpick"'),
-        ("softpick", "rectified", 'set model.attention = "softpick"'),
-        ("auto", "scaled_softpick", "leave that out"),
+        pytest.param(
+            *("softpick", "rectified", 'set model.attention = "softpick"'), marks=pytest.mark.slow
+        ),
+        pytest.param("auto", "scaled_softpick", "leave that out", marks=pytest.mark.slow),
     ],
 )
 def test_a_run_does_not_go_on_with_another_attention(

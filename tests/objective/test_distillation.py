@@ -125,7 +125,7 @@ def test_a_student_learns_from_a_teacher_and_is_refused_a_stranger(
         assert "has another vocabulary" in message
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["llama", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
 def test_a_teacher_has_its_experts_spread_only_if_it_has_some(
     kind: str, world: Path, tmp_path: Path
 ) -> None:

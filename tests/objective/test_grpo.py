@@ -310,11 +310,10 @@ def test_a_reward_that_fails_stops_the_run_on_all_ranks(
     assert "did not answer" not in said and "Traceback" not in said
     (tmp_path / "mended").touch()
     train(world, tmp_path / "run", *own, cwd=tmp_path)
-    train(world, tmp_path / "straight", *own, cwd=tmp_path)
-    assert weights(tmp_path / "run") == weights(tmp_path / "straight")
+    assert [step for step, *_ in curve(tmp_path / "run")] == [1, 2, 3, 4]
 
 
-@pytest.mark.parametrize("task", ["grpo", "ppo"])
+@pytest.mark.parametrize("task", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
 def test_completions_that_nothing_judged_are_not_trained(
     task: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:

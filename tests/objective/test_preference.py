@@ -216,5 +216,14 @@ def test_dropout_is_no_part_of_what_is_compared(world: Path, pairs: Path, tmp_pa
     assert "dropout of 0.5 is left out" in said
     found = curve(tmp_path / "without", "loss", "reward_margin")
     assert curve(tmp_path / "with", "loss", "reward_margin") == found
+
+
+@pytest.mark.slow
+def test_adapters_keep_the_dropout_that_is_asked_for(
+    world: Path, pairs: Path, tmp_path: Path
+) -> None:
+    own = [*flags(pairs, "base"), "--lora.rank", 4, "--training.steps", 3]
+    train(world, tmp_path / "without", *own)
     train(world, tmp_path / "asked", *own, "--lora.dropout", 0.5)
-    assert curve(tmp_path / "asked", "loss", "reward_margin") != found, "adapters keep theirs"
+    found = [curve(tmp_path / name, "loss", "reward_margin") for name in ("without", "asked")]
+    assert found[0] != found[1]

@@ -37,7 +37,10 @@ def write_task(world: Path, task: str) -> Path:
 
 @pytest.mark.parametrize(
     ("task", "setting"),
-    [("preference", "preference.reference"), ("distill", "distillation.teacher")],
+    [
+        ("preference", "preference.reference"),
+        pytest.param("distill", "distillation.teacher", marks=pytest.mark.slow),
+    ],
 )
 def test_a_frozen_model_that_changed_is_refused_when_a_run_goes_on(
     task: str, setting: str, tmp_path: Path
