@@ -79,8 +79,8 @@ class LanguageModelling:
         self, policy: BuiltModel, all_batches: Callable[[], Iterable[Batch]]
     ) -> "SecondModel | None":
         """Needs nothing but the model itself, which may ask for a penalty of large logits."""
-        is_own = type(self).loss is not LanguageModelling.loss
-        if not is_own and getattr(policy.model.config, "use_l2warp", False):
+        is_cross_entropy = type(self).loss is LanguageModelling.loss
+        if is_cross_entropy and getattr(policy.model.config, "use_l2warp", False):
             self.loss = TokenLoss(warped_cross_entropy)
         return None
 

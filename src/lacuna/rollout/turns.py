@@ -46,8 +46,8 @@ def go_on(
     active = [one for one in talks if one.ended]
     for turn in range(1, rollout.turns + 1):
         with raised_on_all(exchange):
-            rooms = (rollout.max_tokens if turn < rollout.turns else 0, longest)
-            going = _given(host, chat, active, *rooms)
+            most = rollout.max_tokens if turn < rollout.turns else 0
+            going = _given(host, chat, active, most, longest)
         if not _some_rank_goes_on(len(going), exchange):
             break
         asked = [

@@ -43,7 +43,8 @@ _CONSEQUENCES = {
 }
 # Settings with which a run that is finished is the same run: the length is looked at elsewhere.
 _SAME_RUN = (
-    *("job.[!t]*", "training.steps", "training.epochs", "training.gc_freq", "compile.*"),
+    *("job.name", "job.dump_folder", "job.description", "job.print_args"),
+    *("training.steps", "training.epochs", "training.gc_freq", "compile.*"),
     *("checkpoint.*", "metrics.*", "profiling.*", "comm.*", "memory_estimation.*"),
     *("parallelism.*", "activation_checkpoint.*"),
 )

@@ -56,8 +56,8 @@ def compute_in_float8(
     """Has the linear layers that gain by it compute in float8, in place.
 
     The model is whole, and has no adapters yet. `pads` says that numbers of tokens need not be
-    multiples of 16. Raises `UserError` where torchao is not installed,
-    for a `device` that cannot compute so, where no layer suits, and for names that match none.
+    multiples of 16. Raises `UserError` where torchao is not installed, for a `device` that cannot
+    compute so, where no layer suits, and for names that match none.
     """
     if not find_spec("torchao"):
         raise UserError(
