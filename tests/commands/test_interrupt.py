@@ -111,6 +111,7 @@ def killed(world: Path, folder: Path, seconds: float) -> bool:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="tokenises in one process")
+@pytest.mark.slow
 def test_nothing_that_tokenises_outlives_its_parent(world: Path, tmp_path: Path) -> None:
     moments = (0, 0.3, 1)
     assert (

@@ -89,6 +89,7 @@ def launched(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["torchrun", "slurm"])
 def test_other_launchers_make_the_same_run(launcher: str, launched: Path) -> None:
     keys = ("loss", "grad_norm", "tokens")
@@ -97,6 +98,7 @@ def test_other_launchers_make_the_same_run(launcher: str, launched: Path) -> Non
     assert weights(launched / launcher) == weights(launched / "lacuna")
 
 
+@pytest.mark.slow
 def test_other_ranks_report_nothing_unless_asked(launched: Path) -> None:
     assert not list((launched / "lacuna").glob("metrics-rank-*"))
     assert [path.name for path in (launched / "lacuna" / "logs").iterdir()] == ["rank-1.log"]

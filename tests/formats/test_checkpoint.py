@@ -171,6 +171,7 @@ def start_twice(world: Path, folder: Path) -> str:
         return output
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_before_a_damaged_checkpoint_to_the_same_weights(
     straight: Path, said: dict[str, str]
 ) -> None:

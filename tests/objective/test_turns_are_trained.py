@@ -224,9 +224,8 @@ CASES: dict[str, tuple[object, ...]] = {
 KEYS = ("loss", "grad_norm", "reward", "turns", "tool_errors", "entropy", "mismatch_mean", "tokens")
 
 
-@pytest.mark.parametrize(
-    "case", ["ppo", *(pytest.param(n, marks=pytest.mark.slow) for n in ("grpo", "adapters"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["ppo", "grpo", "adapters"])
 def test_a_stopped_run_goes_on_to_the_bit(
     case: str, world: Path, talks: Path, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from lacuna.config import OutageError
 from lacuna.config.reinforcement import RewardsConfig
+from lacuna.rollout import asking
 from lacuna.rollout.asking import _event_loop, ask_alone
 from lacuna.rollout.rewards import score
 from lacuna.rollout.verifiers import Answered, find_rewards
@@ -18,8 +19,9 @@ Scores = list[float]
 
 
 @pytest.fixture(autouse=True)
-def told() -> Iterator[list[str]]:
-    """What functions of a test have noted."""
+def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """What functions of a test have noted. None is waited for long that does not end."""
+    monkeypatch.setattr(asking, "_CLOSING", 1.5)
     NOTED.clear()
     yield NOTED
     for loop in LOOPS:
