@@ -2,7 +2,7 @@ r"""Does it learn? Runs by reward on arithmetic, several seeds each, and TRL's t
 
 python benchmarks/learning.py [--output FOLDER] [--limit-seconds 540] [--only RUN ...] [--report]
 
-A small model is trained on easy sums first (sft), then by reward on sums of all levels: grpo-SEED,
+A small model is first trained on sums with careless answers (sft), then by reward: grpo-SEED,
 success-SEED (the same with curriculum.by_success), ppo-SEED; trl-SEED and trl-batches-SEED are
 TRL's GRPOTrainer with the same model, prompts, groups and lengths, by its two ways to generate in
 its own process. A call goes on where the last one ended, and stops in time, whatever is under way;
@@ -19,7 +19,7 @@ call it until it says that all is done. FOLDER/learning.json, .md and .svg are w
   --sft-steps N       steps before (1500); 0 begins with the weights of --model
   --model FOLDER      a model to begin with in place of one from scratch: folder or Hub id
   --lr X              learning rate of all runs by reward (1e-5; with --model 2e-6)
-  --max-tokens N      longest completion (8)
+  --max-tokens N      longest completion (32)
   --target X          held-out accuracy up to which samples are counted (nine tenths of GRPO's way)
   --trl FOLDER        where TRL 1.16 and accelerate lie, if they are not installed
   --tiny              a tiny model and few steps, for CPUs: a test of this, no result
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import learning_report
-from learning_task import LARGE, TINY, Sizes, write_model, write_task
+from learning_task import LARGE, RESULT, TINY, Sizes, write_model, write_task
 
 GRACE = 60
 """Seconds that a run is given to save itself, before it is killed."""
@@ -99,7 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=int)
     parser.add_argument("--model")
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--max-tokens", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=32)
     parser.add_argument("--target", type=float, help="accuracy that samples are counted up to")
     parser.add_argument("--trl")
     parser.add_argument("--list", action="store_true")
@@ -150,7 +150,7 @@ def warm_up(given: argparse.Namespace) -> int:
 
 
 def sft_settings(given: argparse.Namespace) -> dict[str, Any]:
-    """What the model learns before: the form of an answer, and easy sums, most of them wrong."""
+    """What the model learns before: how sums are worked, and how they go wrong."""
     output = Path(given.output).resolve()
     begin: dict[str, Any] = {"model.config": str(output / "model")}
     if given.model:
@@ -183,6 +183,9 @@ def reward_settings(given: argparse.Namespace, sizes: Sizes, seed: int) -> dict[
         "validation.dataset_split": "train",
         "validation.freq": given.freq,
         "rewards.functions": ["exact"],
+        "rewards.answer_pattern": RESULT,
+        # It is measured as it is trained: the likeliest answer is right long before most are.
+        "rollout.validation_temperature": 1.0,
         "rollout.samples": sizes.samples,
         "rollout.max_tokens": sizes.max_tokens,
         "rollout.batch_size": sizes.batch * sizes.samples,

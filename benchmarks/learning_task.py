@@ -1,4 +1,8 @@
-"""The task of the learning experiment: sums of growing length, a tokenizer of bytes, a model."""
+"""The task of the learning experiment: sums step by step, a tokenizer of bytes, a model.
+
+A sum such as 12+34-5= is answered by its running totals, 46,41, of which the last is its result.
+Those that a model is first trained on are careless: it learns how to answer, and how to go wrong.
+"""
 
 import json
 import random
@@ -10,10 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, PreTrainedTokenizerFast
 
 END = "<end>"
-LEVELS = ((9, 9), (99, 9), (99, 99), (99, 99, 9), (99, 99, 99), (99, 99, 99, 99))
+RESULT = r"-?\d+$"
+"""Where the result stands in an answer."""
+LEVELS = ((9, 9), (99, 9), (99, 99), *((99,) * numbers for numbers in range(3, 7)))
 """The largest that each number of a sum may be, level by level."""
-EASY = 4
-"""So many levels, from the first, are learnt before."""
+CARELESS = 0.2
+"""The share of running totals that are wrong in what is learnt before."""
+SLIPS = (-10, -1, 1, 10)
+"""By what they are wrong."""
 
 
 @dataclass(frozen=True)
@@ -22,8 +30,8 @@ class Sizes:
 
     Attributes:
         shape: what the model has that is trained from scratch.
-        sft: problems that it is first trained on, of the easy levels alone.
-        prompts: problems to learn from by reward, equally many of every level.
+        sft: problems that it is first trained on.
+        prompts: problems to learn from by reward, equally many of every level, as all are.
         held_out: problems to measure by, the same.
         batch: prompts of a step by reward.
         samples: completions of each.
@@ -36,12 +44,12 @@ class Sizes:
     held_out: int
     batch: int
     samples: int
-    max_tokens: int = 8
+    max_tokens: int = 32
 
 
 LARGE = Sizes(
     {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6},
-    sft=60_000,
+    sft=150_000,
     prompts=12_000,
     held_out=600,
     batch=64,
@@ -57,21 +65,21 @@ TINY = Sizes(
 )
 
 
-def problem(level: int, numbers: random.Random) -> tuple[str, str]:
-    """A sum and its result, such as 12+34-5= and 41."""
+def problem(level: int, numbers: random.Random) -> tuple[str, list[int]]:
+    """A sum, such as 12+34-5=, and the numbers that are added up, 12, 34 and -5."""
     first, *others = LEVELS[level]
-    result = numbers.randint(0, first)
-    text = str(result)
+    terms = [numbers.randint(0, first)]
+    text = str(terms[0])
     for largest in others:
         number = numbers.randint(0, largest)
         is_plus = numbers.random() < 0.5
         text += f"+{number}" if is_plus else f"-{number}"
-        result += number if is_plus else -number
-    return f"{text}=", str(result)
+        terms.append(number if is_plus else -number)
+    return f"{text}=", terms
 
 
-def problems(count: int, levels: int, seed: int, without: set[str]) -> list[tuple[str, str]]:
-    """Different problems, of each of the first levels in turn, none that are to be left out.
+def problems(count: int, seed: int, without: set[str]) -> list[tuple[str, list[int]]]:
+    """Different problems, of each level in turn, none that are to be left out.
 
     A level that has no more of them, as the first may, gives way to the next.
     """
@@ -81,7 +89,7 @@ def problems(count: int, levels: int, seed: int, without: set[str]) -> list[tupl
     level = 0
     while len(found) < count:
         for _ in range(100):
-            one = problem(level % levels, numbers)
+            one = problem(level % len(LEVELS), numbers)
             if one[0] not in seen:
                 found.append(one)
                 seen.add(one[0])
@@ -90,25 +98,45 @@ def problems(count: int, levels: int, seed: int, without: set[str]) -> list[tupl
     return found
 
 
+def worked(terms: list[int], numbers: random.Random, careless: float) -> str:
+    """The running totals of a sum, such as 46,41, of which each is wrong with this probability.
+
+    What follows a wrong one goes on from it.
+    """
+    total = terms[0]
+    totals = []
+    for term in terms[1:]:
+        total += term
+        if numbers.random() < careless:
+            total += numbers.choice(SLIPS)
+        totals.append(str(total))
+    return ",".join(totals)
+
+
 def write_task(folder: Path, sizes: Sizes) -> None:
     """Writes the problems of three kinds: held_out.jsonl, prompts.jsonl, sft.jsonl.
 
     Beside them is a chat template, which the texts need not, but fine-tuning asks for.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    held_out = problems(sizes.held_out, len(LEVELS), 0, set())
+    held_out = problems(sizes.held_out, 0, set())
     asked = {prompt for prompt, _ in held_out}
     (folder / "plain.jinja").write_text(
         "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
     )
-    _write_rows(folder / "held_out.jsonl", held_out, "answer")
-    _write_rows(folder / "prompts.jsonl", problems(sizes.prompts, len(LEVELS), 1, asked), "answer")
-    _write_rows(folder / "sft.jsonl", problems(sizes.sft, EASY, 2, asked), "completion")
+    numbers = random.Random(3)
+    for name, rows in (("held_out", held_out), ("prompts", problems(sizes.prompts, 1, asked))):
+        answers = [{"prompt": prompt, "answer": str(sum(terms))} for prompt, terms in rows]
+        _write_rows(folder / f"{name}.jsonl", answers)
+    careless = [
+        {"prompt": prompt, "completion": worked(terms, numbers, CARELESS)}
+        for prompt, terms in problems(sizes.sft, 2, asked)
+    ]
+    _write_rows(folder / "sft.jsonl", careless)
 
 
-def _write_rows(path: Path, rows: list[tuple[str, str]], name: str) -> None:
-    lines = [json.dumps({"prompt": prompt, name: answer}) + "\n" for prompt, answer in rows]
-    path.write_text("".join(lines))
+def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_model(folder: Path, sizes: Sizes) -> None:

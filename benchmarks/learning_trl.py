@@ -5,6 +5,7 @@ goes to FOLDER/metrics.jsonl, under the names that ours has.
 """
 
 import json
+import re
 import resource
 import signal
 import sys
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
+from learning_task import RESULT
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -51,9 +53,9 @@ def main() -> None:
 
 
 def exact(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-    """What lacuna's reward of this name is."""
+    """What lacuna's reward of this name is, with the same pattern."""
     pairs = zip(completions, answer, strict=True)
-    return [float(said.strip() == wanted.strip()) for said, wanted in pairs]
+    return [float(re.findall(RESULT, said)[-1:] == [wanted]) for said, wanted in pairs]
 
 
 def rows_of(path: str) -> list[dict[str, str]]:
@@ -138,7 +140,7 @@ class Watch(TrainerCallback):
             self.write({"step": state.global_step, "reward": logs["reward"], "flat_groups": flat})
 
     def measure(self, model: PreTrainedModel, step: int) -> None:
-        """Writes the share of held-out prompts that the likeliest tokens solve."""
+        """Writes the share of held-out prompts that a completion of each solves."""
         answers: list[str] = []
         is_training = model.training
         model.eval()
@@ -150,7 +152,10 @@ class Watch(TrainerCallback):
                 said = model.generate(
                     **inputs,
                     max_new_tokens=self.settings["rollout.max_tokens"],
-                    do_sample=False,
+                    do_sample=True,
+                    temperature=self.settings["rollout.validation_temperature"],
+                    top_p=1.0,
+                    top_k=0,
                     pad_token_id=self.tokenizer.pad_token_id,
                     eos_token_id=self.tokenizer.eos_token_id,
                 )

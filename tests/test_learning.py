@@ -3,6 +3,9 @@
 import importlib
 import json
 import os
+import random
+import re
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -21,20 +24,38 @@ report = importlib.import_module("learning_report")
 task = importlib.import_module("learning_task")
 
 
-def test_sums_are_right_different_and_not_held_out_from_themselves(tmp_path: Path) -> None:
+def test_sums_are_different_not_held_out_from_themselves_and_careless_only_before(
+    tmp_path: Path,
+) -> None:
     task.write_task(tmp_path, task.TINY)
     found = {}
+    right = []
     for name in ("held_out", "prompts", "sft"):
         lines = (tmp_path / f"{name}.jsonl").read_text().splitlines()
         rows = [json.loads(line) for line in lines]
         found[name] = {row["prompt"] for row in rows}
         assert len(found[name]) == len(rows) == getattr(task.TINY, name)
         for row in rows:
-            said = row.get("answer", row.get("completion"))
-            assert str(eval(row["prompt"].rstrip("="))) == said
+            result = str(eval(row["prompt"].rstrip("=")))
+            if "answer" in row:
+                assert row["answer"] == result
+            else:
+                assert row["completion"].count(",") + 1 == count_signs(row["prompt"])
+                right.append(re.findall(task.RESULT, row["completion"]) == [result])
+    assert 0.3 < statistics.mean(right) < 0.6
     assert not found["held_out"] & (found["prompts"] | found["sft"])
-    longest = [max(sum(map(text.count, "+-")) for text in texts) for texts in found.values()]
-    assert longest == [3, 3, 2]
+    assert [max(map(count_signs, texts)) for texts in found.values()] == [5, 5, 5]
+
+
+def count_signs(text: str) -> int:
+    return text.count("+") + text.count("-")
+
+
+def test_a_careless_answer_goes_on_from_what_it_says() -> None:
+    numbers = random.Random(0)
+    assert task.worked([12, 34, -5], numbers, 0.0) == "46,41"
+    first, second = map(int, task.worked([12, 34, -5], numbers, 1.0).split(","))
+    assert abs(first - 46) in (1, 10) and abs(second - (first - 5)) in (1, 10)
 
 
 def test_the_tokenizer_has_a_token_for_each_sign_and_the_task_fits(tmp_path: Path) -> None:
@@ -42,6 +63,8 @@ def test_the_tokenizer_has_a_token_for_each_sign_and_the_task_fits(tmp_path: Pat
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     assert len(tokenizer("12+34-5=").input_ids) == 8
     assert len(tokenizer("99+99+99+99=").input_ids) == 12
+    longest = task.worked([99] * 6, random.Random(0), 0.0) + task.END
+    assert len(tokenizer(longest).input_ids) <= task.LARGE.max_tokens
 
 
 @pytest.mark.parametrize("tiny", [True, False])
