@@ -49,6 +49,18 @@ def test_two_ranks_train_the_experts_of_one_process(kind: str, tmp_path: Path) -
     check_same(together, alone)
 
 
+WITH_A_PLAN = ("mixtral", "qwen2_moe", "olmoe", "glm4_moe")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", WITH_A_PLAN)
+def test_ranks_that_split_matrices_share_the_tokens_of_experts(kind: str, tmp_path: Path) -> None:
+    saved(kind, tmp_path)
+    [alone] = outcomes(tmp_path, [Case()])
+    for one in outcomes(tmp_path, [SPLIT["whole"], SPLIT["spread"]]):
+        check_same(one, alone)
+
+
 TWO = Layout(dp_shard=2, ep=2)
 ON_TWO = {
     "ZeRO-1": Case(TWO, 2, zero_stage=1),
@@ -59,12 +71,23 @@ ON_TWO = {
     "cp": Case(Layout(cp=2, ep=2), 2),
     "ring": Case(Layout(cp=2, ring=True, ep=2), 2, parallelism=RING),
 }
+SPLIT = {
+    "whole": Case(Layout(tp=2)),
+    "spread": Case(Layout(tp=2, ep=2)),
+    "recomputed": Case(Layout(tp=2, ep=2), 2, recompute=ActivationCheckpointConfig(mode="full")),
+    "ZeRO-2": Case(Layout(tp=2), 2, zero_stage=2),
+}
 ON_FOUR = {
     "half": Case(Layout(dp_shard=4, ep=2)),
     "all": Case(Layout(dp_shard=4, ep=4)),
     "HSDP": Case(Layout(dp_replicate=2, dp_shard=2, ep=2)),
     "cp": Case(Layout(dp_shard=2, cp=2, ep=4), 2),
     "pp": pipelined(Layout(dp_shard=2, pp=2, ep=2), 4),
+    "tp": Case(Layout(dp_shard=2, tp=2)),
+    "tp, half": Case(Layout(dp_shard=2, tp=2, ep=2), 2),
+    "tp, all": Case(Layout(dp_replicate=2, tp=2, ep=2)),
+    "tp and cp": Case(Layout(cp=2, tp=2, ep=4)),
+    "tp and pp": pipelined(Layout(pp=2, tp=2, ep=2), 4),
     "interleaved": pipelined(Layout(dp_shard=2, pp=2, ep=2), 4, "Interleaved1F1B"),
 }
 
@@ -72,7 +95,7 @@ ON_FOUR = {
 def test_any_layout_of_two_ranks_is_one_process(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     [alone] = outcomes(tmp_path, [Case()])
-    for one in outcomes(tmp_path, [*ON_TWO.values()]):
+    for one in outcomes(tmp_path, [*ON_TWO.values(), *SPLIT.values()]):
         check_same(one, alone)
 
 
@@ -118,7 +141,8 @@ def test_adapters_beside_spread_experts_are_those_of_one_process(tmp_path: Path)
     saved("qwen3_moe", tmp_path)
     adapters = LoraConfig(rank=3)
     [alone] = outcomes(tmp_path, [Case(lora=adapters)])
-    for one in outcomes(tmp_path, [Case(TWO, 2, lora=adapters)]):
+    split = [Case(Layout(tp=2), lora=adapters), Case(Layout(tp=2, ep=2), lora=adapters)]
+    for one in outcomes(tmp_path, [Case(TWO, 2, lora=adapters), *split]):
         check_same(one, alone)
 
 
@@ -137,8 +161,10 @@ def test_other_optimizers_make_the_same_steps(settings: dict[str, str], tmp_path
     tiny_config("qwen3_moe", hidden_size=256, head_dim=64).save_pretrained(tmp_path)
     optimizer = OptimizerConfig(**settings, lr=1e-2, weight_decay=0.3)
     [(_, alone)] = run_ranks(1, three_steps, tmp_path, [Case()], optimizer)[0]
-    for [(_, after)] in run_ranks(2, three_steps, tmp_path, [Case(TWO)], optimizer):
-        assert relative_error(after, alone) < 1e-6
+    cases = [Case(TWO), Case(Layout(tp=2)), Case(Layout(tp=2, ep=2))]
+    for found in run_ranks(2, three_steps, tmp_path, cases, optimizer):
+        for _, after in found:
+            assert relative_error(after, alone) < 1e-6
 
 
 def test_the_load_balancing_loss_is_that_of_one_process(tmp_path: Path) -> None:

@@ -14,11 +14,6 @@ def _is_spread(config: Config) -> bool:
 
 EXPERT_RULES = (
     Rule(
-        (_DEGREE, "parallelism.tensor_parallel_degree"),
-        lambda config: _is_spread(config) and config.parallelism.tensor_parallel_degree > 1,
-        "experts are not spread over ranks that split matrices; use one of the two",
-    ),
-    Rule(
         (_DEGREE, "quantization.base"),
         lambda config: _is_spread(config) and config.quantization.base != "none",
         "stacks of quantised experts are not sent to other ranks; use one of the two",

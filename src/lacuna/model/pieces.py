@@ -13,7 +13,7 @@ from lacuna.config import UserError
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.specimen import LENGTH, specimen_and_layers
 from lacuna.parallel.backbone import backbone
-from lacuna.parallel.tensor import gathered_blocks
+from lacuna.parallel.tensor import gathered_blocks, layer_styles, mixtures_in
 
 SETTING = "activation_checkpoint.mlp_chunks"
 _CPU = torch.device("cpu")
@@ -29,15 +29,21 @@ def compute_in_pieces(model: PreTrainedModel, pieces: int, tensor_parallel: int)
     `UserError` for layers that have no such block.
     """
     blocks = token_wise_blocks(model.config)
+    layers = decoder_layers(model)
+    if tensor_parallel > 1 and any(mixtures_in(layer, model.config) for layer in layers):
+        raise UserError(
+            f"{SETTING}, parallelism.tensor_parallel_degree: pieces of a mixture of experts are "
+            "not computed by ranks that split matrices: use one of the two."
+        )
     if tensor_parallel > 1:
-        gathered = gathered_blocks(model.config)
+        gathered = gathered_blocks(layer_styles(model.config))
         blocks = {block for block in blocks if block[0] in gathered}
     if not blocks:
         raise UserError(
             f"{SETTING}: layers of {model.config.model_type!r} models have no block that computes "
             "each token by itself; leave it out."
         )
-    parts = [part for layer in decoder_layers(model) for part in layer.named_modules()]
+    parts = [part for layer in layers for part in layer.named_modules()]
     # Layers may share one.
     for module in {module: None for name, module in parts if (name, type(module)) in blocks}:
         module.forward = _in_pieces(module.forward, pieces, tensor_parallel)

@@ -36,12 +36,12 @@ def _sharing(layout: Layout) -> int:
 
     Raises `UserError` where the expert degree does not divide it.
     """
-    sharing = layout.dp_shard * layout.cp
+    sharing = layout.dp_shard * layout.cp * layout.tp
     if sharing % layout.ep > 0:
         raise UserError(
             f"{EXPERTS}: {layout.ep} does not divide data_parallel_shard_degree × "
-            f"context_parallel_degree = {sharing}, the ranks that experts are spread over: change "
-            "one of them."
+            f"context_parallel_degree × tensor_parallel_degree = {sharing}, the ranks that experts "
+            "are spread over: change one of them."
         )
     return sharing
 
@@ -96,8 +96,9 @@ def check_experts(
         if experts % sharing > 0:
             raise UserError(
                 f"{EXPERTS}: {experts} experts cannot be sharded evenly over "
-                f"data_parallel_shard_degree × context_parallel_degree = {sharing} ranks: make "
-                f"that a divisor of {experts}, with data_parallel_replicate_degree for the rest."
+                f"data_parallel_shard_degree × context_parallel_degree × tensor_parallel_degree = "
+                f"{sharing} ranks: make that a divisor of {experts}, with "
+                "data_parallel_replicate_degree for the rest."
             )
 
 

@@ -26,7 +26,7 @@ class Layout:
     They are the number of copies of the model, and the numbers of ranks that share a copy, a
     sequence, the matrices and the layers. `ring` says that the ranks of a sequence pass keys and
     values round instead of gathering them. Experts are spread over `ep` of the ranks that share a
-    copy or its sequences.
+    copy, its sequences or its matrices.
     """
 
     dp_replicate: int = 1
@@ -87,8 +87,8 @@ class Mesh:
         root: (`dp_replicate`, `fsdp`), where `fsdp` is `dp_shard` × `cp` × `tp`. All that is
             outside the layers works on its own slice of the sequence on every `tp` rank, and is
             sharded over all of them.
-        experts: (`dp_replicate`, `fsdp`, `ep`), where `fsdp` × `ep` is `dp_shard` × `cp`. Experts
-            are spread over `ep`, and sharded over `fsdp`; None where they are not spread.
+        experts: (`dp_replicate`, `fsdp`, `ep`), where `fsdp` × `ep` is `dp_shard` × `cp` × `tp`.
+            Experts are spread over `ep`, and sharded over `fsdp`; None where they are not spread.
         ends: the group of the ranks with the first and the last stage of this rank's pipeline.
     """
 

@@ -2,7 +2,8 @@
 
 Only the layers are split. The embedding, the last norm and the head work on each rank's own slice
 of the sequence. So logits are sharded by token, tied weights need no care, and the vocabulary need
-not divide by the number of ranks.
+not divide by the number of ranks. A mixture of experts works on that slice too, and is sharded as
+they are, or spread over ranks by its experts.
 """
 
 import logging
@@ -30,6 +31,7 @@ from lacuna.parallel.backbone import backbone
 
 SETTING = "parallelism.tensor_parallel_degree"
 _NORM = "replicated_with_grad_allreduce"
+_EXPERTS = "moe_tp_experts"
 _STYLES_OF = {  # for architectures that transformers has no plan for
     "gpt2": {
         "attn.c_attn": "colwise_gather_output",  # queries, keys and values in one
@@ -51,15 +53,36 @@ _MATRIX_STYLES: dict[str, parallel.ColwiseParallel | parallel.RowwiseParallel] =
 _NORM_STYLE = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
+def _styles_of_plan(model_config: PretrainedConfig) -> dict[str, str]:
+    """How transformers' plan splits the modules of one decoder layer: the style of each name."""
+    text_config = model_config.get_text_config()
+    plan = getattr(text_config, "base_model_tp_plan", None) or {}
+    styles = {name.split(".*.", 1)[1]: style for name, style in plan.items() if ".*." in name}
+    return styles or _STYLES_OF.get(text_config.model_type, {})
+
+
+def _mixtures(model_config: PretrainedConfig) -> set[str]:
+    """The blocks of layers that are mixtures of experts, where they are not dense."""
+    styles = _styles_of_plan(model_config).items()
+    return {name.rpartition(".")[0] for name, style in styles if style == _EXPERTS}
+
+
+def mixtures_in(layer: nn.Module, model_config: PretrainedConfig) -> dict[str, nn.Module]:
+    """The blocks of a layer that are mixtures of experts: each works on tokens by themselves."""
+    blocks = dict(layer.named_children())
+    found = {name: blocks[name] for name in _mixtures(model_config) & blocks.keys()}
+    return {name: block for name, block in found.items() if hasattr(block, "experts")}
+
+
 def layer_styles(model_config: PretrainedConfig) -> dict[str, str]:
-    """How transformers' plan splits the modules of one decoder layer: the style of each name.
+    """How matrices of one decoder layer are split: the style of each name, but within experts.
 
     Raises `UserError` when there is no plan, or when it has a style that is not available.
     """
     text_config = model_config.get_text_config()
-    plan = getattr(text_config, "base_model_tp_plan", None) or {}
-    styles = {name.split(".*.", 1)[1]: style for name, style in plan.items() if ".*." in name}
-    styles = styles or _STYLES_OF.get(text_config.model_type, {})
+    stacks = tuple(f"{block}.experts" for block in _mixtures(model_config))
+    planned = _styles_of_plan(model_config).items()
+    styles = {name: style for name, style in planned if not name.startswith(stacks)}
     unknown = sorted({*styles.values()} - {_NORM, *_MATRIX_STYLES})
     setting = (
         f"{SETTING}: use data, context or pipeline parallelism for {text_config.model_type!r} "
@@ -76,10 +99,27 @@ def layer_styles(model_config: PretrainedConfig) -> dict[str, str]:
     return styles
 
 
-def gathered_blocks(model_config: PretrainedConfig) -> set[str]:
+def styles_in(layer: nn.Module, model_config: PretrainedConfig) -> dict[str, str]:
+    """The same of one layer: in its mixtures of experts nothing is split.
+
+    Where the block is dense in this layer, it lacks what the plan names in mixtures beside experts.
+    """
+    whole = mixtures_in(layer, model_config)
+    parts = {name for name, _ in layer.named_modules()}
+    found = {}
+    for name, style in layer_styles(model_config).items():
+        block = name.partition(".")[0]
+        is_lacking = block in _mixtures(model_config) and name not in parts
+        if block not in whole and not is_lacking:
+            found[name] = style
+    return found
+
+
+def gathered_blocks(styles: dict[str, str]) -> set[str]:
     """The blocks of a layer that take whole sequences, and make this rank's slice of them."""
-    styles = layer_styles(model_config).items()
-    return {name.rpartition(".")[0] for name, style in styles if style.startswith("colwise")}
+    return {
+        name.rpartition(".")[0] for name, style in styles.items() if style.startswith("colwise")
+    }
 
 
 def check_tensor_parallel(model_config: PretrainedConfig, degree: int) -> None:
@@ -103,13 +143,13 @@ def check_tensor_parallel(model_config: PretrainedConfig, degree: int) -> None:
 
 def check_split(layers: Iterable[nn.Module], model_config: PretrainedConfig) -> None:
     """Raises `UserError` where the plan does not say how to split every part of the layers."""
-    styles = layer_styles(model_config)
     kind = f"{SETTING}: the plan of {model_config.model_type!r} models"
     for layer in layers:
+        styles = styles_in(layer, model_config)
         absent = styles.keys() - {name for name, _ in layer.named_modules()}
         if absent:
             raise UserError(f"{kind} splits {min(absent)}, which not all layers have.")
-        parts = [*styles, *_between_whole_outputs(layer, styles)]
+        parts = [*styles, *_between_whole_outputs(layer, styles), *mixtures_in(layer, model_config)]
         parts += [name for name, child in layer.named_children() if _goes_by_token(child)]
         for name, _ in layer.named_parameters():
             if not any(name.startswith(f"{part}.") for part in parts):
@@ -125,15 +165,18 @@ def split_layers(
     """
     # At every new shape this logger advises to flatten meshes that FSDP needs apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    styles = layer_styles(model_config)
-    gathering = gathered_blocks(model_config)
     by_token = parallel.SequenceParallel(use_local_output=True)
     gather = partial(_gather_input, mesh)
     for layer in layers:
+        styles = styles_in(layer, model_config)
+        gathering = gathered_blocks(styles)
+        mixtures = mixtures_in(layer, model_config)
+        for block in mixtures.values():
+            block.is_sharded_by_all = True  # type: ignore[assignment]
         for name in gathering:
             layer.get_submodule(name).register_forward_pre_hook(gather, with_kwargs=True)
         for name, child in layer.named_children():
-            if name not in gathering and _has_parameters(child):
+            if name not in gathering and name not in mixtures and _has_parameters(child):
                 parallel.parallelize_module(child, mesh, by_token)
         for name, style in styles.items():
             part = layer.get_submodule(name)
