@@ -172,7 +172,14 @@ def test_the_load_balancing_loss_is_that_of_one_process(tmp_path: Path) -> None:
     random_model(model, "eager").save_pretrained(tmp_path)
     [alone] = outcomes(tmp_path, [Case()])
     for one in outcomes(
-        tmp_path, [Case(TWO), Case(Layout(cp=2, ring=True, ep=2), parallelism=RING)]
+        tmp_path,
+        [
+            Case(TWO),
+            Case(Layout(cp=2, ring=True, ep=2), parallelism=RING),
+            Case(Layout(tp=2)),
+            Case(Layout(tp=2, ep=2)),
+            Case(Layout(tp=2), parallelism={"disable_loss_parallel": True}),
+        ],
     ):
         check_same(one, alone)
 

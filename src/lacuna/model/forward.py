@@ -109,7 +109,10 @@ def loss_sums(
     if head.router is not None and divisor is not None:
         from lacuna.model.router import router_loss  # an extension
 
-        balance = router_loss(head.router, output.router_logits, columns["real"])
+        real = inputs.columns["real"]
+        if inputs.gather is not None:  # layers have seen this rank's slice of the sequence
+            real = real.chunk(inputs.gather.size(), 1)[inputs.gather.get_local_rank()]
+        balance = router_loss(head.router, output.router_logits, real.flatten())
         sums = sums + F.pad((balance * divisor)[None], (0, len(loss.names) - 1))
     return sums
 

@@ -66,9 +66,7 @@ def check_router_loss(
     """
     mend = "leave that out, or set model.output_router_logits = false to train without it"
     where = None
-    if layout.tp > 1:
-        where = "parallelism.tensor_parallel_degree"
-    elif layout.pp > 1:
+    if layout.pp > 1:
         where = "parallelism.pipeline_parallel_degree"
     elif (training.gradient_accumulation_steps or 1) > 1:
         where = "training.gradient_accumulation_steps"
