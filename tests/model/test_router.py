@@ -14,7 +14,6 @@ from transformers import (
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
-from lacuna.config.documents import CurriculumConfig
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch
@@ -102,14 +101,17 @@ def test_the_total_is_that_of_transformers(kind: str, padded: bool, tmp_path: Pa
 
 def test_ranks_that_share_a_step_share_its_load(tmp_path: Path) -> None:
     saved("mixtral", tmp_path)
-    [alone] = outcomes(tmp_path, [Case()])
+    [alone, *accumulated] = outcomes(tmp_path, [Case(), Case(accumulation=2), Case(accumulation=8)])
     ring = {"context_parallel_rotate_method": "alltoall"}
     layouts = [
         Case(Layout(dp_shard=2)),
         Case(Layout(dp_replicate=2)),
+        Case(Layout(dp_shard=2), 2),
+        Case(Layout(dp_shard=2), 4, zero_stage=1),
+        Case(Layout(dp_shard=2), 2, recompute=ActivationCheckpointConfig(mode="full")),
         Case(Layout(cp=2, ring=True), parallelism=ring),
     ]
-    for each in outcomes(tmp_path, layouts):
+    for each in (*accumulated, *outcomes(tmp_path, layouts)):
         assert each.loss == pytest.approx(alone.loss, rel=1e-6)
         assert relative_error(each.gradients, alone.gradients) < 1e-5
 
@@ -117,13 +119,7 @@ def test_ranks_that_share_a_step_share_its_load(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "layout", "changes"),
     [
-        ("parallelism.tensor_parallel_degree", Layout(tp=2), {}),
         ("parallelism.pipeline_parallel_degree", Layout(pp=2), {}),
-        (
-            "training.gradient_accumulation_steps",
-            Layout(),
-            {"training": TrainingConfig(gradient_accumulation_steps=2)},
-        ),
         ("compile.enable", Layout(), {"compile": CompileConfig(enable=True)}),
         (
             "activation_checkpoint.mlp_chunks",
@@ -140,13 +136,7 @@ def test_what_would_be_another_loss_is_refused(
         match=rf"model\.output_router_logits, {setting}: the load-balancing loss.*= false",
     ):
         config = Config(**changes)
-        check_router_loss(
-            config.training,
-            config.curriculum,
-            config.compile,
-            config.activation_checkpoint,
-            layout,
-        )
+        check_router_loss(config.compile, config.activation_checkpoint, layout)
 
 
 def asked(folder: Path, **settings: object) -> Router | None:
@@ -158,8 +148,6 @@ def router_of(model_config: PretrainedConfig, settings: ModelConfig | None = Non
     return required_router(
         "pretrain",
         settings or ModelConfig(),
-        TrainingConfig(seq_len=8),
-        CurriculumConfig(),
         CompileConfig(),
         ActivationCheckpointConfig(),
         model_config,

@@ -174,7 +174,7 @@ def build_model(
     model = build_meta_model(config, tokenizer, mesh.layout, device.type, device)
     logger.info("attention: %s", install_fastest_kernels(model.config, mesh.layout, device.type))
     dtype = compute_dtype(training, device.type)
-    asked = (config.job.task, config.model, training, config.curriculum, config.compile, recomputed)
+    asked = (config.job.task, config.model, config.compile, recomputed)
     router = required_router(*asked, model.config, mesh.layout, device)
     compiled = is_compiled(config.compile, parallelism, dtype, model.config, router, device.type)
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)

@@ -6,7 +6,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError, logger
-from lacuna.config.documents import CurriculumConfig, ValidationConfig
+from lacuna.config.documents import ValidationConfig
 from lacuna.config.machine import (
     ActivationCheckpointConfig,
     CompileConfig,
@@ -137,8 +137,6 @@ def reason_not_to_compile(
 def required_router(
     task: str,
     settings: ModelConfig,
-    training: TrainingConfig,
-    curriculum: CurriculumConfig,
     compiled: CompileConfig,
     recomputed: ActivationCheckpointConfig,
     model_config: PretrainedConfig,
@@ -158,7 +156,7 @@ def required_router(
         with runs_by_itself(model):
             router = find_router(model, settings)
         if router is not None:
-            check_router_loss(training, curriculum, compiled, recomputed, layout)
+            check_router_loss(compiled, recomputed, layout)
     if router is None and task in ("pretrain", "sft"):
         from lacuna.model.added_losses import require_no_added_loss  # an extension
 

@@ -74,15 +74,16 @@ def loss_sums(
     inputs: Inputs,
     loss: Loss,
     divisor: Tensor | None = None,
+    choices: Tensor | None = None,
 ) -> Tensor:
     """This rank's share of the sums of `loss` over `inputs`, float32 [names of the loss].
 
     The sums are over tokens or over sequences. Ranks that share sequences all make the same sums of
     whole sequences, and each takes an equal share of them. Where the head has a router and
     `divisor` says what the loss will be divided by, the router's loss times `divisor` is added to
-    the first sum.
+    the first sum; `choices` are those of the whole step, if it has several micro-batches.
     """
-    output = _run_backbone(model, head, inputs)
+    output = run_backbone(model, head, inputs)
     states = _hidden_states(head, output, inputs)
     columns = {name: column.flatten(0, 1) for name, column in inputs.columns.items()}
     if isinstance(loss, SequenceLoss):
@@ -107,12 +108,10 @@ def loss_sums(
     if inputs.gather is not None:
         sums = sums / inputs.gather.size()
     if head.router is not None and divisor is not None:
-        from lacuna.model.router import router_loss  # an extension
+        from lacuna.model.router import real_tokens, router_loss  # an extension
 
-        real = inputs.columns["real"]
-        if inputs.gather is not None:  # layers have seen this rank's slice of the sequence
-            real = real.chunk(inputs.gather.size(), 1)[inputs.gather.get_local_rank()]
-        balance = router_loss(head.router, output.router_logits, real.flatten())
+        real = real_tokens(inputs)
+        balance = router_loss(head.router, output.router_logits, real, choices)
         sums = sums + F.pad((balance * divisor)[None], (0, len(loss.names) - 1))
     return sums
 
@@ -122,11 +121,11 @@ def sequence_logprobs(model: PreTrainedModel, head: Head, inputs: Inputs) -> Ten
 
     Every rank that shares the sequences has all of them.
     """
-    states = _hidden_states(head, _run_backbone(model, head, inputs), inputs)
+    states = _hidden_states(head, run_backbone(model, head, inputs), inputs)
     return _sums_by_sequence(model, head, inputs, states)["logprobs"]
 
 
-def _run_backbone(model: PreTrainedModel, head: Head, inputs: Inputs) -> Any:
+def run_backbone(model: PreTrainedModel, head: Head, inputs: Inputs) -> Any:
     """What the backbone returns, or the whole model where lacuna does not know the head."""
     if head.chunked:
         return backbone(model)(**inputs.arguments)

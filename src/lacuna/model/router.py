@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -9,11 +10,17 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError
-from lacuna.config.documents import CurriculumConfig
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
-from lacuna.config.sections import ModelConfig, TrainingConfig
+from lacuna.config.sections import ModelConfig
+from lacuna.data import Batch
 from lacuna.model.architecture import ROUTER_COEFFICIENTS
+from lacuna.model.forward import run_backbone
+from lacuna.model.inputs import Inputs
 from lacuna.parallel.mesh import Layout
+
+if TYPE_CHECKING:  # both import this
+    from lacuna.model.build import BuiltModel
+    from lacuna.model.head import Head
 
 
 @dataclass(frozen=True)
@@ -54,24 +61,13 @@ def _require_not_asked(settings: ModelConfig, text_config: PretrainedConfig) -> 
 
 
 def check_router_loss(
-    training: TrainingConfig,
-    curriculum: CurriculumConfig,
-    compiled: CompileConfig,
-    recomputed: ActivationCheckpointConfig,
-    layout: Layout,
+    compiled: CompileConfig, recomputed: ActivationCheckpointConfig, layout: Layout
 ) -> None:
-    """Raises `UserError` where a step's load-balancing loss would not be that of all its tokens.
-
-    The loss is not linear, so that its mean over micro-batches is something else.
-    """
+    """Raises `UserError` where a step's load-balancing loss would not be that of all its tokens."""
     mend = "leave that out, or set model.output_router_logits = false to train without it"
     where = None
     if layout.pp > 1:
         where = "parallelism.pipeline_parallel_degree"
-    elif (training.gradient_accumulation_steps or 1) > 1:
-        where = "training.gradient_accumulation_steps"
-    elif curriculum.stages:
-        where = "curriculum.stages"
     elif compiled.enable:
         where = "compile.enable"
     elif recomputed.mlp_chunks > 1:
@@ -102,7 +98,8 @@ def find_router(model: PreTrainedModel, settings: ModelConfig) -> Router | None:
         ours = 0.0
         logits = getattr(output, "router_logits", None)  # some classes say nothing of them
         if logits is not None:
-            balance = _balance_loss(logits, router.chosen, whole, over_ranks=False)
+            choices = _count_choices(logits, router.chosen, whole)
+            balance = _balance_loss(logits, whole, choices)
             ours = router.coefficient * balance.item()
     if abs(theirs) < 1e-6:
         _require_not_asked(settings, text_config)
@@ -116,33 +113,66 @@ def find_router(model: PreTrainedModel, settings: ModelConfig) -> Router | None:
     return router
 
 
-def router_loss(router: Router, logits: Sequence[Tensor], real: Tensor) -> Tensor:
-    """This rank's share of the load-balancing loss of all ranks' tokens, times its coefficient.
+def choices_of_step(built: "BuiltModel", batches: Sequence[Batch]) -> Tensor:
+    """How often each expert is chosen in a step's micro-batches, over all ranks [experts + 1].
+
+    That takes a forward pass of each, without gradients. The last number is that of tokens, once
+    for each layer.
+    """
+    with torch.no_grad():
+        found = [built.read(batch, _read_choices) for batch in batches]
+    total = torch.stack([one for one in found if one is not None]).sum(0)
+    dist.all_reduce(total)
+    return total
+
+
+def _read_choices(model: PreTrainedModel, head: "Head", inputs: Inputs) -> Tensor:
+    assert head.router is not None
+    logits = run_backbone(model, head, inputs).router_logits
+    return _count_choices(logits, head.router.chosen, real_tokens(inputs))
+
+
+def real_tokens(inputs: Inputs) -> Tensor:
+    """Which of the tokens that this rank's layers see are no padding, bool [tokens]."""
+    real = inputs.columns["real"]
+    if inputs.gather is not None:  # layers see this rank's slice of the sequence
+        real = real.chunk(inputs.gather.size(), 1)[inputs.gather.get_local_rank()]
+    return real.flatten()
+
+
+def router_loss(
+    router: Router, logits: Sequence[Tensor], real: Tensor, choices: Tensor | None = None
+) -> Tensor:
+    """This rank's share of the load-balancing loss of a step's tokens, times its coefficient.
 
     `logits` are [tokens, experts] of each layer, and `real`, bool [tokens], leaves padding out. The
-    shares add up, because how often each expert is chosen, which has no gradient, is counted over
-    all ranks first.
+    shares add up over micro-batches and ranks, because how often each expert is chosen, which has
+    no gradient, is counted over all of them first: `choices`, as `choices_of_step` makes them, or
+    those of all ranks' tokens here.
     """
-    return router.coefficient * _balance_loss(logits, router.chosen, real, dist.is_initialized())
+    if choices is None:
+        choices = _count_choices(logits, router.chosen, real)
+        if dist.is_initialized():
+            dist.all_reduce(choices)
+    return router.coefficient * _balance_loss(logits, real, choices)
 
 
-def _balance_loss(logits: Sequence[Tensor], chosen: int, real: Tensor, over_ranks: bool) -> Tensor:
-    """The number of experts times sum(choices * probabilities), over this rank's probabilities.
+def _count_choices(logits: Sequence[Tensor], chosen: int, real: Tensor) -> Tensor:
+    counts = logits[0].new_zeros(logits[0].shape[-1] + 1, dtype=torch.float32)
+    counts[-1] = real.sum() * len(logits)
+    for layer in logits:
+        picked = layer.detach().topk(chosen, dim=-1).indices
+        hits = torch.zeros_like(layer, dtype=torch.float32).scatter_(1, picked, 1.0)
+        counts[:-1] += real.float() @ hits
+    return counts
+
+
+def _balance_loss(logits: Sequence[Tensor], real: Tensor, choices: Tensor) -> Tensor:
+    """The number of experts times sum(choices * probabilities), over these tokens' probabilities.
 
     Choices and probabilities of experts are means over all layers and tokens, as in Switch
     Transformers (arXiv 2101.03961), equations 4 to 6.
     """
-    experts = logits[0].shape[-1]
-    probabilities = logits[0].new_zeros(experts, dtype=torch.float32)
-    counts = probabilities.new_zeros(experts + 1)
-    counts[-1] = real.sum() * len(logits)
-    for layer in logits:
-        weights = layer.float().softmax(-1)
-        picked = weights.detach().topk(chosen, dim=-1).indices
-        hits = torch.zeros_like(weights).scatter_(1, picked, 1.0)
-        counts[:-1] += real.float() @ hits
-        probabilities = probabilities + real.float() @ weights
-    if over_ranks:
-        dist.all_reduce(counts)
-    tokens = counts[-1].clamp(min=1)
-    return experts * (counts[:-1] / tokens * probabilities / tokens).sum()
+    probabilities = sum(real.float() @ layer.float().softmax(-1) for layer in logits)
+    tokens = choices[-1].clamp(min=1)
+    return (len(choices) - 1) * (choices[:-1] / tokens * probabilities / tokens).sum()

@@ -36,13 +36,20 @@ def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> 
     return dict(zip(totals, summed / built.mesh.layout.sharing, strict=True))
 
 
-def sums_of(built: BuiltModel, batch: Batch, loss: Loss, divisor: Tensor | None = None) -> Tensor:
+def sums_of(
+    built: BuiltModel,
+    batch: Batch,
+    loss: Loss,
+    divisor: Tensor | None = None,
+    choices: Tensor | None = None,
+) -> Tensor:
     """The sums of `loss` over this rank's share of `batch`, float32 [names].
 
-    The model may have a loss of its own that is no sum over tokens, such as that of routers. It is
-    added to the first sum `divisor` times, because the caller divides by that.
+    The model may have a loss of its own that is no sum over tokens, such as that of routers, whose
+    `choices` are of a whole step. It is added to the first sum `divisor` times, because the caller
+    divides by that.
     """
-    sums = built.read(batch, partial(loss_sums, loss=loss, divisor=divisor))
+    sums = built.read(batch, partial(loss_sums, loss=loss, divisor=divisor, choices=choices))
     return torch.zeros(len(loss.names), device=built.device) if sums is None else sums
 
 
@@ -62,9 +69,14 @@ def accumulate_gradients(
         sums = built.pipeline.step(inputs, partial(loss_sums, loss=loss), divisor)
         add_tied_gradients(built.model, built.mesh)
         return total if sums is None else total + sums
+    choices = None
+    if built.head.router is not None and len(batches) > 1:
+        from lacuna.model.router import choices_of_step  # an extension
+
+        choices = choices_of_step(built, batches)
     for index, batch in enumerate(batches):
         set_gradient_exchange(built.model, built.parallelism, index == len(batches) - 1)
-        sums = sums_of(built, batch, loss, divisor)
+        sums = sums_of(built, batch, loss, divisor, choices)
         (sums[0] / divisor).backward()
         total += sums.detach()
     return total
