@@ -17,8 +17,6 @@ from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import asks_for_router_loss, decoder_layers, is_from_fla
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.over_tokens import has_recurrences
-from lacuna.model.probe import runs_by_itself
-from lacuna.model.specimen import specimen
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.precision import kept_in_float32, named_dtype
@@ -150,13 +148,9 @@ def required_router(
     """
     router = None
     if asks_for_router_loss(model_config):
-        from lacuna.model.router import check_router_loss, find_router
+        from lacuna.model.router import router_of_run  # an extension
 
-        model = specimen(model_config, device=device)
-        with runs_by_itself(model):
-            router = find_router(model, settings)
-        if router is not None:
-            check_router_loss(compiled, recomputed, layout)
+        router = router_of_run(model_config, settings, compiled, recomputed, layout, device)
     if router is None and task in ("pretrain", "sft"):
         from lacuna.model.added_losses import require_no_added_loss  # an extension
 

@@ -13,7 +13,8 @@ from lacuna.config import UserError
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.specimen import LENGTH, specimen_and_layers
 from lacuna.parallel.backbone import backbone
-from lacuna.parallel.tensor import gathered_blocks, layer_styles, mixtures_in
+from lacuna.parallel.mixtures import mixtures_in
+from lacuna.parallel.tensor import gathered_blocks, layer_styles
 
 SETTING = "activation_checkpoint.mlp_chunks"
 _CPU = torch.device("cpu")

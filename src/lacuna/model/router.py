@@ -16,6 +16,8 @@ from lacuna.data import Batch
 from lacuna.model.architecture import ROUTER_COEFFICIENTS
 from lacuna.model.forward import run_backbone
 from lacuna.model.inputs import Inputs
+from lacuna.model.probe import runs_by_itself
+from lacuna.model.specimen import specimen
 from lacuna.parallel.mesh import Layout
 
 if TYPE_CHECKING:  # both import this
@@ -77,6 +79,26 @@ def check_router_loss(
             f"model.output_router_logits, {where}: the load-balancing loss, which the model's "
             f"configuration or this run asks for, is not available with the second: {mend}."
         )
+
+
+def router_of_run(
+    model_config: PretrainedConfig,
+    settings: ModelConfig,
+    compiled: CompileConfig,
+    recomputed: ActivationCheckpointConfig,
+    layout: Layout,
+    device: torch.device,
+) -> Router | None:
+    """What a run must know of the load-balancing loss of a model that asks for it (`find_router`).
+
+    Raises `UserError` where that loss cannot be computed exactly.
+    """
+    model = specimen(model_config, device=device)
+    with runs_by_itself(model):
+        router = find_router(model, settings)
+    if router is not None:
+        check_router_loss(compiled, recomputed, layout)
+    return router
 
 
 def find_router(model: PreTrainedModel, settings: ModelConfig) -> Router | None:

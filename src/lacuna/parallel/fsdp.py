@@ -92,16 +92,13 @@ def _units(
     """What is gathered at once, the inner before the outer: modules, meshes, and when it is freed.
 
     These are experts that are spread over ranks, mixtures of experts in layers that are split, each
-    layer, a head and an embedding that are not
-    tied, and the rest, which has what is tied, since only one unit may see a weight. The embedding
-    is apart only where it is then freed after the forward pass. Layers are freed then with
-    `reshard`, and the rest with `always`.
+    layer, a head and an embedding that are not tied, and the rest, which has what is tied, since
+    only one unit may see a weight. The embedding is apart only where it is then freed after the
+    forward pass. Layers are freed then with `reshard`, and the rest with `always`.
     """
-    units = [(layer, mesh.layers, reshard) for layer in layers]
-    if mesh.layout.tp > 1:
-        parts = (part for layer in layers for part in layer.modules())
-        mixtures = [part for part in parts if hasattr(part, "is_sharded_by_all")]
-        units = [(part, mesh.root, reshard) for part in mixtures] + units
+    parts = (part for layer in layers for part in layer.modules())
+    units = [(part, mesh.root, reshard) for part in parts if hasattr(part, "is_sharded_by_all")]
+    units += [(layer, mesh.layers, reshard) for layer in layers]
     if mesh.experts is not None:
         from lacuna.parallel.experts import stacks_of  # an extension
 

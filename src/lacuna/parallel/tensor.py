@@ -31,7 +31,7 @@ from lacuna.parallel.backbone import backbone
 
 SETTING = "parallelism.tensor_parallel_degree"
 _NORM = "replicated_with_grad_allreduce"
-_EXPERTS = "moe_tp_experts"
+EXPERTS = "moe_tp_experts"
 _STYLES_OF = {  # for architectures that transformers has no plan for
     "gpt2": {
         "attn.c_attn": "colwise_gather_output",  # queries, keys and values in one
@@ -53,25 +53,12 @@ _MATRIX_STYLES: dict[str, parallel.ColwiseParallel | parallel.RowwiseParallel] =
 _NORM_STYLE = parallel.SequenceParallel(sequence_dim=2, use_local_output=True)
 
 
-def _styles_of_plan(model_config: PretrainedConfig) -> dict[str, str]:
+def plan_of(model_config: PretrainedConfig) -> dict[str, str]:
     """How transformers' plan splits the modules of one decoder layer: the style of each name."""
     text_config = model_config.get_text_config()
     plan = getattr(text_config, "base_model_tp_plan", None) or {}
     styles = {name.split(".*.", 1)[1]: style for name, style in plan.items() if ".*." in name}
     return styles or _STYLES_OF.get(text_config.model_type, {})
-
-
-def _mixtures(model_config: PretrainedConfig) -> set[str]:
-    """The blocks of layers that are mixtures of experts, where they are not dense."""
-    styles = _styles_of_plan(model_config).items()
-    return {name.rpartition(".")[0] for name, style in styles if style == _EXPERTS}
-
-
-def mixtures_in(layer: nn.Module, model_config: PretrainedConfig) -> dict[str, nn.Module]:
-    """The blocks of a layer that are mixtures of experts: each works on tokens by themselves."""
-    blocks = dict(layer.named_children())
-    found = {name: blocks[name] for name in _mixtures(model_config) & blocks.keys()}
-    return {name: block for name, block in found.items() if hasattr(block, "experts")}
 
 
 def layer_styles(model_config: PretrainedConfig) -> dict[str, str]:
@@ -80,9 +67,9 @@ def layer_styles(model_config: PretrainedConfig) -> dict[str, str]:
     Raises `UserError` when there is no plan, or when it has a style that is not available.
     """
     text_config = model_config.get_text_config()
-    stacks = tuple(f"{block}.experts" for block in _mixtures(model_config))
-    planned = _styles_of_plan(model_config).items()
-    styles = {name: style for name, style in planned if not name.startswith(stacks)}
+    plan = plan_of(model_config)
+    stacks = tuple(name for name, style in plan.items() if style == EXPERTS)
+    styles = {name: style for name, style in plan.items() if not name.startswith(stacks)}
     unknown = sorted({*styles.values()} - {_NORM, *_MATRIX_STYLES})
     setting = (
         f"{SETTING}: use data, context or pipeline parallelism for {text_config.model_type!r} "
@@ -99,20 +86,16 @@ def layer_styles(model_config: PretrainedConfig) -> dict[str, str]:
     return styles
 
 
-def styles_in(layer: nn.Module, model_config: PretrainedConfig) -> dict[str, str]:
-    """The same of one layer: in its mixtures of experts nothing is split.
+def _split_and_whole(
+    layer: nn.Module, model_config: PretrainedConfig
+) -> tuple[dict[str, str], dict[str, nn.Module]]:
+    """The same of one layer, and its mixtures of experts, in which nothing is split."""
+    if EXPERTS not in plan_of(model_config).values():
+        return layer_styles(model_config), {}
+    from lacuna.parallel.mixtures import mixtures_in, styles_beside  # an extension
 
-    Where the block is dense in this layer, it lacks what the plan names in mixtures beside experts.
-    """
-    whole = mixtures_in(layer, model_config)
-    parts = {name for name, _ in layer.named_modules()}
-    found = {}
-    for name, style in layer_styles(model_config).items():
-        block = name.partition(".")[0]
-        is_lacking = block in _mixtures(model_config) and name not in parts
-        if block not in whole and not is_lacking:
-            found[name] = style
-    return found
+    mixtures = mixtures_in(layer, model_config)
+    return styles_beside(mixtures, layer, model_config), mixtures
 
 
 def gathered_blocks(styles: dict[str, str]) -> set[str]:
@@ -145,11 +128,11 @@ def check_split(layers: Iterable[nn.Module], model_config: PretrainedConfig) -> 
     """Raises `UserError` where the plan does not say how to split every part of the layers."""
     kind = f"{SETTING}: the plan of {model_config.model_type!r} models"
     for layer in layers:
-        styles = styles_in(layer, model_config)
+        styles, mixtures = _split_and_whole(layer, model_config)
         absent = styles.keys() - {name for name, _ in layer.named_modules()}
         if absent:
             raise UserError(f"{kind} splits {min(absent)}, which not all layers have.")
-        parts = [*styles, *_between_whole_outputs(layer, styles), *mixtures_in(layer, model_config)]
+        parts = [*styles, *_between_whole_outputs(layer, styles), *mixtures]
         parts += [name for name, child in layer.named_children() if _goes_by_token(child)]
         for name, _ in layer.named_parameters():
             if not any(name.startswith(f"{part}.") for part in parts):
@@ -168,9 +151,8 @@ def split_layers(
     by_token = parallel.SequenceParallel(use_local_output=True)
     gather = partial(_gather_input, mesh)
     for layer in layers:
-        styles = styles_in(layer, model_config)
+        styles, mixtures = _split_and_whole(layer, model_config)
         gathering = gathered_blocks(styles)
-        mixtures = mixtures_in(layer, model_config)
         for block in mixtures.values():
             block.is_sharded_by_all = True  # type: ignore[assignment]
         for name in gathering:
