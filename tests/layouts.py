@@ -73,6 +73,7 @@ class Case:
     float8: Float8Config = Float8Config()
     precision: Literal["bfloat16", "float32"] | None = None
     dtype: Literal["bfloat16", "float32"] = "float32"
+    padded: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,8 +140,11 @@ def alone_loss(model: PreTrainedModel, tokens: float) -> float:
     return total
 
 
-def micro_batch(rows: slice, seed: int = 3, packed: bool = True) -> Batch:
-    """Some of the sequences; each is one document unless they are `packed`."""
+def micro_batch(rows: slice, seed: int = 3, packed: bool = True, padded: bool = False) -> Batch:
+    """Some of the sequences; each is one document unless they are `packed`.
+
+    If they are `padded`, some tokens at the ends of all but the first pass for padding.
+    """
     ids, positions, labels = (tensor[rows] for tensor in sequences(seed))
     if not packed:
         positions = torch.arange(LENGTH).expand_as(ids)
@@ -148,6 +152,8 @@ def micro_batch(rows: slice, seed: int = 3, packed: bool = True) -> Batch:
     starts = (positions.flatten() == 0).nonzero().flatten()
     bounds = torch.cat([starts, torch.tensor([ids.numel()])]).int()
     real = torch.ones_like(ids, dtype=torch.bool)
+    if padded:
+        real = torch.arange(LENGTH) < LENGTH - 3 * torch.arange(SEQUENCES)[rows, None]
     columns = {"input_ids": ids, "labels": labels, "position_ids": positions, "real": real}
     counts = {
         "tokens": ids.numel(),
@@ -186,7 +192,7 @@ def own_batches(case: Case, mesh: Mesh, seed: int = 3, packed: bool = True) -> l
     size = SEQUENCES // case.layout.data_parallel // case.accumulation
     starts = range(mesh.data_rank * size * case.accumulation, SEQUENCES, size)
     return [
-        micro_batch(slice(start, start + size), seed, packed)
+        micro_batch(slice(start, start + size), seed, packed, case.padded)
         for start in starts[: case.accumulation]
     ]
 

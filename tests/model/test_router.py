@@ -1,6 +1,9 @@
 """A load-balancing loss that is asked for is trained as transformers trains it, or refused."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,18 +17,27 @@ from transformers import (
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
-from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
+from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.data import Batch
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
 from lacuna.model.checks import required_router
-from lacuna.model.router import Router, check_router_loss, find_router, router_loss
-from lacuna.model.specimen import specimen
+from lacuna.model.router import Router
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.parallel.mesh import Layout, build_mesh
-from lacuna.train.step import accumulate_gradients, total_counts
-from layouts import LENGTH, Case, micro_batch, outcomes, relative_error
+from lacuna.train.step import accumulate_gradients, sums_of, total_counts
+from layouts import (
+    LENGTH,
+    Case,
+    Outcome,
+    check_same,
+    configuration,
+    micro_batch,
+    outcomes,
+    pipelined,
+    relative_error,
+)
 from tiny import CPU, random_model, run_ranks, tiny_config, tokenizer_of_words
 
 KINDS = (
@@ -40,6 +52,9 @@ KINDS = (
     "ernie4_5_moe",
 )
 COEFFICIENT = 0.5
+SLOW = {
+    name: pytest.mark.slow for name in ("micro-batches", "recomputed", "some kept", "in pieces")
+}
 
 
 def saved(kind: str, folder: Path) -> Path:
@@ -79,6 +94,36 @@ def ours(folder: str, padded: bool) -> tuple[float, dict[str, Tensor]]:
     }
 
 
+def held_out_and_trained(folder: str) -> list[float]:
+    """The loss of held-out data before and after a step, and that of the step."""
+    mesh = build_mesh(Layout(), "cpu")
+    built = build_model(configuration(Path(folder), Case()), tokenizer_of_words(), mesh, CPU)
+    batch = whole_rows(padded=True)
+    trained = total_counts(built, [batch])["trained_tokens"]
+    with torch.no_grad():
+        before = sums_of(built, batch, LanguageModelling.held_out_loss)[0]
+    step = accumulate_gradients(built, [batch], LanguageModelling.loss, trained)[0]
+    with torch.no_grad():
+        after = sums_of(built, batch, LanguageModelling.held_out_loss)[0]
+    return [(each / trained).item() for each in (before, step, after)]
+
+
+def test_held_out_data_has_no_such_loss(tmp_path: Path) -> None:
+    saved("mixtral", tmp_path)
+    model, batch = AutoModelForCausalLM.from_pretrained(tmp_path), whole_rows(padded=True)
+    labels = batch.columns["input_ids"].masked_fill(~batch.columns["real"], -100)
+    mask = batch.columns["real"].long()
+    own = model(
+        input_ids=batch.columns["input_ids"],
+        labels=labels,
+        attention_mask=mask,
+        output_router_logits=False,
+    ).loss.item()
+    [(before, step, after)] = run_ranks(1, held_out_and_trained, str(tmp_path))
+    assert before == after == pytest.approx(own, rel=1e-5)
+    assert step > own + 0.1
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_total_is_that_of_transformers(kind: str, padded: bool, tmp_path: Path) -> None:
@@ -116,27 +161,76 @@ def test_ranks_that_share_a_step_share_its_load(tmp_path: Path) -> None:
         assert relative_error(each.gradients, alone.gradients) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("setting", "layout", "changes"),
-    [
-        ("parallelism.pipeline_parallel_degree", Layout(pp=2), {}),
-        ("compile.enable", Layout(), {"compile": CompileConfig(enable=True)}),
-        (
-            "activation_checkpoint.mlp_chunks",
-            Layout(),
-            {"activation_checkpoint": ActivationCheckpointConfig(mlp_chunks=2)},
-        ),
-    ],
-)
-def test_what_would_be_another_loss_is_refused(
-    setting: str, layout: Layout, changes: dict[str, object]
-) -> None:
-    with pytest.raises(
-        UserError,
-        match=rf"model\.output_router_logits, {setting}: the load-balancing loss.*= false",
-    ):
-        config = Config(**changes)
-        check_router_loss(config.compile, config.activation_checkpoint, layout)
+FULL = ActivationCheckpointConfig(mode="full")
+KEPT = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+PIECES = ActivationCheckpointConfig(mlp_chunks=3)
+PIECES_TWICE = ActivationCheckpointConfig(mode="full", mlp_chunks=5)
+COMPILED = {
+    "compiled": Case(compiled=True, padded=True),
+    "micro-batches": Case(accumulation=2, compiled=True, padded=True),
+    "recomputed": Case(compiled=True, padded=True, recompute=FULL),
+    "some kept": Case(compiled=True, padded=True, recompute=KEPT),
+    "in pieces": Case(compiled=True, padded=True, recompute=PIECES),
+}
+
+
+def four_layers(folder: Path, **changes: object) -> Outcome:
+    """Writes a model whose loss is half that of balance; its step in one process."""
+    asking = {"output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    model_config = tiny_config("qwen3_moe", num_hidden_layers=4, **asking, **changes)
+    random_model(model_config, "eager").save_pretrained(folder)
+    [alone] = outcomes(folder, [Case(padded=True)])
+    return alone
+
+
+def check_all(folder: Path, cases: Sequence[Case], alone: Outcome) -> None:
+    for each in outcomes(folder, [*cases]):
+        assert each.gradients.keys() == alone.gradients.keys()
+        check_same(each, alone)
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in COMPILED])
+def test_compiled_layers_learn_the_same(name: str, tmp_path: Path) -> None:
+    alone = four_layers(tmp_path)
+    check_all(tmp_path, [COMPILED[name]], alone)
+
+
+def test_layers_that_are_computed_again_or_in_pieces_learn_the_same(tmp_path: Path) -> None:
+    alone = four_layers(tmp_path)
+    again = (FULL, KEPT, PIECES, PIECES_TWICE)
+    cases = [Case(padded=True, recompute=each) for each in again]
+    check_all(tmp_path, [*cases, Case(accumulation=2, padded=True, recompute=PIECES)], alone)
+
+
+def staged(schedule: str, **changes: Any) -> Case:
+    return replace(pipelined(Layout(pp=2), 4, schedule), padded=True, **changes)
+
+
+def test_stages_of_a_pipeline_learn_the_same(tmp_path: Path) -> None:
+    """With GPipe all forward passes come before the first backward pass, which computes again."""
+    alone = four_layers(tmp_path)
+    schedules = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
+    again = [staged("GPipe", recompute=each) for each in (FULL, PIECES, PIECES_TWICE)]
+    check_all(tmp_path, [*map(staged, schedules), *again], alone)
+
+
+def test_a_stage_without_routers_counts_nothing(tmp_path: Path) -> None:
+    alone = four_layers(tmp_path, mlp_only_layers=[0, 1])
+    check_all(tmp_path, [staged("1F1B")], alone)
+
+
+@pytest.mark.slow
+def test_pipelines_of_four_ranks_learn_the_same(tmp_path: Path) -> None:
+    alone = four_layers(tmp_path)
+    layouts = (
+        Layout(dp_shard=2, pp=2),
+        Layout(dp_shard=2, pp=2, ep=2),
+        Layout(tp=2, pp=2),
+        Layout(cp=2, pp=2),
+    )
+    cases = [replace(pipelined(one, 4), padded=True) for one in layouts]
+    sharded = Case(Layout(dp_shard=4), 2, compiled=True, padded=True, recompute=FULL)
+    check_all(tmp_path, [*cases, sharded], alone)
 
 
 def asked(folder: Path, **settings: object) -> Router | None:
@@ -145,15 +239,7 @@ def asked(folder: Path, **settings: object) -> Router | None:
 
 
 def router_of(model_config: PretrainedConfig, settings: ModelConfig | None = None) -> Router | None:
-    return required_router(
-        "pretrain",
-        settings or ModelConfig(),
-        CompileConfig(),
-        ActivationCheckpointConfig(),
-        model_config,
-        Layout(),
-        CPU,
-    )
+    return required_router("pretrain", settings or ModelConfig(), model_config, CPU)
 
 
 def test_settings_ask_for_it_or_leave_it_out(tmp_path: Path) -> None:
@@ -192,17 +278,6 @@ def test_a_class_that_trains_no_such_loss_gets_none_and_cannot_be_asked_for_it(k
     for setting, value in {"output_router_logits": True, "router_aux_loss_coef": 0.5}.items():
         with pytest.raises(UserError, match=rf"model\.{setting}: '{kind}' models have no load-bal"):
             router_of(own, ModelConfig(**{setting: value}))
-
-
-def test_padding_counts_for_nothing() -> None:
-    model = specimen(tiny_config("qwen3_moe", output_router_logits=True))
-    router = find_router(model, ModelConfig())
-    logits = [
-        torch.randn(8, 4, generator=torch.Generator().manual_seed(place)) for place in range(2)
-    ]
-    real = torch.tensor([True] * 5 + [False] * 3)
-    alone = router_loss(router, [layer[:5] for layer in logits], real[:5])
-    assert router_loss(router, logits, real).item() == pytest.approx(alone.item())
 
 
 def test_a_loss_that_transformers_own_code_cannot_make_is_refused(

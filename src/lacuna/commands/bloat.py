@@ -52,7 +52,12 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "added-losses": ("model/added_losses.py",),
-    "experts": ("model/router.py", "parallel/experts.py", "parallel/mixtures.py"),
+    "experts": (
+        "model/router.py",
+        "model/router_settings.py",
+        "parallel/experts.py",
+        "parallel/mixtures.py",
+    ),
     "router-load": (
         "model/balanced_experts.py",
         "model/router_kinds.py",

@@ -88,7 +88,7 @@ def load_model_config(
     model_config.use_cache = False
     model_config.architectures = None  # the task decides what is made of it
     if settings.output_router_logits is not None or settings.router_aux_loss_coef is not None:
-        from lacuna.model.router import set_router_loss
+        from lacuna.model.router_settings import set_router_loss
 
         set_router_loss(settings, model_config)
     return model_config

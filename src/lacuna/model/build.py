@@ -1,6 +1,5 @@
 """The model of a run: first without memory, then made, in the order of `build_model`'s lines."""
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from lacuna.config import Config, in_curriculum_stage
+from lacuna.config import Config, in_curriculum_stage, logger
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
 from lacuna.config.machine import Float8Config, ParallelismConfig
 from lacuna.config.sections import ModelConfig, TrainingConfig
@@ -50,11 +49,14 @@ from lacuna.parallel.fsdp import is_alone
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.parallelize import parallelize
 from lacuna.parallel.pipeline import Pipeline
-from lacuna.parallel.precision import casts_by_itself, compute_dtype, stored_dtype
+from lacuna.parallel.precision import (
+    casts_by_itself,
+    compute_dtype,
+    frozen_training,
+    stored_dtype,
+)
 from lacuna.parallel.stages import Stage
 from lacuna.parallel.tensor import check_split
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -88,15 +90,16 @@ class BuiltModel:
     def inputs(self, batch: Batch) -> Inputs:
         """This rank's share of `batch`, on the device."""
         attention = self.model.config._attn_implementation
-        gather = self.parallelism.disable_loss_parallel
-        routed = self.head.router is not None
-        return prepare_inputs(batch, attention, self.device, self.mesh, gather, routed)
+        how = self.parallelism.disable_loss_parallel, self.head.router is not None
+        return prepare_inputs(batch, attention, self.device, self.mesh, *how)
 
     def read(self, batch: Batch, reading: Reading) -> Tensor | None:
         """What `reading` makes of a forward pass of `batch`; None without the last stage."""
         inputs = self.inputs(batch)
         if self.pipeline is not None:
             return self.pipeline.evaluate(inputs, reading)
+        if self.head.router is not None:
+            self.head.router.enter(inputs)
         return run_forward(self.model, reading, self.head, inputs)
 
     @property
@@ -174,9 +177,9 @@ def build_model(
     model = build_meta_model(config, tokenizer, mesh.layout, device.type, device)
     logger.info("attention: %s", install_fastest_kernels(model.config, mesh.layout, device.type))
     dtype = compute_dtype(training, device.type)
-    asked = (config.job.task, config.model, config.compile, recomputed)
-    router = required_router(*asked, model.config, mesh.layout, device)
-    compiled = is_compiled(config.compile, parallelism, dtype, model.config, router, device.type)
+    router = required_router(config.job.task, config.model, model.config, device)
+    pieces = 1 if router is None else recomputed.mlp_chunks
+    compiled = is_compiled(config.compile, parallelism, dtype, model.config, pieces, device.type)
     head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
     parameters = model.num_parameters()
     flops = flops_of(model)
@@ -195,6 +198,8 @@ def build_model(
         require_gradients_of_embedded(model)
     for stage in stages:
         attach_forward(stage.module)
+        if router is not None:
+            router.watch(stage.module, stage.layers)
     if config.model.train_new_tokens_only:
         new_ids = tokenizer.convert_tokens_to_ids([*config.model.new_tokens])
         freeze_rows(model, cast(list[int], new_ids))
@@ -267,12 +272,6 @@ def _change_weight_use(
         look_up_on_cpu(model.get_input_embeddings())
 
 
-def frozen_training(training: TrainingConfig, device_type: str) -> TrainingConfig:
-    """The settings of a model that is not trained: its weights have the dtype of its products."""
-    dtype = str(compute_dtype(training, device_type)).removeprefix("torch.")
-    return training.model_copy(update={"dtype": dtype})
-
-
 def build_frozen(
     config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
 ) -> BuiltModel:
@@ -289,8 +288,11 @@ def build_frozen(
 
 def _run_stage(head: Head, stage: Stage, inputs: Inputs, reading: Reading) -> Tensor:
     """What a stage of a pipeline makes: hidden states, and the last stage what `reading` makes."""
-    if stage.is_last:
-        return reading(stage.module, head, inputs)
-    hidden = hidden_states(stage.module, inputs)
+    if head.router is not None:
+        head.router.enter(inputs, stage.index)
+    module = stage.module
+    made = reading(module, head, inputs) if stage.is_last else hidden_states(module, inputs)
+    if head.router is not None:
+        made = head.router.leave(made)
     # A copy where it is a view, since zero-bubble schedules detach it in place.
-    return hidden.clone() if hidden._is_view() else hidden
+    return made.clone() if made._is_view() else made

@@ -116,15 +116,18 @@ def check_ties(model: PreTrainedModel) -> None:
 
 
 def reason_not_to_compile(
-    model_config: PretrainedConfig, router: "Router | None", dtype: torch.dtype, device_type: str
+    model_config: PretrainedConfig, counted_pieces: int, dtype: torch.dtype, device_type: str
 ) -> str | None:
-    """Why layers that compute in `dtype` cannot be compiled, or None where they can."""
+    """Why layers that compute in `dtype` cannot be compiled, or None where they can.
+
+    Where they count what routers choose, they do so in `counted_pieces` of the sequence.
+    """
     if is_from_fla(model_config):
         return "fla's kernels are compiled already, and break the graph of a layer"
     if has_recurrences(model_config):
         return "recurrences over tokens have kernels that break the graph of a layer"
-    if router is not None:
-        return "their load-balancing loss is computed from what routers found"
+    if counted_pieces > 1:
+        return "what routers choose in pieces of a sequence is counted in Python"
     experts = getattr(model_config.get_text_config(), "_experts_implementation", None)
     # transformers computes these another way then, on whose gradients torch 2.11's compiler fails.
     if experts == "grouped_mm" and device_type == "cuda" and dtype != torch.bfloat16:
@@ -135,10 +138,7 @@ def reason_not_to_compile(
 def required_router(
     task: str,
     settings: ModelConfig,
-    compiled: CompileConfig,
-    recomputed: ActivationCheckpointConfig,
     model_config: PretrainedConfig,
-    layout: Layout,
     device: torch.device,
 ) -> "Router | None":
     """What a run must know of its model's load-balancing loss, or None where none is asked for.
@@ -148,9 +148,11 @@ def required_router(
     """
     router = None
     if asks_for_router_loss(model_config):
-        from lacuna.model.router import router_of_run  # an extension
+        from lacuna.model.router_settings import find_router  # an extension
 
-        router = router_of_run(model_config, settings, compiled, recomputed, layout, device)
+        router = find_router(model_config, settings, device)
+        if router is not None:
+            logger.info("load-balancing loss: times %g", router.coefficient)
     if router is None and task in ("pretrain", "sft"):
         from lacuna.model.added_losses import require_no_added_loss  # an extension
 
@@ -163,13 +165,11 @@ def is_compiled(
     parallelism: ParallelismConfig,
     dtype: torch.dtype,
     model_config: PretrainedConfig,
-    router: "Router | None",
+    counted_pieces: int,
     device_type: str,
 ) -> bool:
     """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be."""
-    if router is not None:
-        logger.info("load-balancing loss: times %g", router.coefficient)
-    against = reason_not_to_compile(model_config, router, dtype, device_type)
+    against = reason_not_to_compile(model_config, counted_pieces, dtype, device_type)
     if parallelism.expert_parallel_degree > 1:
         against = "how many tokens each rank's experts get is known only while a layer runs"
     is_wanted = compile_enabled(settings, parallelism, device_type)

@@ -5,7 +5,6 @@ from types import MethodType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import register_fsdp_forward_method
@@ -73,18 +72,13 @@ def loss_sums(
     head: Head,
     inputs: Inputs,
     loss: Loss,
-    divisor: Tensor | None = None,
-    choices: Tensor | None = None,
 ) -> Tensor:
     """This rank's share of the sums of `loss` over `inputs`, float32 [names of the loss].
 
     The sums are over tokens or over sequences. Ranks that share sequences all make the same sums of
-    whole sequences, and each takes an equal share of them. Where the head has a router and
-    `divisor` says what the loss will be divided by, the router's loss times `divisor` is added to
-    the first sum; `choices` are those of the whole step, if it has several micro-batches.
+    whole sequences, and each takes an equal share of them.
     """
-    output = run_backbone(model, head, inputs)
-    states = _hidden_states(head, output, inputs)
+    states = _hidden_states(head, run_backbone(model, head, inputs), inputs)
     columns = {name: column.flatten(0, 1) for name, column in inputs.columns.items()}
     if isinstance(loss, SequenceLoss):
         found = {}
@@ -107,12 +101,6 @@ def loss_sums(
         sums = stacked(loss.of(head.logits(states), columns), loss.names)
     if inputs.gather is not None:
         sums = sums / inputs.gather.size()
-    if head.router is not None and divisor is not None:
-        from lacuna.model.router import real_tokens, router_loss  # an extension
-
-        real = real_tokens(inputs)
-        balance = router_loss(head.router, output.router_logits, real, choices)
-        sums = sums + F.pad((balance * divisor)[None], (0, len(loss.names) - 1))
     return sums
 
 

@@ -100,7 +100,7 @@ def prepare_inputs(
     """Makes the inputs of this rank's share of `batch`, on the device; without a mesh of all of it.
 
     With `gather` all tensor-parallel ranks compute the loss of all their tokens. If it is `routed`,
-    the model also returns the logits of its routers.
+    the model is told not to collect the logits of its routers, which compiled layers could not.
     """
     layout = Layout() if mesh is None else mesh.layout
     split = None
@@ -126,7 +126,7 @@ def prepare_inputs(
     if attention in (BOUNDS, UNTOLD):
         del arguments["position_ids"]
     if routed:
-        arguments["output_router_logits"] = True
+        arguments["output_router_logits"] = False
     return Inputs(
         arguments,
         columns | batch.own_columns,

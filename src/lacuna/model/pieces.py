@@ -47,7 +47,8 @@ def compute_in_pieces(model: PreTrainedModel, pieces: int, tensor_parallel: int)
     parts = [part for layer in layers for part in layer.named_modules()]
     # Layers may share one.
     for module in {module: None for name, module in parts if (name, type(module)) in blocks}:
-        module.forward = _in_pieces(module.forward, pieces, tensor_parallel)
+        module.tell_piece = None  # whom to tell of pieces, if anybody must know
+        module.forward = _in_pieces(module, module.forward, pieces, tensor_parallel)
 
 
 def token_wise_blocks(model_config: PretrainedConfig) -> set[tuple[str, type[nn.Module]]]:
@@ -107,13 +108,15 @@ def _is_token_wise(block: nn.Module, whole: Tensor, result: Tensor) -> bool:
 
 
 def _in_pieces(
-    forward: Callable[..., Tensor], pieces: int, tensor_parallel: int
+    module: nn.Module, forward: Callable[..., Tensor], pieces: int, tensor_parallel: int
 ) -> Callable[..., Tensor]:
     # Layers may name what they leave out, such as a cache.
     def piecewise(hidden: Tensor, *absent: None, **named: Any) -> Tensor:
-        run = partial(checkpoint, forward, use_reentrant=False)
-        parts = _pieces_of(hidden, pieces, tensor_parallel)
-        made = [run(part, *absent, **named) for part in parts]
+        made = []
+        for index, part in enumerate(_pieces_of(hidden, pieces, tensor_parallel)):
+            tell: Any = module.tell_piece
+            compute = forward if tell is None else partial(tell, forward, index, pieces)
+            made.append(checkpoint(compute, part, *absent, use_reentrant=False, **named))
         return torch.cat(made, dim=1)
 
     return piecewise

@@ -1,200 +1,256 @@
-"""The load-balancing loss of a mixture of experts, as transformers' models define it."""
+"""The load-balancing loss of a mixture of experts, as transformers' models define it.
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+Its gradient needs how often each expert is chosen in all of a step. So no graph of all layers is
+kept for it. Where a router's logits are made they are counted, and a node is put behind them that
+adds their gradient when the backward pass comes by. It is an operation of its own, so that compiled
+layers, recomputed ones and those of any stage of a pipeline do the same.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from lacuna.config import UserError
-from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig
-from lacuna.config.sections import ModelConfig
 from lacuna.data import Batch
-from lacuna.model.architecture import ROUTER_COEFFICIENTS
 from lacuna.model.forward import run_backbone
 from lacuna.model.inputs import Inputs
-from lacuna.model.probe import runs_by_itself
-from lacuna.model.specimen import specimen
-from lacuna.parallel.mesh import Layout
 
 if TYPE_CHECKING:  # both import this
     from lacuna.model.build import BuiltModel
     from lacuna.model.head import Head
 
+_numbers = itertools.count()
+_ROUTERS: WeakValueDictionary[int, "Router"] = WeakValueDictionary()
+"""Those of the run's models, by the number that operations know them by."""
 
-@dataclass(frozen=True)
+
 class Router:
-    """The coefficient of the load-balancing loss, and how many experts are `chosen` for a token."""
+    """The load-balancing loss of a model, in the course of a step.
 
-    coefficient: float
-    chosen: int
-
-
-def set_router_loss(settings: ModelConfig, model_config: PretrainedConfig) -> None:
-    """Writes the run's settings of the load-balancing loss into a model's configuration, in place.
-
-    Raises `UserError` for a model that has no such loss.
+    Attributes:
+        coefficient: what the loss is multiplied by.
+        chosen, experts: how many experts are chosen for a token, and of how many.
+        real: which tokens of the micro-batch at hand are no padding, bool [B, T]; None outside of
+            steps.
+        counts: what each router found of the micro-batch at hand, float32 [2, experts + 1]: how
+            often each expert is chosen, and the sums of their probabilities. The last numbers are
+            those of tokens.
+        passes: these of each micro-batch in each stage of this rank.
+        choices: the sum of the first over all routers, micro-batches and ranks, once it is known.
+        is_training: whether a step is going on; outside of steps nothing is counted.
     """
-    text_config = model_config.get_text_config()
-    asked = settings.output_router_logits
-    coefficient = settings.router_aux_loss_coef
-    known = [name for name in ROUTER_COEFFICIENTS if hasattr(text_config, name)]
-    if not known:
-        _require_not_asked(settings, text_config)
-    if asked is not None:
-        text_config.output_router_logits = asked
-    if coefficient is not None:
-        setattr(text_config, known[0], coefficient)
+
+    def __init__(self, coefficient: float, chosen: int, experts: int = 0) -> None:
+        self.coefficient = coefficient
+        self.chosen = chosen
+        self.experts = experts
+        self.real: Tensor | None = None
+        self.counts: list[Tensor] = []
+        self.passes: dict[tuple[int, int], tuple[Inputs, list[Tensor]]] = {}
+        self.choices: Tensor | None = None
+        self.is_training = False
+        self.number = next(_numbers)
+        _ROUTERS[self.number] = self
+
+    def watch(self, model: PreTrainedModel, layers: Iterable[nn.Module]) -> None:
+        """Has the routers of the layers of a `model` count and learn by this one, in place."""
+        for layer in layers:
+            for part, index in _recorded(model, layer):
+                part.register_forward_hook(partial(self._attach, index))
+            for part in layer.modules():
+                if hasattr(part, "tell_piece"):
+                    part.tell_piece = self.of_piece  # type: ignore[assignment]
+
+    def _attach(self, index: int, _: nn.Module, __: Any, output: Any) -> Any:
+        """Puts the loss behind another result than the logits, which nobody else may use."""
+        if not isinstance(output, tuple):
+            return _balanced(output, output, self.number)[0]
+        others = [place for place, one in enumerate(output) if _is_float(one) and place != index]
+        place = others[0] if others else index
+        attached = _balanced(output[place], output[index], self.number)[0]
+        return (*output[:place], attached, *output[place + 1 :])
+
+    def of_piece(
+        self, compute: Callable[..., Tensor], index: int, pieces: int, *given: Any, **named: Any
+    ) -> Tensor:
+        """What a block makes of one piece of the sequence, of whose tokens routers then count."""
+        whole = self.real
+        if whole is not None:
+            self.real = whole.chunk(pieces, dim=1)[index]
+        try:
+            return compute(*given, **named)
+        finally:
+            self.real = whole
+
+    def begin(self, built: "BuiltModel", batches: Sequence[Batch]) -> None:
+        """Begins a step.
+
+        Where there is more than one forward pass before its last backward pass, choices are counted
+        by a pass of each micro-batch without gradients, on the same random numbers.
+        """
+        self.is_training = True
+        if built.pipeline is None and len(batches) == 1:
+            return
+        devices = [built.device] if built.device.type == "cuda" else []
+        with torch.no_grad(), torch.random.fork_rng(devices):
+            for batch in batches:
+                built.read(batch, _look)
+        self.settle()
+        self.passes.clear()
+
+    def enter(self, inputs: Inputs, stage: int = 0) -> None:
+        """Begins the forward pass of a micro-batch. Outside of steps that is nothing.
+
+        A pass that is made twice, as torch does to learn a pipeline's shapes, counts once.
+        """
+        if self.is_training:
+            self.real = _real_tokens(inputs)
+            self.counts = []
+            # With the inputs, so that no others get their number while the step lasts.
+            self.passes[stage, id(inputs)] = inputs, self.counts
+
+    def leave(self, result: Tensor) -> Tensor:
+        """Ends it: when the backward pass comes to `result`, tokens are those of now again."""
+        returned: Tensor = _Remembering.apply(result, self, self.real)  # type: ignore[no-untyped-call]
+        return returned
+
+    def settle(self) -> None:
+        """Makes the choices of the step known to all ranks, before the first backward pass."""
+        if self.choices is None:
+            self.choices = self.found()[0]
+            if dist.is_initialized():
+                dist.all_reduce(self.choices)
+
+    def finish(self) -> Tensor:
+        """Ends a step; returns this rank's share of its loss. The shares add up over ranks."""
+        loss = (self.weights() * self.found()[1, :-1]).sum()
+        self.choices = None
+        self.real = None
+        self.passes.clear()
+        self.is_training = False
+        return loss
+
+    def found(self) -> Tensor:
+        """The sum of all counts of this rank, which may have no router."""
+        assert self.real is not None, "there was a forward pass"
+        nothing = torch.zeros(2, self.experts + 1, device=self.real.device)
+        return torch.stack(
+            [nothing, *(one for _, each in self.passes.values() for one in each)]
+        ).sum(0)
+
+    def weights(self) -> Tensor:
+        """What each expert's probabilities are multiplied by in the loss [experts].
+
+        The loss is the number of experts times sum(choices * probabilities), where both are means
+        over all layers and tokens, as in Switch Transformers (arXiv 2101.03961), equations 4 to 6.
+        """
+        assert self.choices is not None, "choices are counted before a backward pass"
+        tokens = self.choices[-1].clamp(min=1)
+        experts = len(self.choices) - 1
+        return self.choices[:-1] * (self.coefficient * experts / tokens.square())
+
+    def count(self, logits: Tensor, real: Tensor) -> None:
+        """Adds what a router found of tokens, float32 [tokens, experts], of which some are real."""
+        self.experts = logits.shape[1]
+        picked = logits.topk(self.chosen, dim=-1).indices
+        hits = torch.zeros_like(logits).scatter_(1, picked, 1.0)
+        found = real @ torch.stack([hits, logits.softmax(-1)])
+        self.counts.append(torch.cat([found, real.sum().expand(2, 1)], dim=1))
 
 
-def _require_not_asked(settings: ModelConfig, text_config: PretrainedConfig) -> None:
-    """Raises `UserError` where settings ask for a loss that is none of this kind of model's."""
-    asked = settings.output_router_logits
-    if asked or settings.router_aux_loss_coef is not None:
-        setting = "output_router_logits" if asked else "router_aux_loss_coef"
-        kind = text_config.model_type
-        raise UserError(
-            f"model.{setting}: {kind!r} models have no load-balancing loss that lacuna knows of: "
-            "leave it out."
-        )
+class _Remembering(torch.autograd.Function):
+    """Nothing, but that its backward pass tells the router which micro-batch is gone through."""
+
+    @staticmethod
+    def forward(ctx: Any, result: Tensor, router: Router, real: Tensor) -> Tensor:
+        ctx.router = router
+        ctx.real = real
+        return result.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        ctx.router.real = ctx.real
+        return gradients[0], None, None
 
 
-def check_router_loss(
-    compiled: CompileConfig, recomputed: ActivationCheckpointConfig, layout: Layout
-) -> None:
-    """Raises `UserError` where a step's load-balancing loss would not be that of all its tokens."""
-    mend = "leave that out, or set model.output_router_logits = false to train without it"
-    where = None
-    if layout.pp > 1:
-        where = "parallelism.pipeline_parallel_degree"
-    elif compiled.enable:
-        where = "compile.enable"
-    elif recomputed.mlp_chunks > 1:
-        where = "activation_checkpoint.mlp_chunks"
-    if where is not None:
-        raise UserError(
-            f"model.output_router_logits, {where}: the load-balancing loss, which the model's "
-            f"configuration or this run asks for, is not available with the second: {mend}."
-        )
+@torch.library.custom_op("lacuna::balanced", mutates_args=())
+def _balanced(carrier: Tensor, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    """A copy of `carrier`, and which tokens of the logits count, float32 [tokens].
 
-
-def router_of_run(
-    model_config: PretrainedConfig,
-    settings: ModelConfig,
-    compiled: CompileConfig,
-    recomputed: ActivationCheckpointConfig,
-    layout: Layout,
-    device: torch.device,
-) -> Router | None:
-    """What a run must know of the load-balancing loss of a model that asks for it (`find_router`).
-
-    Raises `UserError` where that loss cannot be computed exactly.
+    In its backward pass logits get the gradient of their share of the loss.
     """
-    model = specimen(model_config, device=device)
-    with runs_by_itself(model):
-        router = find_router(model, settings)
-    if router is not None:
-        check_router_loss(compiled, recomputed, layout)
-    return router
+    router = _ROUTERS[number]
+    rows = logits.flatten(0, -2)
+    if not router.is_training or router.real is None:
+        return carrier.clone(), rows.new_zeros(len(rows), dtype=torch.float32)
+    real = router.real.flatten().float()
+    is_repeated = torch._C._current_graph_task_id() != -1
+    if not is_repeated:
+        router.count(rows.float(), real)
+    return carrier.clone(), real
 
 
-def find_router(model: PreTrainedModel, settings: ModelConfig) -> Router | None:
-    """How a small model weighs its load-balancing loss, or None if its class adds none.
-
-    That is found out by comparing its losses. Raises `UserError` when its load-balancing loss is
-    another than the one that lacuna computes, and when it has none but settings ask for it.
-    """
-    text_config = model.config.get_text_config()
-    coefficients = [getattr(text_config, name, None) for name in ROUTER_COEFFICIENTS]
-    router = Router(next(filter(None, coefficients)), text_config.num_experts_per_tok)
-    ids = torch.arange(16)[None].to(model.device) % text_config.vocab_size
-    arguments = {"input_ids": ids, "use_cache": False, "output_router_logits": True}
-    with torch.no_grad():
-        output = model(**arguments, labels=ids)
-        whole = torch.ones(ids.numel(), dtype=torch.bool, device=ids.device)
-        plain = torch.nn.functional.cross_entropy(output.logits[0, :-1].float(), ids[0, 1:])
-        theirs = (output.loss - plain).item()
-        ours = 0.0
-        logits = getattr(output, "router_logits", None)  # some classes say nothing of them
-        if logits is not None:
-            choices = _count_choices(logits, router.chosen, whole)
-            balance = _balance_loss(logits, whole, choices)
-            ours = router.coefficient * balance.item()
-    if abs(theirs) < 1e-6:
-        _require_not_asked(settings, text_config)
-        return None
-    if abs(theirs - ours) > 1e-5:
-        kind = type(model).__name__
-        raise UserError(
-            f"model.output_router_logits: {kind} has a load-balancing loss of its own kind "
-            f"({theirs:.6f}, not {ours:.6f}): set it to false to train without it."
-        )
-    return router
+@_balanced.register_fake
+def _(carrier: Tensor, logits: Tensor, number: int) -> tuple[Tensor, Tensor]:
+    tokens = logits.numel() // logits.shape[-1]
+    return torch.empty_like(carrier), logits.new_empty(tokens, dtype=torch.float32)
 
 
-def choices_of_step(built: "BuiltModel", batches: Sequence[Batch]) -> Tensor:
-    """How often each expert is chosen in a step's micro-batches, over all ranks [experts + 1].
-
-    That takes a forward pass of each, without gradients. The last number is that of tokens, once
-    for each layer.
-    """
-    with torch.no_grad():
-        found = [built.read(batch, _read_choices) for batch in batches]
-    total = torch.stack([one for one in found if one is not None]).sum(0)
-    dist.all_reduce(total)
-    return total
+@torch.library.custom_op("lacuna::balance_gradient", mutates_args=())
+def _gradient(logits: Tensor, real: Tensor, number: int) -> Tensor:
+    """The gradient of the loss by logits, of which `real` says which tokens count."""
+    weights = _ROUTERS[number].weights()
+    probabilities = logits.flatten(0, -2).float().softmax(-1)
+    excess = weights - (probabilities @ weights)[:, None]
+    return (probabilities * excess * real[:, None]).view_as(logits).to(logits.dtype)
 
 
-def _read_choices(model: PreTrainedModel, head: "Head", inputs: Inputs) -> Tensor:
-    assert head.router is not None
-    logits = run_backbone(model, head, inputs).router_logits
-    return _count_choices(logits, head.router.chosen, real_tokens(inputs))
+@_gradient.register_fake
+def _(logits: Tensor, real: Tensor, number: int) -> Tensor:
+    return torch.empty_like(logits)
 
 
-def real_tokens(inputs: Inputs) -> Tensor:
-    """Which of the tokens that this rank's layers see are no padding, bool [tokens]."""
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, Tensor]) -> None:
+    _, logits, ctx.number = inputs
+    ctx.save_for_backward(logits, output[1])
+
+
+def _backward(ctx: Any, gradient: Tensor, _: Tensor) -> tuple[Tensor, Tensor, None]:
+    return gradient, _gradient(*ctx.saved_tensors, ctx.number), None
+
+
+_balanced.register_autograd(_backward, setup_context=_save)
+
+
+def _is_float(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def _recorded(model: PreTrainedModel, layer: nn.Module) -> Iterator[tuple[nn.Module, int]]:
+    """The parts of a layer whose logits transformers records, and where in what they return."""
+    recorders: Any = (getattr(type(model), "_can_record_outputs", None) or {}).get("router_logits")
+    for recorder in recorders if isinstance(recorders, list) else [recorders]:
+        kind = getattr(recorder, "target_class", None)
+        for name, part in layer.named_modules():
+            within = f".{recorder.layer_name}." if kind and recorder.layer_name else "."
+            if kind is not None and isinstance(part, kind) and within in f".{name}.":
+                yield part, recorder.index
+
+
+def _look(model: PreTrainedModel, head: "Head", inputs: Inputs) -> Tensor:
+    run_backbone(model, head, inputs)
+    return torch.zeros(())
+
+
+def _real_tokens(inputs: Inputs) -> Tensor:
+    """Which of the tokens that this rank's layers see are no padding, bool [B, T]."""
     real = inputs.columns["real"]
     if inputs.gather is not None:  # layers see this rank's slice of the sequence
         real = real.chunk(inputs.gather.size(), 1)[inputs.gather.get_local_rank()]
-    return real.flatten()
-
-
-def router_loss(
-    router: Router, logits: Sequence[Tensor], real: Tensor, choices: Tensor | None = None
-) -> Tensor:
-    """This rank's share of the load-balancing loss of a step's tokens, times its coefficient.
-
-    `logits` are [tokens, experts] of each layer, and `real`, bool [tokens], leaves padding out. The
-    shares add up over micro-batches and ranks, because how often each expert is chosen, which has
-    no gradient, is counted over all of them first: `choices`, as `choices_of_step` makes them, or
-    those of all ranks' tokens here.
-    """
-    if choices is None:
-        choices = _count_choices(logits, router.chosen, real)
-        if dist.is_initialized():
-            dist.all_reduce(choices)
-    return router.coefficient * _balance_loss(logits, real, choices)
-
-
-def _count_choices(logits: Sequence[Tensor], chosen: int, real: Tensor) -> Tensor:
-    counts = logits[0].new_zeros(logits[0].shape[-1] + 1, dtype=torch.float32)
-    counts[-1] = real.sum() * len(logits)
-    for layer in logits:
-        picked = layer.detach().topk(chosen, dim=-1).indices
-        hits = torch.zeros_like(layer, dtype=torch.float32).scatter_(1, picked, 1.0)
-        counts[:-1] += real.float() @ hits
-    return counts
-
-
-def _balance_loss(logits: Sequence[Tensor], real: Tensor, choices: Tensor) -> Tensor:
-    """The number of experts times sum(choices * probabilities), over these tokens' probabilities.
-
-    Choices and probabilities of experts are means over all layers and tokens, as in Switch
-    Transformers (arXiv 2101.03961), equations 4 to 6.
-    """
-    probabilities = sum(real.float() @ layer.float().softmax(-1) for layer in logits)
-    tokens = choices[-1].clamp(min=1)
-    return (len(choices) - 1) * (choices[:-1] / tokens * probabilities / tokens).sum()
+    return real

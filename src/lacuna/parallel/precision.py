@@ -29,6 +29,12 @@ def stored_dtype(training: TrainingConfig, lora: LoraConfig, device_type: str) -
     return named_dtype(training.dtype)
 
 
+def frozen_training(training: TrainingConfig, device_type: str) -> TrainingConfig:
+    """The settings of a model that is not trained: its weights have the dtype of its products."""
+    dtype = str(compute_dtype(training, device_type)).removeprefix("torch.")
+    return training.model_copy(update={"dtype": dtype})
+
+
 def kept_in_float32(model: PreTrainedModel, dtype: torch.dtype) -> set[str]:
     """The names of the tensors that transformers keeps in float32 where the others have `dtype`.
 

@@ -43,8 +43,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     objective.check(config, tokenizer)
     here = torch.device(device) if device == device_type() else None
     model = build_meta_model(config, tokenizer, layout, device, here)
-    asked = (config.job.task, config.model, config.compile, config.activation_checkpoint)
-    required_router(*asked, model.config, layout, here or _CPU)
+    required_router(config.job.task, config.model, model.config, here or _CPU)
     _require_weights(config.model)
     loader = build_loader(config, tokenizer, batch, dp_rank=0)
     steps = total_steps(config.training, config.lr_scheduler, loader.rows_left, batch.global_batch)

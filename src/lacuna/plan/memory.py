@@ -13,7 +13,7 @@ from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.data import BatchSizes
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
-from lacuna.model.build import build_meta_model, frozen_training
+from lacuna.model.build import build_meta_model
 from lacuna.model.layers.quantized import quantized_modules
 from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.parameter_groups import state_bytes
@@ -23,7 +23,7 @@ from lacuna.parallel.experts import stacks_of
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.parallelize import compile_enabled
-from lacuna.parallel.precision import compute_dtype
+from lacuna.parallel.precision import compute_dtype, frozen_training
 from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
 
 

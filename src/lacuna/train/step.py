@@ -36,20 +36,9 @@ def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> 
     return dict(zip(totals, summed / built.mesh.layout.sharing, strict=True))
 
 
-def sums_of(
-    built: BuiltModel,
-    batch: Batch,
-    loss: Loss,
-    divisor: Tensor | None = None,
-    choices: Tensor | None = None,
-) -> Tensor:
-    """The sums of `loss` over this rank's share of `batch`, float32 [names].
-
-    The model may have a loss of its own that is no sum over tokens, such as that of routers, whose
-    `choices` are of a whole step. It is added to the first sum `divisor` times, because the caller
-    divides by that.
-    """
-    sums = built.read(batch, partial(loss_sums, loss=loss, divisor=divisor, choices=choices))
+def sums_of(built: BuiltModel, batch: Batch, loss: Loss) -> Tensor:
+    """The sums of `loss` over this rank's share of `batch`, float32 [names]."""
+    sums = built.read(batch, partial(loss_sums, loss=loss))
     return torch.zeros(len(loss.names), device=built.device) if sums is None else sums
 
 
@@ -60,25 +49,29 @@ def accumulate_gradients(
 
     Every micro-batch's summed loss is divided by a count of the whole step over all ranks, and
     gradients are summed over ranks, so that neither accumulation nor the number of ranks weighs
-    tokens differently (transformers issue 34191).
+    tokens differently (transformers issue 34191). A router's loss is no sum over tokens. It is
+    added to the first sum `divisor` times, because the caller divides by that.
     """
+    router = built.head.router
+    if router is not None:
+        router.begin(built, batches)
     total = torch.zeros(len(loss.names), dtype=torch.float64, device=built.device)
     divisor = divisor.clamp(min=1).float()
     if built.pipeline is not None:
         inputs = [built.inputs(batch) for batch in batches]
         sums = built.pipeline.step(inputs, partial(loss_sums, loss=loss), divisor)
         add_tied_gradients(built.model, built.mesh)
-        return total if sums is None else total + sums
-    choices = None
-    if built.head.router is not None and len(batches) > 1:
-        from lacuna.model.router import choices_of_step  # an extension
-
-        choices = choices_of_step(built, batches)
-    for index, batch in enumerate(batches):
-        set_gradient_exchange(built.model, built.parallelism, index == len(batches) - 1)
-        sums = sums_of(built, batch, loss, divisor, choices)
-        (sums[0] / divisor).backward()
-        total += sums.detach()
+        total += 0 if sums is None else sums
+    else:
+        for index, batch in enumerate(batches):
+            set_gradient_exchange(built.model, built.parallelism, index == len(batches) - 1)
+            sums = sums_of(built, batch, loss)
+            if router is not None:
+                router.settle()
+            (sums[0] / divisor).backward()
+            total += sums.detach()
+    if router is not None:
+        total[0] += router.finish() * divisor
     return total
 
 
