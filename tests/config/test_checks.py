@@ -206,9 +206,7 @@ def error_of(flags="", **kwargs):
         *(
             (f"--parallelism.expert_parallel_degree 2 {flags}", "expert_parallel_degree", second)
             for flags, second in (
-                ("--parallelism.tensor_parallel_degree 2", "parallelism.tensor_parallel_degree"),
                 ("--quantization.base nf4 --lora.rank 4", "quantization.base"),
-                ("--lora.rank 4 --lora.parameters experts.*", "lora.parameters"),
                 ("--compile.enable", "compile.enable"),
                 ("--activation_checkpoint.mlp_chunks 2", "activation_checkpoint.mlp_chunks"),
                 (

@@ -19,11 +19,6 @@ EXPERT_RULES = (
         "stacks of quantised experts are not sent to other ranks; use one of the two",
     ),
     Rule(
-        (_DEGREE, "lora.parameters"),
-        is_given("lora.parameters", _is_spread),
-        "stacks that are spread over ranks have no adapters; use one of the two",
-    ),
-    Rule(
         (_DEGREE, "compile.enable"),
         is_given("compile.enable", _is_spread),
         "how many tokens go to each rank is known only while a layer runs; drop the second",

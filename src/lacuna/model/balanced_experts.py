@@ -1,7 +1,5 @@
 """Experts balanced by force, for benchmarks alone: every expert is given as many tokens."""
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 
@@ -26,17 +24,11 @@ def balance_experts(model: nn.Module) -> None:
             "others compute with: leave it out."
         )
     for stack in stacks:
-        hook = partial(_choose_in_turn, stack)
-        stack.register_forward_pre_hook(hook, prepend=True)  # before choices are counted
+        stack.register_forward_pre_hook(_choose_in_turn, prepend=True)  # before they are counted
 
 
-def _choose_in_turn(
-    stack: nn.Module, called: nn.Module, arguments: tuple[Tensor, ...]
-) -> tuple[Tensor, ...]:
+def _choose_in_turn(stack: nn.Module, arguments: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     """The arguments of a stack of experts: tokens, numbers of experts [tokens, k], weights."""
-    # Where experts are spread, a copy with the same hooks computes what other ranks sent.
-    if called is not stack:
-        return arguments
     hidden, chosen, weights = arguments
     experts = int(stack.num_experts)  # type: ignore[arg-type]  # it is no module
     turns = torch.arange(chosen.numel(), dtype=chosen.dtype, device=chosen.device)

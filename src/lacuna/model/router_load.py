@@ -41,7 +41,7 @@ class RouterLoad:
         for place, layer in enumerate(self.layers):
             for stack in stacks_of([layer]):
                 counts[place] = int(stack.num_experts)  # type: ignore[arg-type]
-                stack.register_forward_pre_hook(partial(self._count, place, stack))
+                stack.register_forward_pre_hook(partial(self._count, place))
                 # A layer counts in Python, which would not compile as one graph.
                 layer._compiled_call_impl = None
             for router, index in routers_of(built.model, layer):
@@ -90,11 +90,8 @@ class RouterLoad:
             # With the inputs, so that no others get their number while the step lasts.
             self.micro_batches[stage, id(inputs)] = inputs, self.current
 
-    def _count(
-        self, place: int, stack: nn.Module, called: nn.Module, arguments: tuple[Tensor, ...]
-    ) -> None:
-        # Where experts are spread, a copy with the same hooks computes what other ranks sent.
-        if called is stack and _is_counting():
+    def _count(self, place: int, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if _is_counting():
             chosen = arguments[1]
             tokens = self.real[:, None].expand_as(chosen)
             self.current[place].index_add_(0, chosen.flatten(), tokens.flatten())

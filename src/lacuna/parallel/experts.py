@@ -7,7 +7,6 @@ Nothing is dropped: a rank computes whatever tokens it is sent.
 
 import logging
 from collections.abc import Callable, Iterable
-from copy import copy
 from functools import partial
 from typing import Any
 
@@ -20,7 +19,7 @@ from torch.distributed._functional_collectives import (
     wait_tensor,
 )
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from lacuna.config import UserError
 from lacuna.config.machine import ParallelismConfig
@@ -29,6 +28,7 @@ from lacuna.parallel.mesh import Layout
 from lacuna.parallel.schedule import splits_backward
 
 EXPERTS = "parallelism.expert_parallel_degree"
+_MIXED = "lora_B"  # the factor of a stack's adapter whose columns go round all experts
 
 
 def _sharing(layout: Layout) -> int:
@@ -64,8 +64,15 @@ def stacks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _experts_in(part: nn.Module) -> int:
-    """The number of experts on all ranks whose stacks a module holds; 0 if it holds others too."""
-    leading = {parameter.shape[0] if parameter.ndim else 0 for parameter in part.parameters()}
+    """The number of experts on all ranks whose stacks a module holds; 0 if it holds others too.
+
+    Adapters of the stacks do not count.
+    """
+    leading = {
+        parameter.shape[0] if parameter.ndim else 0
+        for name, parameter in part.named_parameters()
+        if not name.endswith(("lora_A", _MIXED))
+    }
     alone = len(leading) == 1 and hasattr(part, "num_experts") and not [*part.buffers()]
     return leading.pop() if alone else 0
 
@@ -107,24 +114,55 @@ def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     # At every new shape this logger advises to flatten meshes that FSDP needs apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for experts in stacks_of(layers):
-        for name, whole in [*experts.named_parameters()]:
-            own = distribute_tensor(whole, mesh, [Shard(0)], src_data_rank=None)
-            setattr(experts, name, nn.Parameter(own, whole.requires_grad))
-        own_count = _experts_in(experts) // mesh.size()
-        compute = partial(_compute, copy(experts), experts, own_count)
-        spread = partial(_send_and_compute, compute, mesh, own_count)
+        own = _experts_in(experts) // mesh.size()
+        for part in experts.modules():
+            for name, whole in [*part.named_parameters(recurse=False)]:
+                place = Shard(1 if name == _MIXED else 0)
+                share = distribute_tensor(whole, mesh, [place], src_data_rank=None)
+                setattr(part, name, nn.Parameter(share, whole.requires_grad))
+        compute = partial(_compute, experts, mesh, own)
+        spread = partial(_send_and_compute, compute, mesh, own)
         setattr(experts, "forward", spread)  # noqa: B010
 
 
-def _compute(code: nn.Module, experts: nn.Module, own: int, *arguments: Tensor) -> Tensor:
-    """What the model's own `code` makes of tokens, with this rank's `own` experts for all."""
-    worker = copy(code)  # which sharding has not changed
+def _compute(experts: nn.Module, mesh: DeviceMesh, own: int, *arguments: Tensor) -> Tensor:
+    """What the model's own code makes of tokens, with this rank's `own` experts for all."""
+    worker = _with_own_weights(experts, mesh, own)
     worker.num_experts = own  # type: ignore[assignment]
-    # Not set as attributes, which would have to be leaves of the graph of gradients.
-    parameters: dict[str, Any] = {name: local(one) for name, one in experts.named_parameters()}
-    worker._parameters = parameters
-    outputs: Tensor = worker(*arguments)
+    del worker.__dict__["forward"]  # which sends tokens
+    # Not by a call, since sharding's hooks, which both have, are for the sharded module.
+    outputs: Tensor = worker.forward(*arguments)
     return outputs
+
+
+def _with_own_weights(module: nn.Module, mesh: DeviceMesh, own: int) -> nn.Module:
+    """A copy of a module and its parts that has plain weights: those of this rank's experts."""
+    worker: nn.Module = object.__new__(type(module))  # `copy` fails for what FSDP shards
+    worker.__dict__.update(vars(module))
+    # Not set as attributes, which would have to be leaves of the graph of gradients.
+    parameters: dict[str, Any] = {
+        name: _columns_of_own(weight, mesh, own) if name == _MIXED else local(weight)
+        for name, weight in module.named_parameters(recurse=False)
+    }
+    worker._parameters = parameters
+    worker._modules = {
+        name: _with_own_weights(part, mesh, own) for name, part in module.named_children()
+    }
+    return worker
+
+
+def _columns_of_own(weight: Any, mesh: DeviceMesh, own: int) -> Tensor:
+    """The columns [out, rank * own] of this rank's experts of an adapter's [out, rank * experts].
+
+    The number of the expert varies fastest there, so that no block of columns is one rank's own.
+    Ranks keep blocks all the same, as checkpoints need, and gather them for use.
+    """
+    gathered = weight.redistribute(placements=[Replicate()])
+    # Every rank has the gradients of its own experts' columns only: they are to be summed.
+    whole: Tensor = gathered.to_local(grad_placements=[Partial()])
+    by_expert = whole.unflatten(1, (-1, own * mesh.size()))
+    columns: Tensor = by_expert.narrow(2, mesh.get_local_rank() * own, own)
+    return columns.flatten(1)
 
 
 def _send_and_compute(
