@@ -207,7 +207,6 @@ def error_of(flags="", **kwargs):
             (f"--parallelism.expert_parallel_degree 2 {flags}", "expert_parallel_degree", second)
             for flags, second in (
                 ("--quantization.base nf4 --lora.rank 4", "quantization.base"),
-                ("--compile.enable", "compile.enable"),
                 ("--activation_checkpoint.mlp_chunks 2", "activation_checkpoint.mlp_chunks"),
                 (
                     "--activation_checkpoint.mode selective "

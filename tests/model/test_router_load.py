@@ -47,6 +47,7 @@ ALONE = {
     "by operation": Case(recompute=BY_OPERATION),
 }
 COMPILED = {"compiled where nothing is counted": Case(compiled=True)}
+IN_PARTS = {"compiled around what is counted": Case(Layout(dp_shard=2, ep=2), 2, compiled=True)}
 ON_TWO = {
     "FSDP": Case(Layout(dp_shard=2), 2),
     "replicas, recomputed": Case(Layout(dp_replicate=2), recompute=FULL),
@@ -204,6 +205,11 @@ def test_one_process_moves_biases_as_a_plain_loop_does(kind: str, tmp_path: Path
 @pytest.mark.slow
 def test_compiled_layers_move_biases_as_a_plain_loop_does(tmp_path: Path) -> None:
     check_cases("glm4_moe", tmp_path, COMPILED)
+
+
+@pytest.mark.slow
+def test_layers_compiled_in_parts_move_biases_as_a_plain_loop_does(tmp_path: Path) -> None:
+    check_cases("glm4_moe", tmp_path, IN_PARTS)
 
 
 @pytest.mark.slow

@@ -19,11 +19,6 @@ EXPERT_RULES = (
         "stacks of quantised experts are not sent to other ranks; use one of the two",
     ),
     Rule(
-        (_DEGREE, "compile.enable"),
-        is_given("compile.enable", _is_spread),
-        "how many tokens go to each rank is known only while a layer runs; drop the second",
-    ),
-    Rule(
         (_DEGREE, "activation_checkpoint.mlp_chunks"),
         lambda config: _is_spread(config) and config.activation_checkpoint.mlp_chunks > 1,
         "pieces are not sent to other ranks; use one of the two",

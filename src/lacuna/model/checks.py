@@ -170,8 +170,6 @@ def is_compiled(
 ) -> bool:
     """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be."""
     against = reason_not_to_compile(model_config, counted_pieces, dtype, device_type)
-    if parallelism.expert_parallel_degree > 1:
-        against = "how many tokens each rank's experts get is known only while a layer runs"
     is_wanted = compile_enabled(settings, parallelism, device_type)
     if is_wanted and against is not None:
         logger.info("layers are not compiled: %s", against)

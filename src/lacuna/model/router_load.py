@@ -41,13 +41,14 @@ class RouterLoad:
         for place, layer in enumerate(self.layers):
             for stack in stacks_of([layer]):
                 counts[place] = int(stack.num_experts)  # type: ignore[arg-type]
-                stack.register_forward_pre_hook(partial(self._count, place))
-                # A layer counts in Python, which would not compile as one graph.
+                # A layer counts in Python, which would not compile as one graph. Where it is
+                # compiled in parts, counting is between them.
+                stack.register_forward_pre_hook(torch.compiler.disable(partial(self._count, place)))
                 layer._compiled_call_impl = None
             for router, index in routers_of(built.model, layer):
                 if scores is not None:
                     measure = partial(self._measure, place, scores, index)
-                    router.register_forward_hook(measure)
+                    router.register_forward_hook(torch.compiler.disable(measure))
         dist.all_reduce(counts, dist.ReduceOp.MAX)  # stages of a pipeline have different layers
         self.experts: list[int] = counts.tolist()
         self.micro_batches: dict[tuple[int, int], tuple[Inputs, Tensor]] = {}

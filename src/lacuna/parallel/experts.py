@@ -24,8 +24,10 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from lacuna.config import UserError
 from lacuna.config.machine import ParallelismConfig
 from lacuna.parallel.fsdp import local
-from lacuna.parallel.mesh import Layout
+from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.schedule import splits_backward
+
+logger = logging.getLogger(__name__)
 
 EXPERTS = "parallelism.expert_parallel_degree"
 _MIXED = "lora_B"  # the factor of a stack's adapter whose columns go round all experts
@@ -109,8 +111,12 @@ def check_experts(
             )
 
 
-def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are."""
+def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh, compiled: bool) -> None:
+    """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are.
+
+    What ranks compute with their experts may be `compiled`, for any number of tokens.
+    """
+    run = torch.compile(_run, dynamic=True, fullgraph=True) if compiled else _run
     # At every new shape this logger advises to flatten meshes that FSDP needs apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for experts in stacks_of(layers):
@@ -120,18 +126,32 @@ def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
                 place = Shard(1 if name == _MIXED else 0)
                 share = distribute_tensor(whole, mesh, [place], src_data_rank=None)
                 setattr(part, name, nn.Parameter(share, whole.requires_grad))
-        compute = partial(_compute, experts, mesh, own)
+        compute = partial(_compute, experts, run, mesh, own)
         spread = partial(_send_and_compute, compute, mesh, own)
-        setattr(experts, "forward", spread)  # noqa: B010
+        # How many tokens are sent is known only while a layer runs: no compiler can follow.
+        setattr(experts, "forward", torch.compiler.disable(spread))  # noqa: B010
 
 
-def _compute(experts: nn.Module, mesh: DeviceMesh, own: int, *arguments: Tensor) -> Tensor:
-    """What the model's own code makes of tokens, with this rank's `own` experts for all."""
+def _compute(
+    experts: nn.Module,
+    run: Callable[..., Tensor],
+    mesh: DeviceMesh,
+    own: int,
+    *arguments: Tensor,
+) -> Tensor:
+    """What the model's own code makes of tokens, with this rank's `own` experts for all.
+
+    `run` has a module compute.
+    """
     worker = _with_own_weights(experts, mesh, own)
     worker.num_experts = own  # type: ignore[assignment]
     del worker.__dict__["forward"]  # which sends tokens
-    # Not by a call, since sharding's hooks, which both have, are for the sharded module.
-    outputs: Tensor = worker.forward(*arguments)
+    return run(worker, *arguments)
+
+
+def _run(module: nn.Module, *arguments: Tensor) -> Tensor:
+    # Not by a call, since sharding's hooks, which a copy has too, are for the sharded module.
+    outputs: Tensor = module.forward(*arguments)
     return outputs
 
 
@@ -202,3 +222,32 @@ def _send_and_compute(
     wait_tensor(back.detach())
     summed: Tensor = back[order.argsort()].unflatten(0, (-1, count)).sum(1)
     return summed
+
+
+def parts_apart(layers: Iterable[nn.Module], mesh: Mesh) -> list[tuple[nn.Module, DeviceMesh]]:
+    """The parts of layers that are gathered by themselves, inner first, and over what.
+
+    These are experts that are spread, and mixtures of experts in layers that are split.
+    """
+    apart = []
+    if mesh.experts is not None:
+        over = mesh.experts["dp_replicate", "fsdp"]
+        apart = [(experts, over) for experts in stacks_of(layers)]
+    parts = (part for layer in layers for part in layer.modules())
+    return apart + [(part, mesh.root) for part in parts if hasattr(part, "is_sharded_by_all")]
+
+
+def compile_in_parts(layers: Iterable[nn.Module], mesh: Mesh) -> list[nn.Module]:
+    """Has the layers with parts that are gathered by themselves be compiled around these, in place.
+
+    So are these parts, but for the exchange of tokens. Returns the other layers. Recomputation must
+    go around this, so that what is computed anew is compiled as well, and saves the same tensors.
+    """
+    whole = [layer for layer in layers if not parts_apart([layer], mesh)]
+    others = [layer for layer in layers if layer not in whole]
+    for layer in others:
+        # Sharding's hooks of the parts break the graph, and Dynamo goes on within what they call.
+        layer.forward = torch.compile(layer.forward)
+    if others:
+        logger.info("layers with experts are compiled in parts, between which tokens are exchanged")
+    return whole

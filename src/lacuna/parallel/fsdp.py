@@ -96,14 +96,11 @@ def _units(
     only one unit may see a weight. The embedding is apart only where it is then freed after the
     forward pass. Layers are freed then with `reshard`, and the rest with `always`.
     """
-    parts = (part for layer in layers for part in layer.modules())
-    units = [(part, mesh.root, reshard) for part in parts if hasattr(part, "is_sharded_by_all")]
-    units += [(layer, mesh.layers, reshard) for layer in layers]
-    if mesh.experts is not None:
-        from lacuna.parallel.experts import stacks_of  # an extension
+    units = [(layer, mesh.layers, reshard) for layer in layers]
+    if mesh.layout.tp * mesh.layout.ep > 1:
+        from lacuna.parallel.experts import parts_apart  # an extension
 
-        apart = mesh.experts["dp_replicate", "fsdp"]
-        units = [(experts, apart, reshard) for experts in stacks_of(layers)] + units
+        units = [(part, over, reshard) for part, over in parts_apart(layers, mesh)] + units
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     output = getattr(head, "weight", None)

@@ -52,15 +52,10 @@ def parallelize(
     if mesh.experts is not None:
         from lacuna.parallel.experts import spread_experts  # an extension
 
-        spread_experts(own, mesh.experts["ep"])
-    recompute(own, recomputed)
+        spread_experts(own, mesh.experts["ep"], compiled)
     if compiled:
-        # Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay
-        # outside it. There are more kinds of batches (packed or not, learned from or not, of
-        # several lengths) than the 8 graphs that torch allows.
-        torch._dynamo.config.recompile_limit = 64
-        for layer in own:
-            layer.compile(fullgraph=True)
+        _compile_layers(own, mesh)
+    recompute(own, recomputed)
     for stage in stages:
         if recomputed.offload:
             from lacuna.parallel.offload import offload_inputs  # an extension
@@ -76,3 +71,19 @@ def parallelize(
                 quantization,
             )
     return stages
+
+
+def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
+    """Has layers be compiled, in place, before they are made to recompute their activations.
+
+    Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay
+    outside it. There are more kinds of batches (packed or not, learned from or not, of several
+    lengths) than the 8 graphs that torch allows.
+    """
+    torch._dynamo.config.recompile_limit = 64
+    if mesh.layout.tp * mesh.layout.ep > 1:
+        from lacuna.parallel.experts import compile_in_parts  # an extension
+
+        layers = compile_in_parts(layers, mesh)
+    for layer in layers:
+        layer.compile(fullgraph=True)

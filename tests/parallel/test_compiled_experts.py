@@ -1,0 +1,96 @@
+"""Layers whose experts are gathered by themselves are compiled in parts, to the same training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from every_model import configuration_class, small_config
+from lacuna.config.adapters import LoraConfig
+from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.model.build import build_model
+from lacuna.parallel.mesh import Layout
+from lacuna.train.optimizer import build_optimizer, update
+from lacuna.train.step import accumulate_gradients, total_counts
+from layouts import LOSS, Case, configuration, own_batches
+from tiny import (
+    CPU,
+    mesh_of,
+    random_model,
+    relative_error,
+    run_ranks,
+    tiny_config,
+    tokenizer_of_words,
+    whole,
+)
+
+EXACT = 1e-5
+FULL = ActivationCheckpointConfig(mode="full")
+STACKS = LoraConfig(rank=3, parameters=("*.experts.*",))
+TWO = Layout(dp_shard=2, ep=2)
+
+Steps = tuple[list[tuple[float, float]], dict[str, Tensor], int]
+
+
+def three_steps(folder: Path, case: Case) -> Steps:
+    """Loss and gradient norm of each step, the weights after them, and how many graphs it took."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    config, mesh = configuration(folder, case), mesh_of(case.layout)
+    built = build_model(config, tokenizer_of_words(), mesh, CPU)
+    optimizer = build_optimizer(built.model, config.optimizer)
+    curve = []
+    for seed in range(3):
+        batches = own_batches(case, mesh, seed)
+        trained = total_counts(built, batches)["trained_tokens"]
+        loss, *_ = accumulate_gradients(built, batches, LOSS, trained)
+        dist.all_reduce(loss)
+        norm, _ = update(built, optimizer, trained)
+        curve.append((loss.item() / trained.item(), norm.item()))
+    weights = {name: whole(one).detach().clone() for name, one in built.model.named_parameters()}
+    return curve, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+def check(folder: Path, case: Case) -> int:
+    """How many graphs ranks compiled at most for a case that trains as one process does."""
+    [(straight, alone, _)] = run_ranks(1, three_steps, folder, Case(lora=case.lora))
+    ranks = case.layout.data_parallel * case.layout.sharing
+    found: dict[str, Tensor] = {}
+    most = 0
+    for curve, weights, graphs in run_ranks(ranks, three_steps, folder, case):
+        most = max(most, graphs)
+        for one, other in zip(curve, straight, strict=True):
+            assert one == pytest.approx(other, rel=EXACT)
+        found |= weights
+    assert relative_error(found, alone) < EXACT
+    return most
+
+
+def test_layers_with_spread_experts_are_compiled_once(tmp_path: Path) -> None:
+    """Around the experts, around the exchange, and what experts compute: five graphs for all."""
+    random_model(tiny_config("qwen3_moe"), "eager").save_pretrained(tmp_path)
+    assert check(tmp_path, Case(TWO, 2, compiled=True, recompute=FULL)) <= 5
+
+
+SLOW = {
+    "spread": ("qwen3_moe", Case(TWO, compiled=True)),
+    "split": ("qwen3_moe", Case(Layout(tp=2), compiled=True)),
+    "split, recomputed": ("qwen3_moe", Case(Layout(tp=2), 2, compiled=True, recompute=FULL)),
+    "split and spread": ("qwen3_moe", Case(Layout(tp=2, ep=2), compiled=True)),
+    "cp": ("qwen3_moe", Case(Layout(cp=2, ep=2), 2, compiled=True)),
+    "adapters of experts": ("qwen3_moe", Case(TWO, 2, compiled=True, lora=STACKS, recompute=FULL)),
+    "biases": ("gpt_oss", Case(TWO, 2, compiled=True, lora=STACKS)),
+    "shared experts": ("deepseek_v3", Case(TWO, 2, compiled=True)),
+    "mixtral": ("mixtral", Case(TWO, 2, compiled=True)),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_compiled_mixtures_train_as_one_process(name: str, tmp_path: Path) -> None:
+    kind, case = SLOW[name]
+    small = small_config(configuration_class(kind)) if kind == "mixtral" else tiny_config(kind)
+    random_model(small, "eager").save_pretrained(tmp_path)
+    assert check(tmp_path, case) <= 10
