@@ -28,6 +28,7 @@ from tiny import (
 
 EXACT = 1e-5
 FULL = ActivationCheckpointConfig(mode="full")
+BY_OPERATION = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
 STACKS = LoraConfig(rank=3, parameters=("*.experts.*",))
 TWO = Layout(dp_shard=2, ep=2)
 
@@ -78,6 +79,7 @@ SLOW = {
     "spread": ("qwen3_moe", Case(TWO, compiled=True)),
     "split": ("qwen3_moe", Case(Layout(tp=2), compiled=True)),
     "split, recomputed": ("qwen3_moe", Case(Layout(tp=2), 2, compiled=True, recompute=FULL)),
+    "split, by operation": ("qwen3_moe", Case(Layout(tp=2), compiled=True, recompute=BY_OPERATION)),
     "split and spread": ("qwen3_moe", Case(Layout(tp=2, ep=2), compiled=True)),
     "cp": ("qwen3_moe", Case(Layout(cp=2, ep=2), 2, compiled=True)),
     "adapters of experts": ("qwen3_moe", Case(TWO, 2, compiled=True, lora=STACKS, recompute=FULL)),

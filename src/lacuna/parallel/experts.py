@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
 from lacuna.config import UserError
-from lacuna.config.machine import ParallelismConfig
+from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.schedule import splits_backward
@@ -30,6 +30,7 @@ from lacuna.parallel.schedule import splits_backward
 logger = logging.getLogger(__name__)
 
 EXPERTS = "parallelism.expert_parallel_degree"
+_RUN = "run_own_experts"  # what has a module compute with this rank's experts: compiled or not
 _MIXED = "lora_B"  # the factor of a stack's adapter whose columns go round all experts
 
 
@@ -111,12 +112,8 @@ def check_experts(
             )
 
 
-def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh, compiled: bool) -> None:
-    """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are.
-
-    What ranks compute with their experts may be `compiled`, for any number of tokens.
-    """
-    run = torch.compile(_run, dynamic=True, fullgraph=True) if compiled else _run
+def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
+    """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are."""
     # At every new shape this logger advises to flatten meshes that FSDP needs apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for experts in stacks_of(layers):
@@ -126,27 +123,20 @@ def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh, compiled: bool
                 place = Shard(1 if name == _MIXED else 0)
                 share = distribute_tensor(whole, mesh, [place], src_data_rank=None)
                 setattr(part, name, nn.Parameter(share, whole.requires_grad))
-        compute = partial(_compute, experts, run, mesh, own)
+        setattr(experts, _RUN, _run)
+        compute = partial(_compute, experts, mesh, own)
         spread = partial(_send_and_compute, compute, mesh, own)
         # How many tokens are sent is known only while a layer runs: no compiler can follow.
         setattr(experts, "forward", torch.compiler.disable(spread))  # noqa: B010
 
 
-def _compute(
-    experts: nn.Module,
-    run: Callable[..., Tensor],
-    mesh: DeviceMesh,
-    own: int,
-    *arguments: Tensor,
-) -> Tensor:
-    """What the model's own code makes of tokens, with this rank's `own` experts for all.
-
-    `run` has a module compute.
-    """
+def _compute(experts: nn.Module, mesh: DeviceMesh, own: int, *arguments: Tensor) -> Tensor:
+    """What the model's own code makes of tokens, with this rank's `own` experts for all."""
     worker = _with_own_weights(experts, mesh, own)
     worker.num_experts = own  # type: ignore[assignment]
     del worker.__dict__["forward"]  # which sends tokens
-    return run(worker, *arguments)
+    outputs: Tensor = getattr(experts, _RUN)(worker, *arguments)
+    return outputs
 
 
 def _run(module: nn.Module, *arguments: Tensor) -> Tensor:
@@ -237,7 +227,9 @@ def parts_apart(layers: Iterable[nn.Module], mesh: Mesh) -> list[tuple[nn.Module
     return apart + [(part, mesh.root) for part in parts if hasattr(part, "is_sharded_by_all")]
 
 
-def compile_in_parts(layers: Iterable[nn.Module], mesh: Mesh) -> list[nn.Module]:
+def compile_in_parts(
+    layers: Iterable[nn.Module], mesh: Mesh, recomputed: ActivationCheckpointConfig
+) -> list[nn.Module]:
     """Has the layers with parts that are gathered by themselves be compiled around these, in place.
 
     So are these parts, but for the exchange of tokens. Returns the other layers. Recomputation must
@@ -245,9 +237,15 @@ def compile_in_parts(layers: Iterable[nn.Module], mesh: Mesh) -> list[nn.Module]
     """
     whole = [layer for layer in layers if not parts_apart([layer], mesh)]
     others = [layer for layer in layers if layer not in whole]
+    if others and recomputed.mode == "selective" and recomputed.selective_ac_option == "op":
+        # Operations within compiled parts would be taken for others: gradients were wrong.
+        logger.info("layers with experts are not compiled: they keep single operations' results")
+        return whole
     for layer in others:
         # Sharding's hooks of the parts break the graph, and Dynamo goes on within what they call.
-        layer.forward = torch.compile(layer.forward)
+        setattr(layer, "forward", torch.compile(layer.forward))  # noqa: B010
+    for experts in stacks_of(others) if mesh.experts is not None else ():
+        setattr(experts, _RUN, torch.compile(_run, dynamic=True, fullgraph=True))
     if others:
         logger.info("layers with experts are compiled in parts, between which tokens are exchanged")
     return whole

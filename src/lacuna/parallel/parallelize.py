@@ -52,9 +52,9 @@ def parallelize(
     if mesh.experts is not None:
         from lacuna.parallel.experts import spread_experts  # an extension
 
-        spread_experts(own, mesh.experts["ep"], compiled)
+        spread_experts(own, mesh.experts["ep"])
     if compiled:
-        _compile_layers(own, mesh)
+        _compile_layers(own, mesh, recomputed)
     recompute(own, recomputed)
     for stage in stages:
         if recomputed.offload:
@@ -73,7 +73,9 @@ def parallelize(
     return stages
 
 
-def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
+def _compile_layers(
+    layers: list[nn.Module], mesh: Mesh, recomputed: ActivationCheckpointConfig
+) -> None:
     """Has layers be compiled, in place, before they are made to recompute their activations.
 
     Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay
@@ -84,6 +86,6 @@ def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
     if mesh.layout.tp * mesh.layout.ep > 1:
         from lacuna.parallel.experts import compile_in_parts  # an extension
 
-        layers = compile_in_parts(layers, mesh)
+        layers = compile_in_parts(layers, mesh, recomputed)
     for layer in layers:
         layer.compile(fullgraph=True)
