@@ -203,17 +203,16 @@ def error_of(flags="", **kwargs):
             "float8.enable_float8_linear",
             "quantization.base",
         ),
-        *(
-            (f"--parallelism.expert_parallel_degree 2 {flags}", "expert_parallel_degree", second)
-            for flags, second in (
-                ("--quantization.base nf4 --lora.rank 4", "quantization.base"),
-                ("--activation_checkpoint.mlp_chunks 2", "activation_checkpoint.mlp_chunks"),
-                (
-                    "--activation_checkpoint.mode selective "
-                    "--activation_checkpoint.selective_ac_option op",
-                    "activation_checkpoint.selective_ac_option",
-                ),
-            )
+        (
+            "--parallelism.expert_parallel_degree 2 --activation_checkpoint.mlp_chunks 2",
+            "expert_parallel_degree",
+            "activation_checkpoint.mlp_chunks",
+        ),
+        (
+            "--parallelism.expert_parallel_degree 2 --activation_checkpoint.mode selective "
+            "--activation_checkpoint.selective_ac_option op",
+            "expert_parallel_degree",
+            "activation_checkpoint.selective_ac_option",
         ),
     ],
 )

@@ -14,11 +14,6 @@ def _is_spread(config: Config) -> bool:
 
 EXPERT_RULES = (
     Rule(
-        (_DEGREE, "quantization.base"),
-        lambda config: _is_spread(config) and config.quantization.base != "none",
-        "stacks of quantised experts are not sent to other ranks; use one of the two",
-    ),
-    Rule(
         (_DEGREE, "activation_checkpoint.mlp_chunks"),
         lambda config: _is_spread(config) and config.activation_checkpoint.mlp_chunks > 1,
         "pieces are not sent to other ranks; use one of the two",

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
@@ -43,6 +44,25 @@ def test_adapters_of_spread_experts_learn_those_of_one_process(kind: str, tmp_pa
     if kind == "qwen3_moe":  # transformers has no plan for gpt_oss
         layouts.append(Case(Layout(tp=2, ep=2)))
     for one in outcomes(tmp_path / "base", [replace(each, lora=case.lora) for each in layouts]):
+        check_same(one, alone)
+
+
+@pytest.mark.parametrize(
+    ("kind", "base"),
+    [
+        ("qwen3_moe", "nf4"),
+        pytest.param("qwen3_moe", "int8", marks=pytest.mark.slow),
+        pytest.param("deepseek_v3", "nf4", marks=pytest.mark.slow),
+    ],
+)
+def test_adapters_learn_beside_a_quantised_base_as_in_one_process(
+    kind: str, base: Literal["nf4", "int8"], tmp_path: Path
+) -> None:
+    random_model(tiny_config(kind), "eager").save_pretrained(tmp_path)
+    case = Case(base=base, lora=LoraConfig(rank=3, parameters=("*.experts.*",)))
+    [alone] = outcomes(tmp_path, [case])
+    spread = replace(case, layout=TWO, accumulation=2)
+    for one in outcomes(tmp_path, [spread, replace(spread, recompute=FULL)]):
         check_same(one, alone)
 
 
