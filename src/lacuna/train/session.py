@@ -147,7 +147,7 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
             ended = train(run, stop)
         except OutageError as error:
             told = _about_stopping(is_saved, run.state.step)
-            raise OutageError(f"{error} {told}") from error
+            raise type(error)(f"{error} {told}") from error
         if not ended:
             console.print(_about_stopping(is_saved, run.state.step))
             received = [number for numbers in gather_objects(process, stop) for number in numbers]

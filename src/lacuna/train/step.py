@@ -1,5 +1,6 @@
 """Batches through the model: their gradients, or the losses of held-out data and documents."""
 
+import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -20,6 +21,13 @@ from lacuna.model.loss import Loss
 from lacuna.objective.find import Objective
 from lacuna.parallel.fsdp import inference, set_gradient_exchange
 from lacuna.parallel.pipeline import add_tied_gradients
+
+
+def seed_draws(seed: int) -> None:
+    """Seeds whatever a model may draw from; transformers' own way would import peft."""
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> dict[str, Tensor]:

@@ -1,7 +1,6 @@
 """The one loop: step, log, validate, advance the curriculum, save."""
 
 import gc
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -24,14 +23,14 @@ from lacuna.train.numbers import act_on_numbers, send_to_host
 from lacuna.train.optimizer import optimizer_tensors, update
 from lacuna.train.setup import Run
 from lacuna.train.state import Interval
-from lacuna.train.step import accumulate_gradients, evaluate, total_counts
+from lacuna.train.step import accumulate_gradients, evaluate, seed_draws, total_counts
 
 
 def train(run: Run, stop: list[int]) -> bool:
     """Trains to the end or until a signal is in `stop`. Returns whether it came to the end.
 
     Raises `RunError` when the loss stops being finite, too many steps in a row are skipped, or a
-    disk is full; and `OutageError`, once it has saved, where what a step needs is gone.
+    disk is full; and `OutageError`, once it has saved, where what a step needs is gone or wrong.
     """
     gc.collect()
     # Collected only where the loop asks, on all ranks at once: otherwise they wait for each other.
@@ -64,7 +63,7 @@ def train(run: Run, stop: list[int]) -> bool:
 
 @contextmanager
 def _saved_on_outage(run: Run) -> Iterator[None]:
-    """Within it a checkpoint is written where what a step needs is gone."""
+    """Within it a checkpoint is written where what a step needs is gone or wrong."""
     try:
         yield
     except OutageError:
@@ -106,7 +105,7 @@ def train_step(run: Run, stop: bool) -> None:
     for group in run.optimizer.param_groups:  # before the backward pass, which may update weights
         group["lr"] = rate * group.get("lr_ratio", 1.0)
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
-    _seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
+    seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
     sums = accumulate_gradients(run.built, batches, objective.loss, divisor)
     norm, skip = update(run.built, run.optimizer, divisor)
     if run.router_load is not None:
@@ -161,13 +160,6 @@ def _save_if_due(run: Run) -> None:
         run.after_checkpoint()
 
 
-def _seed_draws(seed: int) -> None:
-    """Seeds whatever a model may draw from; transformers' own way would import peft."""
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-
-
 def _next_batches(run: Run) -> Sequence[Batch]:
     """The batches of the step.
 
@@ -175,7 +167,12 @@ def _next_batches(run: Run) -> Sequence[Batch]:
     """
     started = time.perf_counter()
     built = run.built
-    batches = run.objective.next_step(built, run.loader)
+    if run.loader.plan.table is None:  # tokenised while training, when ranks meet what is wrong
+        from lacuna.rollout.failures import read_alike  # an extension
+
+        batches = read_alike(run.objective.next_step, built, run.loader, run.config.comm)
+    else:
+        batches = run.objective.next_step(built, run.loader)
     run.interval.waited += time.perf_counter() - started
     for batch in batches:
         work = built.flops(int(batch.counts["tokens"]), batch.cu_seqlens.diff())

@@ -1,0 +1,45 @@
+"""A mistake in data that are tokenised while training ends the run, which has saved what it has."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from runs import steps, train
+
+WAYS = {
+    "alone": ("--training.batch_size", 4),
+    "two ranks": ("--training.batch_size", 2, "--cpus", 2),
+    "workers": ("--training.batch_size", 2, "--cpus", 2, "--data.num_workers", 1),
+}
+
+
+@pytest.mark.parametrize(
+    "way",
+    [
+        pytest.param("alone", marks=pytest.mark.slow),
+        "two ranks",
+        pytest.param("workers", marks=pytest.mark.slow),
+    ],
+)
+def test_a_conversation_that_cannot_be_used_loses_no_step(
+    way: str, world: Path, tmp_path: Path
+) -> None:
+    """Only the second rank meets it, in the fourth step."""
+    talk = [{"role": "user", "content": "so"}, {"role": "assistant", "content": "the cat sat"}]
+    talks = [talk] * 14 + [[{"role": "user", "content": 5}, talk[1]]] + [talk] * 50
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in talks]
+    (tmp_path / "talks.jsonl").write_text("".join(lines))
+    flags = ("--job.task", "sft", "--chat.template", "chatml", "--training.steps", 9)
+    flags += ("--model.new_tokens", "<|im_start|>,<|im_end|>", "--training.seq_len", 64)
+    flags += ("--data.dataset", tmp_path / "talks.jsonl", "--data.shuffle", "false")
+    flags += ("--data.tokenization", "online", "--packing.mode", "none")
+    flags += ("--checkpoint.interval", 100, *WAYS[way])
+    said = train(world, tmp_path / "run", *flags, status=2)
+    [told] = [line for line in said.splitlines() if line.startswith("lacuna: ")]
+    assert "talks.jsonl (split train), row 15, column messages" in told and told.endswith(
+        "Stopped and saved after step 3. The same command goes on from there."
+    )
+    assert steps(tmp_path / "run") == [3]
+    said = train(world, tmp_path / "run", *flags, status=2)
+    assert "resuming after step 3" in said and "Stopped and saved after step 3" in said
