@@ -315,14 +315,21 @@ def test_the_memory_of_the_critic_is_planned(world: Path, prompts: Path, tmp_pat
     assert "critic" not in lacuna(*run, *flags(prompts))
 
 
-def test_groups_of_parameters_are_not_asked_of_the_critic(
+def test_groups_of_parameters_are_the_critics_too_where_it_has_them(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    """It has no head, so that a plan would refuse what training takes."""
+    """It has no head, of which nobody asks it."""
     table = '[[optimizer.groups]]\npattern = "lm_head.weight"\nlr_ratio = 0.5\n'
+    table += '[[optimizer.groups]]\npattern = "*_proj.weight"\nname = "Muon"\n'
     (tmp_path / "run.toml").write_text((world / "run.toml").read_text() + table)
-    run = ("plan", tmp_path / "run.toml", "--job.dump_folder", tmp_path / "out")
-    assert "critic" in lacuna(*run, *ppo(prompts))
+    own = ppo(prompts, "--training.steps", 2, "--job.dump_folder", tmp_path / "run")
+    assert "critic" in lacuna("plan", tmp_path / "run.toml", *own)
+    said = lacuna("train", tmp_path / "run.toml", *own)
+    assert "'lm_head.weight' of optimizer.groups matches nothing of the critic" in said
+    saved = torch.distributed.checkpoint.FileSystemReader(checkpoint(tmp_path / "run", 2))
+    kept = saved.read_metadata().state_dict_metadata.keys()
+    layer = "optimizer.model.layers.0.mlp.up_proj.weight.momentum_buffer"
+    assert {layer, f"critic.{layer}"} <= kept
 
 
 @pytest.mark.slow

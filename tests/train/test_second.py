@@ -23,10 +23,12 @@ BATCHES = [batch_of([([5, 6], [7, 8, 9])]), batch_of([([3], [4, 2])])]
 DIVISOR = torch.tensor(5.0, dtype=torch.float64)
 
 
-def learner(loss: Callable[[Tensor, Columns], Sums], rate: float = 0.5) -> Learner:
-    built = policy_of(random_model(tiny_config("llama")), SETTINGS)
+def learner(
+    loss: Callable[[Tensor, Columns], Sums], rate: float = 0.5, config: Config = SETTINGS
+) -> Learner:
+    built = policy_of(random_model(tiny_config("llama")), config)
     second = SecondModel("critic", built, TokenLoss(loss), rate)
-    return open_learner(second, SETTINGS.optimizer, None, Process())
+    return open_learner(second, config.optimizer, None, Process())
 
 
 def first(norm: float = 2.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,3 +61,25 @@ def test_what_is_not_finite_for_it_counts_for_both() -> None:
     assert norm.isnan() and skip.item() == 1
     pairs = zip(second.model.built.model.parameters(), before, strict=True)
     assert all(torch.equal(own, other) for own, other in pairs), "the step was skipped"
+
+
+def test_groups_of_parameters_are_its_own_too(caplog: pytest.LogCaptureFixture) -> None:
+    tables = [
+        {"pattern": "embed_tokens.weight", "lr_ratio": 0.0, "weight_decay": 0.0},
+        {"pattern": "lora_a", "lr_ratio": 3.0},
+        {"pattern": "norm.weight", "lr_ratio": 2.0},
+    ]
+    config = Config(optimizer={"lr": 0.01, "groups": tables})
+    caplog.set_level("INFO", logger="lacuna")
+    with one_rank():
+        second = learner(cross_entropy, config=config)
+        before = deepcopy(dict(second.model.built.model.named_parameters()))
+        second.train(BATCHES, DIVISOR, 0.01, first())
+    assert "'lora_a' of optimizer.groups matches nothing of the critic" in caplog.text
+    moved = {
+        name: (parameter - before[name]).abs().max().item()
+        for name, parameter in second.model.built.model.named_parameters()
+    }
+    assert moved["model.embed_tokens.weight"] == 0
+    # AdamW's first step is as large as the learning rate.
+    assert moved["model.norm.weight"] == pytest.approx(0.01, rel=1e-3)

@@ -10,7 +10,7 @@ from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from lacuna.config import UserError
-from lacuna.config.optimizers import OptimizerConfig
+from lacuna.config.optimizers import OptimizerConfig, OptimizerGroup
 from lacuna.model.architecture import vocabulary_weights
 from lacuna.model.layers.linear import is_matrix, is_transposed
 from lacuna.model.layers.targets import names_matching
@@ -126,18 +126,35 @@ def _chosen_groups(model: PreTrainedModel, settings: OptimizerConfig) -> dict[Te
     return chosen
 
 
-def _require_use(
+def used_groups(model: PreTrainedModel, settings: OptimizerConfig) -> tuple[OptimizerGroup, ...]:
+    """The groups of the settings that have a parameter of the model, on whatever rank.
+
+    All ranks must call it, for their stages of a pipeline.
+    """
+    chosen = _chosen_groups(model, settings)
+    used = _used_groups(settings, chosen, muon_matrices(model))
+    return tuple(group for index, group in enumerate(settings.groups) if index in used)
+
+
+def _used_groups(
     settings: OptimizerConfig, chosen: dict[Tensor, int], matrices: dict[Tensor, bool]
-) -> None:
-    """Raises `UserError` for a group of the settings that has no parameter on any rank."""
+) -> set[int]:
+    """The indices of the groups of the settings that have a parameter on some rank."""
     if not settings.groups:
-        return
+        return set()
     used = {
         index
         for parameter, index in chosen.items()
         if settings.groups[index].name != "Muon" or parameter in matrices
     }
-    used = {*itertools.chain(*_of_all_ranks(used))}
+    return {*itertools.chain(*_of_all_ranks(used))}
+
+
+def _require_use(
+    settings: OptimizerConfig, chosen: dict[Tensor, int], matrices: dict[Tensor, bool]
+) -> None:
+    """Raises `UserError` for a group of the settings that has no parameter on any rank."""
+    used = _used_groups(settings, chosen, matrices)
     for index, group in enumerate(settings.groups):
         if index not in used:
             kind = "matrix of a layer" if group.name == "Muon" else "parameter"

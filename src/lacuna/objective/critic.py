@@ -54,8 +54,7 @@ def critic_config(config: Config) -> Config:
             own["attention"] = "auto"  # that of its own files
     model = config.model.model_copy(update=own)
     job = config.job.model_copy(update={"task": "reward"})
-    optimizer = config.optimizer.model_copy(update={"groups": ()})  # which name the model's own
-    whole = {"lora": LoraConfig(), "quantization": QuantizationConfig(), "optimizer": optimizer}
+    whole = {"lora": LoraConfig(), "quantization": QuantizationConfig()}
     return config.model_copy(update={"model": model, "job": job, **whole})
 
 

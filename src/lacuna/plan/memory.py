@@ -16,7 +16,7 @@ from lacuna.model.architecture import attention_heads, decoder_layers, head_dim,
 from lacuna.model.build import build_meta_model
 from lacuna.model.layers.quantized import quantized_modules
 from lacuna.model.loss import CHUNK_BYTES
-from lacuna.model.parameter_groups import state_bytes
+from lacuna.model.parameter_groups import state_bytes, used_groups
 from lacuna.model.vocabulary import embeds_on_cpu
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.experts import stacks_of
@@ -227,6 +227,11 @@ def frozen_memory(
         config = config.model_copy(update={"training": training})
     model = build_meta_model(config, grown_tokenizer(config.model), layout, device, here)
     if frozen.is_trained:
+        # Groups of parameters are the first model's, of which this one need not have all.
+        optimizer = config.optimizer.model_copy(
+            update={"groups": used_groups(model, config.optimizer)}
+        )
+        config = config.model_copy(update={"optimizer": optimizer})
         estimate = estimate_memory(config, layout, batch, model, device)
         return sum(estimate[part] for part in ("weights", "gradients", "optimizer"))
     weights = estimate_memory(config, layout, batch, model, device)["weights"]

@@ -7,10 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lacuna.config import logger
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.data import Batch
 from lacuna.formats.checkpoint import model_tensors
 from lacuna.formats.reader import read_tensors
+from lacuna.model.parameter_groups import used_groups
 from lacuna.objective.critic import SecondModel
 from lacuna.parallel.processes import Process
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors, update
@@ -62,9 +64,15 @@ def open_learner(
 ) -> Learner:
     """The second model with its optimizer, as the checkpoint `start` left them, if there is one.
 
-    Groups of parameters are those of the first model: the second has none.
+    Groups of parameters are the second model's too, but for those that it has nothing of.
     """
-    settings = settings.model_copy(update={"groups": ()})
+    groups = used_groups(model.built.model, settings)
+    for group in settings.groups:
+        if group not in groups:
+            logger.info(
+                "%r of optimizer.groups matches nothing of the %s", group.pattern, model.name
+            )
+    settings = settings.model_copy(update={"groups": groups})
     learner = Learner(model, build_optimizer(model.built.model, settings))
     if start is not None:
         read_tensors(start, learner.tensors(), process, f"{model.name}.model.")
