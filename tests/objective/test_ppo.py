@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, LlamaConfig
 
 from lacuna.config import Config
@@ -23,6 +24,7 @@ from runs import (
     curve,
     ended,
     lacuna,
+    refused,
     rows,
     start,
     steps,
@@ -31,7 +33,7 @@ from runs import (
     weights,
     write_model,
 )
-from tiny import CPU, mesh_of
+from tiny import CPU, mesh_of, run_ranks
 
 KEYS = (
     *("loss", "critic_loss", "grad_norm", "critic_grad_norm", "reward", "entropy", "clipped"),
@@ -144,9 +146,75 @@ def test_every_layout_trains_as_one_process_does(
     check_layouts(case, layouts, world, prompts, tmp_path)
 
 
+def critic_by(**degrees: object) -> tuple[object, ...]:
+    """Flags of a critic that is spread by settings of its own."""
+    flags = ((f"--critic_parallelism.{name}", value) for name, value in degrees.items())
+    return tuple(word for pair in flags for word in pair)
+
+
+CRITIC_LAYOUTS: dict[str, tuple[object, ...]] = {
+    "shards, the critic tp 2": (*LAYOUTS["shards"], *critic_by(tensor_parallel_degree=2)),
+    "shards, the critic replicas": (
+        *LAYOUTS["shards"],
+        *critic_by(data_parallel_replicate_degree=2, data_parallel_shard_degree=1),
+    ),
+    "shards, the critic cp 2": (*LAYOUTS["shards"], *critic_by(context_parallel_degree=2)),
+    "tp 2, the critic zero 1": (
+        *SHARED_LAYOUTS["tp 2"],
+        *critic_by(data_parallel_shard_degree=2, zero_stage=1),
+    ),
+    "cp 2 × tp 2, the critic shards": (
+        *SHARED_LAYOUTS["cp 2 × tp 2"],
+        *critic_by(data_parallel_shard_degree=4),
+    ),
+    "shards × tp 2, the critic replicas × cp 2": (
+        *SHARED_LAYOUTS["dp_shard 2 × tp 2"],
+        *critic_by(data_parallel_replicate_degree=2, context_parallel_degree=2),
+    ),
+    "4 shards, the critic shards × tp 2": (
+        *("--cpus", 4, "--training.batch_size", 1),
+        *critic_by(data_parallel_shard_degree=2, tensor_parallel_degree=2),
+    ),
+}
+"""The layouts of the model and of its critic, where these differ."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name == "shards, the critic tp 2" else pytest.param(name, marks=pytest.mark.slow)
+        for name in CRITIC_LAYOUTS
+    ],
+)
+def test_a_critic_in_a_layout_of_its_own_learns_as_in_one_process(
+    name: str, world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
+    train(world, tmp_path / "alone", *own, "--training.steps", 7)
+    # Stopped within the steps on the same completions, and then gone on with.
+    for end in (4, 7):
+        flags = (*CRITIC_LAYOUTS[name], "--training.steps", end)
+        train(world, tmp_path / "spread", *own, *flags)
+    keys = (*KEYS, "divergence", "beta")
+    pairs = zip(curve(tmp_path / "spread", *keys), curve(tmp_path / "alone", *keys), strict=True)
+    for row, other in pairs:
+        assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
+    said, other_said = (
+        [row["completion"] for row in completions(tmp_path / one)] for one in ("spread", "alone")
+    )
+    assert said == other_said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("first", "then"), [("alone", "shards"), ("cp 2, ring", "tp 2"), ("tp 2", "alone")]
+    ("first", "then"),
+    [
+        ("alone", "shards"),
+        ("cp 2, ring", "tp 2"),
+        ("tp 2", "alone"),
+        ("shards, the critic tp 2", "tp 2"),
+        ("shards", "tp 2, the critic zero 1"),
+    ],
 )
 def test_a_run_goes_on_with_its_critic_in_another_layout(
     first: str, then: str, world: Path, prompts: Path, tmp_path: Path
@@ -154,7 +222,8 @@ def test_a_run_goes_on_with_its_critic_in_another_layout(
     own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
     train(world, tmp_path / "straight", *own, "--training.steps", 7)
     for layout, end in ((first, 4), (then, 7)):
-        train(world, tmp_path / "moved", *own, *LAYOUTS.get(layout, ()), "--training.steps", end)
+        flags = (LAYOUTS | CRITIC_LAYOUTS).get(layout, ())
+        train(world, tmp_path / "moved", *own, *flags, "--training.steps", end)
     pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
     for row, other in pairs:
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
@@ -223,6 +292,26 @@ def test_values_are_what_is_expected_before_each_token(world: Path, judge: Path)
                 assert value == pytest.approx(own(before).logits.item(), abs=1e-5)
 
 
+def divided(world: Path) -> tuple[Layout, tuple[int, ...]]:
+    """The layout of a critic beside a model that is sharded, and what a rank has of a matrix."""
+    model = {"config": str(world / "model")}
+    degrees = {"tensor_parallel_degree": 2}
+    settings = {"training": {"seq_len": 32}, "critic_parallelism": degrees}
+    config = Config(job={"task": "ppo"}, model=model, **settings)
+    tokenizer = load_tokenizer(str(world / "model"))
+    critic = build_critic(config, tokenizer, mesh_of(Layout(dp_shard=2)), CPU)
+    weight = critic.model.get_parameter("model.layers.0.mlp.up_proj.weight")
+    with torch.no_grad():
+        assert isinstance(weight, DTensor)
+        return critic.mesh.layout, tuple(weight.to_local().shape)
+
+
+def test_a_critic_is_divided_by_its_own_settings(world: Path) -> None:
+    for layout, shape in run_ranks(2, divided, world):
+        assert (layout.tp, layout.dp_shard) == (2, 1), layout
+        assert shape == (64, 64), "half of its outputs"
+
+
 def test_the_critic_is_trained_whole_beside_adapters_and_frozen_rows() -> None:
     sections: dict[str, Any] = {"lora": {"rank": 4}, "quantization": {"base": "nf4"}}
     config = Config(job={"task": "ppo"}, model={"name_or_path": "base"}, **sections)
@@ -250,6 +339,24 @@ def test_a_critic_that_is_not_what_it_should_be_is_refused(
     own = ppo(prompts, "--ppo.critic", tmp_path / "nowhere")
     said = train(world, tmp_path / "run", *own, status=2)
     assert "ppo.critic: no tokenizer can be loaded" in said and "that has a tokenizer" in said
+
+
+def test_a_layout_that_no_critic_can_have_is_refused_by_name(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    cases = {
+        "pipeline_parallel_degree": (2, "job.task: a critic is shared out by data, tensor or"),
+        "data_parallel_shard_degree": (0, "must be"),
+        "tensor_parallel_degree": (2, "= 2, but there are 1 processes"),
+    }
+    for setting, (value, reason) in cases.items():
+        own = ppo(prompts, f"--critic_parallelism.{setting}", value)
+        run = (world / "run.toml", "--job.dump_folder", tmp_path / "run", *own)
+        for command in ("train", "plan"):
+            said = refused(command, *run)
+            assert "critic_parallelism" in said and reason in said, said
+    said = refused("train", *run[:3], *flags(prompts), "--critic_parallelism.zero_stage", 1)
+    assert "critic_parallelism.zero_stage, job.task: only ppo takes the first" in said
 
 
 def test_a_critic_may_be_a_model_that_scores(

@@ -84,6 +84,10 @@ class ParallelismConfig(Section):
     sequences; tokens are sent to their experts, and none is dropped."""
 
 
+class CriticParallelismConfig(ParallelismConfig):
+    """How PPO's critic is spread. All unset: as the model; else by these alone."""
+
+
 class ActivationCheckpointConfig(Section):
     """What is computed again in the backward pass to save memory."""
 

@@ -7,7 +7,7 @@ from lacuna.config.completion_rules import (
 )
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig, RewardsConfig, RolloutConfig
 from lacuna.config.rules import Predicate, Rule, is_changed, is_given, only_for, refused_for
-from lacuna.config.sections import Config
+from lacuna.config.sections import SECTIONS, Config
 
 _TASKS = ("grpo", "ppo")
 
@@ -78,6 +78,7 @@ def _with_prompts(is_wrong: Predicate) -> Predicate:
 ROLLOUT_RULES: tuple[Rule, ...] = (
     *only_for(("grpo",), "grpo", GrpoConfig),
     *only_for(("ppo",), "ppo", PpoConfig),
+    *only_for(("ppo",), "critic_parallelism", SECTIONS["critic_parallelism"]),
     *only_for((*_TASKS, "distill"), "rollout", RolloutConfig),
     *only_for((*_TASKS, "distill"), "rewards", RewardsConfig),
     *(
@@ -180,6 +181,18 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
             "without the second nothing is compared with a reference; set it, or drop the first",
         )
         for setting in ("ppo.kl_target", "ppo.reference")
+    ),
+    *(
+        refused_for(
+            "ppo",
+            f"critic_parallelism.{setting}",
+            "a critic is shared out by data, tensor or context parallelism; drop the first",
+        )
+        for setting in (
+            "pipeline_parallel_degree",
+            "expert_parallel_degree",
+            "enable_async_tensor_parallel",
+        )
     ),
     Rule(
         ("ppo.critic_lr", "optimizer.lr"),

@@ -174,6 +174,7 @@ class Config(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     lr_scheduler: LRSchedulerConfig = LRSchedulerConfig()
     parallelism: machine.ParallelismConfig = machine.ParallelismConfig()
+    critic_parallelism: machine.CriticParallelismConfig = machine.CriticParallelismConfig()
     activation_checkpoint: machine.ActivationCheckpointConfig = machine.ActivationCheckpointConfig()
     compile: machine.CompileConfig = machine.CompileConfig()
     float8: machine.Float8Config = machine.Float8Config()

@@ -1,15 +1,19 @@
 """The critic: a model of its own that learns what completions will be worth, token by token."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
 from lacuna.config.attentions import is_own
+from lacuna.config.contradictions import contradictions_of
+from lacuna.config.machine import CriticParallelismConfig, ParallelismConfig
+from lacuna.data import Batch
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.model.forward import head_input, run_forward
@@ -23,7 +27,7 @@ from lacuna.objective.sample_batches import (
     read_batches,
     whole_rows,
 )
-from lacuna.parallel.mesh import Mesh
+from lacuna.parallel.mesh import Layout, Mesh, build_mesh, resolve_layout
 from lacuna.rollout.groups import Sample
 
 _MEND = "choose another critic"
@@ -35,14 +39,22 @@ class SecondModel:
 
     Attributes:
         name: with which its tensors in checkpoints begin.
-        loss: what it minimises, on the same batches and divided by the same count.
+        loss: what it minimises, divided by the same count.
         rate: its learning rate beside that of the first model.
+        own_batches: gives this rank's batches of a step, where the model is not spread as the first
+            one is; None where both have the same.
     """
 
     name: str
     built: BuiltModel
     loss: Loss
     rate: float
+    own_batches: Callable[[], Sequence[Batch]] | None = None
+
+
+def is_apart(settings: CriticParallelismConfig) -> bool:
+    """Whether the critic is spread by `settings` of its own, and not as the model is."""
+    return settings != CriticParallelismConfig()
 
 
 def critic_config(config: Config) -> Config:
@@ -55,11 +67,32 @@ def critic_config(config: Config) -> Config:
     model = config.model.model_copy(update=own)
     job = config.job.model_copy(update={"task": "reward"})
     whole = {"lora": LoraConfig(), "quantization": QuantizationConfig()}
-    return config.model_copy(update={"model": model, "job": job, **whole})
+    spread = (
+        config.critic_parallelism if is_apart(config.critic_parallelism) else config.parallelism
+    )
+    changes = {"model": model, "job": job, "parallelism": spread, **whole}
+    return config.model_copy(update=changes)
+
+
+def layout_beside(settings: ParallelismConfig, ranks: int) -> Layout:
+    """The layout of a second model on so many ranks.
+
+    Raises `UserError` for degrees that do not multiply to them, which only a critic's may not.
+    """
+    try:
+        return resolve_layout(settings, ranks)
+    except UserError as error:
+        raise UserError(f"critic_{error}") from error
 
 
 def check_critic(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `UserError` for a critic that has other tokens than the model."""
+    """Raises `UserError` for a critic that has other tokens than the model, or an odd layout."""
+    for problem in (
+        contradictions_of(critic_config(config)) if is_apart(config.critic_parallelism) else ()
+    ):
+        names, _, reason = problem.partition(": ")
+        if names.startswith("parallelism."):
+            raise UserError(f"{names.replace('parallelism.', 'critic_parallelism.')}: {reason}")
     if config.ppo.critic is None:
         return
     try:
@@ -82,11 +115,13 @@ def check_critic(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
 def build_critic(
     config: Config, tokenizer: PreTrainedTokenizerBase, mesh: Mesh, device: torch.device
 ) -> BuiltModel:
-    """Builds the critic of a run, spread like its model.
+    """Builds the critic of a run, spread like its model on `mesh`, or by settings of its own.
 
     Raises `UserError` for one that cannot be had.
     """
     settings = critic_config(config)
+    if is_apart(config.critic_parallelism):
+        mesh = build_mesh(layout_beside(settings.parallelism, dist.get_world_size()), device.type)
     if config.ppo.critic is None:
         return build_model(settings, tokenizer, mesh, device)
     with explained("ppo.critic", UserError, mend=_MEND):

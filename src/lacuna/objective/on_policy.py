@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, OutageError, UserError, logger
+from lacuna.config.row_form import RowForm
 from lacuna.data import Batch, HeldOut, Loader
 from lacuna.data.chat import end_of_turn
 from lacuna.data.tokenizer import grown_tokenizer
@@ -24,6 +25,7 @@ from lacuna.objective.sample_batches import (
     lay_out,
     logprobs_of_samples,
     mismatch_of,
+    part_of_rank,
 )
 from lacuna.objective.success import Successes
 from lacuna.objective.worth import unjudged_batches
@@ -35,13 +37,6 @@ from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.rewards import longest_wait
 from lacuna.rollout.sampling import check_engine
 from lacuna.rollout.verifiers import Reward
-
-
-def _part_of_rank(groups: list[list[Sample]], policy: BuiltModel) -> list[list[Sample]]:
-    """This rank's part of the groups of all."""
-    ranks = policy.mesh.layout.data_parallel
-    rank = policy.mesh.data_rank
-    return groups[len(groups) * rank // ranks : len(groups) * (rank + 1) // ranks]
 
 
 class OnPolicy(LanguageModelling):
@@ -138,12 +133,12 @@ class OnPolicy(LanguageModelling):
         if is_new:
             with self._put_back_on_outage(source):
                 groups = [group.samples for group in self.roll_out(policy, source)]
-            self.own = _part_of_rank(groups, policy)
+            self.own = part_of_rank(groups, policy)
             self.updates_left = self.updates
             if self.successes is not None:
                 self.told |= self.successes.shares()
         elif self.resumed:
-            self.own = _part_of_rank(self.resumed, policy)
+            self.own = part_of_rank(self.resumed, policy)
         # A run may go on with a reference that it had none of before.
         is_lacking = any(not one.reference for group in self.resumed for one in group)
         self.resumed = []
@@ -169,11 +164,17 @@ class OnPolicy(LanguageModelling):
                 self.successes.load_state_dict(successes)
             raise
 
-    def laid_out(self, samples: Sequence[Sample], targets: Targets) -> LaidOut:
-        """Samples in this rank's micro-batches, as many as on all others."""
+    def laid_out(
+        self, samples: Sequence[Sample], targets: Targets, form: RowForm | None = None
+    ) -> LaidOut:
+        """Samples in this rank's micro-batches, as many as on all others.
+
+        Their rows have the form that the settings say, unless another is given.
+        """
         config = self.config
         padding = self.tokenizer.eos_token_id or 0
-        return lay_out(samples, config.training, config.row_form, config.data, padding, targets)
+        form = form or config.row_form
+        return lay_out(samples, config.training, form, config.data, padding, targets)
 
     def draw(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """The groups of the next prompts of all ranks, on every rank."""

@@ -1,7 +1,9 @@
 """PPO: the model learns its own completions by what they are worth beyond what a critic expects."""
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import cast
 
 import torch
@@ -11,6 +13,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
+from lacuna.config.row_form import RowForm
 from lacuna.data import Batch, Loader
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.build import BuiltModel
@@ -20,6 +23,7 @@ from lacuna.objective.critic import (
     build_critic,
     check_critic,
     critic_config,
+    is_apart,
     values_of_samples,
 )
 from lacuna.objective.dropout import leave_out_dropout
@@ -35,7 +39,7 @@ from lacuna.objective.ppo_losses import (
     value_sums,
 )
 from lacuna.objective.reference import on_policy_reference_kind, require_files_of_model
-from lacuna.objective.sample_batches import Targets, values_of_tokens
+from lacuna.objective.sample_batches import Targets, passed_on, values_of_tokens
 from lacuna.objective.worth import functions_of, is_judged
 from lacuna.rollout.groups import Group, Sample, statistics
 
@@ -66,10 +70,13 @@ class Ppo(OnPolicy):
 
     Attributes:
         coefficient: what a nat of divergence from the reference costs now.
+        of_critic: this rank's batches of the newest completions for a critic that is spread
+            otherwise than the model; empty until they are made.
     """
 
     coefficient: float
     critic: BuiltModel
+    of_critic: Sequence[Batch] = ()
 
     def check(self, config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raises `UserError` for rewards, ends, a reference or a critic that cannot be had."""
@@ -110,7 +117,12 @@ class Ppo(OnPolicy):
         loss = TokenLoss(partial(value_sums, settings=settings), VALUE_NAMES)
         first = self.config.optimizer.lr
         rate = settings.critic_lr / first if settings.critic_lr else 1.0
-        return SecondModel("critic", self.critic, loss, rate)
+        own = (
+            partial(self._batches_of_critic, policy)
+            if is_apart(self.config.critic_parallelism)
+            else None
+        )
+        return SecondModel("critic", self.critic, loss, rate, own)
 
     def roll_out(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """New completions of all ranks, on every rank."""
@@ -126,9 +138,9 @@ class Ppo(OnPolicy):
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes log-probabilities and values, and what follows: advantages and returns."""
         super().note_findings(policy, own)
-        values = values_of_samples(self.critic, self.laid_out(own, self.targets.only_read()), own)
-        for sample, found in zip(own, values, strict=True):
+        for sample, found in zip(own, self._values(policy, own), strict=True):
             sample.values = found
+        self.of_critic = ()
         judged = [sample for sample in own if is_judged(sample)]
         self._note_advantages(judged, policy.device)
         apart = [sum(sample.old) - sum(sample.reference) for sample in judged if sample.reference]
@@ -140,6 +152,35 @@ class Ppo(OnPolicy):
             target = self.config.ppo.kl_target
             if target is not None and sums[1]:
                 self.coefficient = next_coefficient(self.coefficient, divergence, target)
+
+    def _values(self, policy: BuiltModel, own: list[Sample]) -> list[list[float]]:
+        """What the critic expects before each token of this rank's samples."""
+        targets = self.targets.only_read()
+        if not is_apart(self.config.critic_parallelism):
+            return values_of_samples(self.critic, self.laid_out(own, targets), own)
+        groups = passed_on(self.own, policy, self.critic, self.exchange)
+        asked = [*chain.from_iterable(groups)]
+        laid = self.laid_out(asked, targets, self._form_of_critic)
+        found = iter(values_of_samples(self.critic, laid, asked))
+        values = [[next(found) for _ in group] for group in groups]
+        return [*chain.from_iterable(passed_on(values, self.critic, policy, self.exchange))]
+
+    @property
+    def _form_of_critic(self) -> RowForm:
+        """The form of the rows that a critic takes which is spread otherwise than the model."""
+        is_shared = critic_config(self.config).row_form.is_shared
+        return replace(self.config.row_form, is_shared=is_shared)
+
+    def _batches_of_critic(self, policy: BuiltModel) -> Sequence[Batch]:
+        """This rank's batches of a step for a critic that is spread otherwise than the model.
+
+        All steps on the same completions have the same.
+        """
+        if not self.of_critic:
+            groups = passed_on(self.own, policy, self.critic, self.exchange)
+            samples = [*chain.from_iterable(groups)]
+            self.of_critic = self.laid_out(samples, self.targets, self._form_of_critic).batches
+        return self.of_critic
 
     def _note_advantages(self, judged: list[Sample], device: torch.device) -> None:
         settings = self.config.ppo

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -30,6 +31,29 @@ from lacuna.rollout.groups import Sample
 
 # Beyond this many nats a token's log-probabilities of generating and of training differ.
 _MISMATCH = 0.1
+
+
+OfGroup = TypeVar("OfGroup")
+
+
+def part_of_rank(groups: Sequence[OfGroup], built: BuiltModel) -> list[OfGroup]:
+    """This rank's part of the groups of all, where a model is spread as `built` is."""
+    ranks = built.mesh.layout.data_parallel
+    rank = built.mesh.data_rank
+    return [*groups[len(groups) * rank // ranks : len(groups) * (rank + 1) // ranks]]
+
+
+def passed_on(
+    own: Sequence[OfGroup], by: BuiltModel, to: BuiltModel, exchange: dist.ProcessGroup | None
+) -> list[OfGroup]:
+    """What this rank has for `to` of what ranks have for the groups that are theirs `by` another.
+
+    All ranks must call it; they tell each other by the group `exchange`.
+    """
+    of_ranks: list[Sequence[OfGroup]] = [()] * dist.get_world_size()
+    dist.all_gather_object(of_ranks, own, group=exchange)
+    different = of_ranks[:: by.mesh.layout.sharing]  # ranks that share sequences have the same
+    return part_of_rank([*chain.from_iterable(different)], to)
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,13 @@ from lacuna.config.learning_rate import learning_rate, peak_step, warmup_steps
 from lacuna.config.machine import MetricsConfig
 from lacuna.config.optimizers import LRSchedulerConfig
 from lacuna.config.sections import ModelConfig
-from lacuna.data import build_loader, build_validation, run_tokenizer
+from lacuna.data import BatchSizes, build_loader, build_validation, run_tokenizer
 from lacuna.model.build import build_meta_model
 from lacuna.model.checks import required_router
 from lacuna.model.weights import weight_files
+from lacuna.objective.critic import layout_beside
 from lacuna.objective.find import find_objective
+from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import resolve_layout
 from lacuna.parallel.precision import compute_dtype
@@ -56,9 +58,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     length = config.training.seq_len
     estimate = estimate_memory(config, layout, batch, model, device)
     for setting, frozen in objective.frozen_models(config).items():
-        with explained(setting, UserError, mend="choose another model"):
-            memory = frozen_memory(frozen, layout, batch, device, here)
-            _require_weights(frozen.config.model)
+        memory = _memory_beside(setting, frozen, processes, batch, device, here)
         estimate[setting.rpartition(".")[2]] = memory
     rows = {
         "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
@@ -76,6 +76,25 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
     open_console(config.metrics).print(table, "Nothing was started.")
+
+
+def _memory_beside(
+    setting: str,
+    frozen: FrozenModel,
+    processes: int,
+    batch: BatchSizes,
+    device: str,
+    here: torch.device | None,
+) -> float:
+    """Bytes that the second model takes that a `setting` asks for. Raises `UserError` for no such.
+
+    It is spread over the processes by its own settings.
+    """
+    layout = layout_beside(frozen.config.parallelism, processes)
+    with explained(setting, UserError, mend="choose another model"):
+        memory = frozen_memory(frozen, layout, batch, device, here)
+        _require_weights(frozen.config.model)
+    return memory
 
 
 def _require_visible_attention(metrics: MetricsConfig, model_config: PretrainedConfig) -> None:

@@ -216,7 +216,7 @@ def frozen_memory(
 ) -> float:
     """Bytes that a second model takes on the rank that needs most; one that is trained, to learn.
 
-    It is spread like the one that is trained, and its layers are gathered when the other's are not.
+    It is spread over the ranks by `layout`, and its layers are gathered when the other's are not.
     Its attention is tried out where there is a device `here` to try it on. Raises `UserError` for a
     model that cannot be spread or quantised so.
     """

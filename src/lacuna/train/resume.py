@@ -39,14 +39,14 @@ _CONSEQUENCES = {
     "training.max_skipped_steps": "",
     "training.*": "the steps so far were trained the old way",
     "validation.*": "the best loss so far was measured before",
-    "parallelism.*": "the same samples, equal but for rounding",
+    "*parallelism.*": "the same samples, equal but for rounding",
 }
 # Settings with which a run that is finished is the same run: the length is looked at elsewhere.
 _SAME_RUN = (
     *("job.name", "job.dump_folder", "job.description", "job.print_args"),
     *("training.steps", "training.epochs", "training.gc_freq", "compile.*"),
     *("checkpoint.*", "metrics.*", "profiling.*", "comm.*", "memory_estimation.*"),
-    *("parallelism.*", "activation_checkpoint.*"),
+    *("*parallelism.*", "activation_checkpoint.*"),
 )
 # Those that a run gives a value where they are not set.
 _FOUND_OUT = ("training.gradient_accumulation_steps", "training.global_batch_size")

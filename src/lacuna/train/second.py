@@ -43,12 +43,16 @@ class Learner:
     ) -> tuple[Tensor, ...]:
         """Trains a step as the first model does, whose sums, norm and skipping are `first`.
 
+        The `batches` are that model's, and this one's too unless it has batches of its own.
+
         Returns these three of both: the sums of both, this rank's part of them; a norm that is
         finite if both are, and then that of the first; and 1 where either was skipped.
         """
         sums, norm, skip = first
         for group in self.optimizer.param_groups:
             group["lr"] = rate * self.model.rate * group.get("lr_ratio", 1.0)
+        if self.model.own_batches is not None:
+            batches = self.model.own_batches()
         found = accumulate_gradients(self.model.built, batches, self.model.loss, divisor)
         own_norm, own_skip = update(self.model.built, self.optimizer, divisor)
         share = own_norm.to(sums) / dist.get_world_size()
