@@ -33,7 +33,7 @@ from lacuna.parallel.mesh import Layout
 from lacuna.parallel.partial_attention import PARTIAL_ATTENTIONS, Part, visible
 from lacuna.rollout.generate import generate_text
 from layouts import Case, Outcome, outcomes, pipelined, steps
-from runs import lacuna, make_world, refused, rows, train
+from runs import checkpoint, lacuna, make_world, refused, rows, train
 from tiny import CPU, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words
 
 HERE = Path(__file__).name.removesuffix(".py")
@@ -412,10 +412,34 @@ def test_a_run_does_not_go_on_with_another_attention(
     steps = ("--training.steps", 4, "--model.attention")
     train(world, run, *steps, first)
     on = ("--training.steps", 8, "--model.attention")
+    before = (run / "config.toml").read_text()
     told = train(world, run, *on, then, status=2)
     assert "model.attention: the run was started with" in told and mend in told
+    assert (run / "config.toml").read_text() == before, "refused before anything was written"
     train(world, run, *on, "sdpa" if first == "auto" else first)
     assert len(rows(run)) == 8
+
+
+def test_weights_of_an_attention_are_not_begun_with_by_another(tmp_path: Path) -> None:
+    world, run, new = make_world(tmp_path / "world"), tmp_path / "run", tmp_path / "new"
+    train(world, run, "--training.steps", 4, "--model.attention", "softpick")
+    begun = ("--training.steps", 1, "--checkpoint.initial_load_path", checkpoint(run, 4))
+    for other in ("auto", "rectified"):
+        told = train(world, new, *begun, "--model.attention", other, status=2)
+        assert "model.attention: the weights of " in told and 'were trained with "softpick"' in told
+        assert 'set model.attention = "softpick"' in told
+    assert not (new / "config.toml").exists(), "refused before anything was written"
+    train(world, new, *begun, "--model.attention", "softpick")
+    assert rows(new)[0]["loss"] < rows(run)[-1]["loss"] + 0.5
+
+
+@pytest.mark.slow
+def test_a_new_attention_may_begin_with_weights_of_softmax_in_a_checkpoint(tmp_path: Path) -> None:
+    world, run, new = make_world(tmp_path / "world"), tmp_path / "run", tmp_path / "new"
+    train(world, run, "--training.steps", 4)
+    begun = ("--training.steps", 1, "--checkpoint.initial_load_path", checkpoint(run, 4))
+    train(world, new, *begun, "--model.attention", "softpick")
+    assert AutoConfig.from_pretrained(new / "hf")._attn_implementation == "softpick"
 
 
 def test_names_that_nothing_has_are_refused(world: Path) -> None:

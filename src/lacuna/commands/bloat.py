@@ -98,6 +98,7 @@ EXTENSIONS = {
         "model/own_attention_choice.py",
         "model/scaled_attention.py",
         "model/softpick.py",
+        "train/same_attention.py",
     ),
     "inspection": (
         "commands/inspect.py",

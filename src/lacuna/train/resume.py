@@ -166,23 +166,6 @@ def require_same_run(before: Mapping[str, str], now: Mapping[str, str]) -> None:
         )
 
 
-def require_same_attention(started_with: dict[str, Any] | None, own: PretrainedConfig) -> None:
-    """Raises `UserError` for another function than that with which a resumed run's model attends.
-
-    Implementations of softmax are one function, and are not noted in a model's configuration.
-    """
-    if not started_with:
-        return
-    tables = (started_with["model"], shown_configuration(own))
-    before, now = (table.get("attn_implementation", "softmax") for table in tables)
-    if before != now:
-        mend = "leave that out" if before == "softmax" else f"set model.attention = {before}"
-        raise UserError(
-            f"model.attention: the run was started with {before}, and its weights would be read by "
-            f"{now}: {mend}, or start a new run with another job.dump_folder."
-        )
-
-
 def log_changes(saved: dict[str, Any], own: dict[str, Any], step: int, rate: float) -> None:
     """Logs what differs from what the run was trained with so far, and what comes of that.
 

@@ -17,6 +17,7 @@ from lacuna.data.sources import Documents
 from lacuna.formats.checkpoint import RUN, model_tensors, prepare_folder
 from lacuna.formats.huggingface import export_model, save_model_description
 from lacuna.formats.reader import read_tensors
+from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
 from lacuna.objective.find import find_objective
 from lacuna.parallel.batch import curriculum_batches, total_steps
@@ -28,7 +29,6 @@ from lacuna.train.resume import (
     files_of_frozen,
     inputs_of,
     log_changes,
-    require_same_attention,
     require_same_inputs,
     shown_configuration,
     shown_settings,
@@ -83,6 +83,8 @@ class Run:
         self.config, self.batch = self.curriculum[0]
         self.open_data(saved, started_with, str(start))
         self.start.end_phase("data")
+        if start is not None:
+            self.refuse_another_attention(start, is_resumed=saved is not None)
         if back:
             from lacuna.train.branch import set_aside_later_steps  # an extension
 
@@ -95,12 +97,7 @@ class Run:
         if config.validation.resolved_source():
             parts = (self.config, self.tokenizer, self.batch, self.data_rank)
             self.validation = build_validation(*parts)
-        second = self.objective.prepare(self.built, self.all_batches)
-        if second is not None:
-            from lacuna.train.second import open_learner  # an extension
-
-            saved_in = start if saved is not None else None
-            self.second = open_learner(second, config.optimizer, saved_in, process)
+        self.prepare_objective(start if saved is not None else None)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
         self.watch_model()
         self.open_metrics(console)
@@ -142,6 +139,13 @@ class Run:
             self.batch.global_batch,
             self.state.step,
         )
+
+    def refuse_another_attention(self, start: str, is_resumed: bool) -> None:
+        """Refuses to read the checkpoint `start` by another attention than it was trained with."""
+        from lacuna.train.same_attention import require_same_attention  # an extension
+
+        model_config = load_model_config(self.config.model, self.tokenizer)
+        require_same_attention(start, self.config.model.attention, model_config, is_resumed)
 
     def inputs(self, sources: Sequence[Documents]) -> dict[str, str]:
         """Fingerprints of the contents that the run is trained with."""
@@ -226,8 +230,6 @@ class Run:
             config = config.model_copy(update={"lora": lora})
         self.built = build_model(config, self.tokenizer, mesh, self.process.device, fill)
         model = self.built.model
-        if saved is not None:
-            require_same_attention(saved["loop"].get("started_with"), model.config)
         decay_head = not config.model.train_new_tokens_only
         self.optimizer = build_optimizer(model, config.optimizer, decay_head)
         if start is not None:
@@ -235,6 +237,17 @@ class Run:
             if saved is not None:
                 tensors |= optimizer_tensors(model, self.optimizer)
             read_tensors(start, tensors, self.process)
+
+    def prepare_objective(self, start: str | None) -> None:
+        """Gives the objective what it needs, and opens a second model that it trains.
+
+        Where the run goes on from a checkpoint, that model is as `start` has it.
+        """
+        second = self.objective.prepare(self.built, self.all_batches)
+        if second is not None:
+            from lacuna.train.second import open_learner  # an extension
+
+            self.second = open_learner(second, self.config.optimizer, start, self.process)
 
     def watch_model(self) -> None:
         """Has the model watched as the settings ask: its attention, and what experts are given."""
