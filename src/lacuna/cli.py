@@ -13,6 +13,7 @@ from lacuna.config.errors import LAUNCHED, RunError, UnansweredError, UserError,
 from lacuna.launch import GAVE_UP, RUN_FAILED, die_with_launcher
 
 COMMANDS = ("train", "plan", "data", "teach", "generate", "convert", "bench", "inspect", "bloat")
+HELP = ("-h", "--help", "help")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -25,12 +26,16 @@ def main(arguments: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     command, *rest = words or ["help"]
+    if command in HELP and rest:  # that of a command, or of sections of the settings
+        command, rest = (
+            (rest[0], ["--help"]) if rest[0] in COMMANDS else ("train", ["--help", *rest])
+        )
     die_with_launcher()
     for name, value in thread_settings(int(os.environ.get("LOCAL_WORLD_SIZE", 1))).items():
         os.environ.setdefault(name, value)
     _quiet_libraries()
     _keep_compiled()
-    if command in ("-h", "--help", "help"):
+    if command in HELP:
         _print_help()
         return 0
     if command == "--version":

@@ -6,6 +6,7 @@ from lacuna.commands.arguments import help_text, parse_run
 from lacuna.config import Config, UserError
 from lacuna.config.documents import CurriculumStage, Source
 from lacuna.config.optimizers import OptimizerGroup
+from runs import lacuna, refused
 
 
 def test_every_setting_and_section_has_its_help():
@@ -39,6 +40,35 @@ def test_help_of_a_section_is_that_section_alone(capsys):
     assert printed(capsys, "data", "--help", "lr-scheduler").startswith("[lr_scheduler]")
     with pytest.raises(UserError, match="no such section; did you mean lora"):
         parse_run("train", "", ["--help", "lorra"])
+
+
+def test_help_of_several_sections_is_all_of_them_in_order(capsys):
+    text = printed(capsys, "train", "--help", "rollout", "grpo.beta", "--training.steps", "5")
+    assert text.startswith("[rollout]") and "\n[grpo]" in text and text.count("\n[") == 1
+    with pytest.raises(UserError, match="--help grop: there is no such section; did you mean grpo"):
+        parse_run("train", "", ["--help", "rollout", "grop"])
+
+
+def test_help_alone_goes_by_the_words_after_it():
+    text = lacuna("--help", "rollout", "grpo")
+    assert text.startswith("[rollout]") and "\n[grpo]" in text
+    assert lacuna("help", "generate").startswith("usage: lacuna generate")
+    assert "\n  lacuna generate MODEL" in lacuna("--help")
+    assert "--help rolout: there is no such section; did you mean rollout?" in refused(
+        "--help", "rolout"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["generate", "m", "--promt", "hi"], "--promt is not understood; did you mean --prompt? "),
+        (["generate", "m", "hello", "--prompt", "hi"], "hello is not understood. "),
+        (["bloat", "--all"], "--all is not understood. "),
+    ],
+)
+def test_an_unknown_option_is_refused_with_the_nearest_one(words, said):
+    assert refused(*words) == f"lacuna: lacuna {words[0]}: {said}See lacuna {words[0]} --help.\n"
 
 
 def test_only_train_lists_all_settings(capsys):

@@ -4,6 +4,7 @@ import argparse
 import os
 import textwrap
 from collections.abc import Iterable
+from itertools import takewhile
 
 from lacuna.config import Config, UserError, load_config
 from lacuna.config.errors import did_you_mean
@@ -24,7 +25,10 @@ class CommandParser(argparse.ArgumentParser):
     """An argument parser whose complaints are `UserError`s."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
-        raise UserError(f"{self.prog}: {message}. See {self.prog} --help.")
+        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        guess = did_you_mean(unknown, self._option_string_actions) or "."
+        said = f"{unknown} is not understood{guess}" if unknown else f"{message}."
+        raise UserError(f"{self.prog}: {said} See {self.prog} --help.")
 
 
 def parse_run(
@@ -62,36 +66,41 @@ def parse_run(
 
 
 def _print_help(command: str, doc: str, words: list[str]) -> None:
-    """Prints the help of a command, or of the section of settings that `words` ask for.
+    """Prints the help of a command, or of the sections of settings that `words` begin with.
 
     The help of `train` lists all settings.
     """
-    if words and not words[0].startswith("-"):
-        section = words[0].replace("-", "_").partition(".")[0]
-        known = Config.model_fields
-        if section not in known:
-            guess = did_you_mean(section, known) or ";"
+    sections = [
+        word.replace("-", "_").partition(".")[0]
+        for word in takewhile(lambda word: not word.startswith("-"), words)
+    ]
+    for section in sections:
+        if section not in SECTIONS:
+            guess = did_you_mean(section, SECTIONS) or ";"
             raise UserError(
-                f"--help {section}: there is no such section{guess} there are {', '.join(known)}."
+                f"--help {section}: there is no such section{guess} there are "
+                f"{', '.join(SECTIONS)}."
             )
-        print(help_text(sections=[section]).strip(), flush=True)
+    if sections:
+        print(help_text(sections=sections).strip(), flush=True)
         return
     recipes = sorted(file.name for file in RECIPES.glob("*.toml"))
     named = textwrap.fill(f"Recipes: {', '.join(recipes)}", 100)
-    print(doc.partition("\n\n")[2], named, sep="\n")
     print(
-        "Settings: lacuna train --help tells all; --help SECTION, as in --help lora, those of one.",
+        doc.partition("\n\n")[2],
+        named,
+        "Settings: lacuna train --help tells all; --help lora grpo, say, those of two sections.",
+        sep="\n",
         flush=True,
     )
     if command == "train":
         print(
             "In the TOML file or as flags; the word none is the default, where it is no value "
-            "itself."
-        )
-        print(help_text(), flush=True)
-        print(
+            "itself.",
+            help_text(),
             "\nThe names that flame and torchtitan use (training.dataset, experimental.*, ...) "
-            "work too."
+            "work too.",
+            sep="\n",
         )
 
 

@@ -8,7 +8,8 @@ stopped goes on where its last checkpoint left it when it is started again.
   RUN.toml         settings in TOML, one table per section; also a recipe of lacuna's own (below)
   --section.key V  one setting, over the file's; V may be left out for true
   --gpus N         processes, one per GPU (default: all GPUs, or $NGPU)
-  --cpus N         processes on the CPU instead (default without a GPU: 1)
+  --cpus N         processes on the CPU instead (default without a GPU, or where the environment
+                   has LACUNA_DEVICE=cpu: 1)
   --dry-run        check everything, show sizes, steps and memory, and stop
 """
 

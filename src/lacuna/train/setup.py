@@ -73,9 +73,9 @@ class Run:
         on_first(process, lambda: prepare_folder(checkpoints))
         folder = config.job.dump_folder
         back_to = config.checkpoint.load_step
-        back = False
-        if config.checkpoint.enable_checkpoint:
-            back = on_first(process, lambda: goes_back(folder, back_to))
+        back = config.checkpoint.enable_checkpoint and on_first(
+            process, lambda: goes_back(folder, back_to)
+        )
         start, saved = find_start(config.checkpoint, checkpoints, back, process)
         loop: dict[str, Any] = {} if saved is None else saved["loop"]
         self.curriculum = curriculum_batches(config, layout, loop.get("global_batch"))
