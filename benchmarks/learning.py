@@ -18,7 +18,7 @@ call it until it says that all is done. FOLDER/learning.json, .md and .svg are w
   --freq N            batches of prompts between two validations (20)
   --sft-steps N       steps before (1500); 0 begins with the weights of --model
   --model FOLDER      a model to begin with in place of one from scratch: folder or Hub id
-  --lr X              learning rate of all runs by reward (1e-5; with --model 2e-6)
+  --lr X              learning rate of the adapters of all runs by reward (3e-4)
   --max-tokens N      longest completion (32)
   --target X          held-out accuracy up to which samples are counted (nine tenths of GRPO's way)
   --trl FOLDER        where TRL 1.16 and accelerate lie, if they are not installed
@@ -108,7 +108,7 @@ def arguments() -> argparse.Namespace:
     given = parser.parse_args()
     given.steps = given.steps or (4 if given.tiny else 300)
     given.freq = given.freq or (2 if given.tiny else 20)
-    given.lr = given.lr or (2e-6 if given.model else 1e-5)
+    given.lr = given.lr or 3e-4
     if given.sft_steps is None:
         given.sft_steps = 20 if given.tiny else 1500
     if not given.sft_steps and not given.model:
@@ -128,7 +128,7 @@ def wanted(given: argparse.Namespace, sizes: Sizes) -> list[Learning]:
             "job.task": "ppo",
             "ppo.updates": PPO_UPDATES,
             "ppo.beta": 0.0,
-            "ppo.critic_lr": given.lr * 10,
+            "ppo.critic_lr": given.lr / 10,  # all of it is trained
             "training.steps": given.steps * PPO_UPDATES,
             "validation.freq": given.freq * PPO_UPDATES,
             "lr_scheduler.warmup_steps": warm_up(given) * PPO_UPDATES,
@@ -186,6 +186,9 @@ def reward_settings(given: argparse.Namespace, sizes: Sizes, seed: int) -> dict[
         "rewards.answer_pattern": RESULT,
         # It is measured as it is trained: the likeliest answer is right long before most are.
         "rollout.validation_temperature": 1.0,
+        # A model so small has learnt sharply: noise of this size in all its weights ends it.
+        "lora.rank": 16,
+        "lora.alpha": 32,
         "rollout.samples": sizes.samples,
         "rollout.max_tokens": sizes.max_tokens,
         "rollout.batch_size": sizes.batch * sizes.samples,

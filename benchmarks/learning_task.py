@@ -50,9 +50,9 @@ class Sizes:
 LARGE = Sizes(
     {"hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 6},
     sft=150_000,
-    prompts=12_000,
+    prompts=60_000,
     held_out=600,
-    batch=64,
+    batch=256,
     samples=8,
 )
 TINY = Sizes(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from learning_task import RESULT
+from peft import LoraConfig
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -45,6 +46,11 @@ def main() -> None:
         train_dataset=Dataset.from_list(rows_of(settings["data.dataset"])),
         processing_class=tokenizer,
         callbacks=[watch],
+        peft_config=LoraConfig(
+            r=settings["lora.rank"],
+            lora_alpha=settings["lora.alpha"],
+            target_modules="all-linear",
+        ),
     )
     saved = sorted(folder.glob("checkpoint-*"))
     trainer.train(resume_from_checkpoint=bool(saved))
