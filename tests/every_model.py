@@ -8,6 +8,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 VOCABULARY = 97
 LAYERS = 4
+# Their configurations in small fit no small model with a list of layers.
+NO_SPECIMEN = {"blt", "hrm_text", "longcat_flash", "xlm"}
 
 # Values that make a model small, by the field of whatever configuration has it.
 _SMALL: dict[str, Any] = {

@@ -42,7 +42,7 @@ def test_sums_are_different_not_held_out_from_themselves_and_careless_only_befor
             else:
                 assert row["completion"].count(",") + 1 == count_signs(row["prompt"])
                 right.append(re.findall(task.RESULT, row["completion"]) == [result])
-    assert 0.3 < statistics.mean(right) < 0.6
+    assert 0.5 < statistics.mean(right) < 0.75
     assert not found["held_out"] & (found["prompts"] | found["sft"])
     assert [max(map(count_signs, texts)) for texts in found.values()] == [5, 5, 5]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from every_model import configuration_class, model_types, small_config
+from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
 from lacuna.config import UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig
@@ -115,10 +115,6 @@ def test_what_has_no_such_block_is_refused() -> None:
     model = random_model(tiny_config("opt"))
     with pytest.raises(UserError, match="mlp_chunks: layers of 'opt' models have no block"):
         compute_in_pieces(model, 4, 1)
-
-
-# Their configurations in small fit no small model with a list of layers.
-NO_SPECIMEN = {"blt", "hrm_text", "longcat_flash", "xlm"}
 
 
 @pytest.mark.slow

@@ -102,7 +102,7 @@ def test_without_documents_transformers_own_functions_compute(kind: str) -> None
 
 def test_recurrences_are_not_compiled_and_convolutions_are() -> None:
     for kind, is_left in (("qwen3_5_text", True), ("bamba", True), ("lfm2", False)):
-        reason = reason_not_to_compile(config_of(kind), None, torch.bfloat16, "cuda")
+        reason = reason_not_to_compile(config_of(kind), 1, torch.bfloat16, "cuda")
         assert (reason is not None) == is_left, kind
         assert has_convolutions(config_of(kind))
 

@@ -118,6 +118,7 @@ def test_ppo_answers_held_out_prompts_too_and_keeps_the_best(
     assert "nothing better in 2 validations" in said
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_each_validation_once(world: Path, prompts: Path, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     more = ("--grpo.updates", 3, "--training.steps", 12, "--checkpoint.interval", 2)

@@ -170,6 +170,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
     assert weights(straight) == weights(resumed)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_the_straight_run(
     world: Path, prompts: Path, teacher: Path, tmp_path: Path
 ) -> None:

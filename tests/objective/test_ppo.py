@@ -179,13 +179,8 @@ CRITIC_LAYOUTS: dict[str, tuple[object, ...]] = {
 """The layouts of the model and of its critic, where these differ."""
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name == "shards, the critic tp 2" else pytest.param(name, marks=pytest.mark.slow)
-        for name in CRITIC_LAYOUTS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*CRITIC_LAYOUTS])
 def test_a_critic_in_a_layout_of_its_own_learns_as_in_one_process(
     name: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -119,7 +119,8 @@ def test_fewer_groups_are_flat_and_all_prompts_are_tried(
     assert "prompts_new" not in rows(tmp_path / "without")[0]
 
 
-@pytest.mark.parametrize("task", ["grpo", pytest.param("ppo", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["grpo", "ppo"])
 def test_a_killed_run_draws_what_the_straight_run_draws(
     task: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -240,6 +240,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
     assert max(row["mismatch_largest"] for row in rows(straight) if "loss" in row) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_goes_on_to_the_bit(world: Path, talks: Path, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     own = flags(talks, "--training.steps", 8, "--checkpoint.interval", 2)

@@ -69,6 +69,7 @@ def check(folder: Path, case: Case) -> int:
     return most
 
 
+@pytest.mark.slow
 def test_layers_with_spread_experts_are_compiled_once(tmp_path: Path) -> None:
     """Around the experts, around the exchange, and what experts compute: five graphs for all."""
     random_model(tiny_config("qwen3_moe"), "eager").save_pretrained(tmp_path)

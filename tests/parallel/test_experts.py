@@ -146,14 +146,13 @@ def test_adapters_beside_spread_experts_are_those_of_one_process(tmp_path: Path)
         check_same(one, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
         {"name": "Muon"},
-        *(
-            pytest.param({"state_dtype": kind}, marks=pytest.mark.slow)
-            for kind in ("int8", "bfloat16")
-        ),
+        {"state_dtype": "int8"},
+        {"state_dtype": "bfloat16"},
     ],
     ids=str,
 )
@@ -167,6 +166,7 @@ def test_other_optimizers_make_the_same_steps(settings: dict[str, str], tmp_path
             assert relative_error(after, alone) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_load_balancing_loss_is_that_of_one_process(tmp_path: Path) -> None:
     model = tiny_config("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5)
     random_model(model, "eager").save_pretrained(tmp_path)

@@ -73,6 +73,7 @@ def sent_by(
     return dict(zip(kinds, together(*(lambda name=name: run(name) for name in kinds)), strict=True))
 
 
+@pytest.mark.slow
 def test_each_checkpoint_and_the_final_model_are_commits_with_tags(sent: Sent) -> None:
     folder, printed, hub = sent["waits"]
     assert {*hub.made} == {"org/model"}
@@ -124,6 +125,7 @@ def test_no_checkpoint_waits_for_an_upload_before_it(more: Sent) -> None:
     }
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_said_and_the_run_goes_on(sent: Sent) -> None:
     folder, printed, hub = sent["refused"]
     assert hub.commits == []
@@ -133,6 +135,7 @@ def test_what_the_hub_refuses_is_said_and_the_run_goes_on(sent: Sent) -> None:
     assert weights(folder) == weights(sent["waits"][0])
 
 
+@pytest.mark.slow
 def test_without_a_token_there_is_one_warning_and_nothing_is_sent(sent: Sent) -> None:
     folder, printed, hub = sent["no token"]
     assert printed.count("there is no token of the Hugging Face Hub") == 1
@@ -141,6 +144,7 @@ def test_without_a_token_there_is_one_warning_and_nothing_is_sent(sent: Sent) ->
     assert weights(folder) == weights(sent["waits"][0])
 
 
+@pytest.mark.slow
 def test_the_token_is_told_to_the_hub_alone(sent: Sent) -> None:
     for name in ("waits", "refused"):
         folder, printed, hub = sent[name]

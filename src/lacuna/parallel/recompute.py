@@ -15,7 +15,8 @@ from torch.utils.checkpoint import (
 from lacuna.config.machine import ActivationCheckpointConfig
 
 # The names of operations, or how these begin.
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::_grouped_mm", "aten::_scaled_mm")
+_GROUPED = "aten::_grouped_mm"
+PRODUCTS = ("aten::mm", "aten::addmm", _GROUPED, "aten::_scaled_mm")
 _ATTENTION = (
     "aten::_scaled_dot_product_",
     "torch_attn::_varlen_attn",
@@ -36,14 +37,21 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
         torch._functorch.config.activation_memory_budget = settings.memory_budget
     if settings.mode not in ("full", "selective"):
         return
+    by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
     every = 1
-    contexts: dict[str, Any] = {}
-    if settings.mode == "selective" and settings.selective_ac_option == "op":
-        contexts["context_fn"] = lambda: create_selective_checkpoint_contexts(_saving_policy())
-    elif settings.mode == "selective":
+    if settings.mode == "selective" and not by_operation:
         every = int(settings.selective_ac_option)
     for layer in layers[every - 1 :: every]:
+        contexts = {"context_fn": _contexts_of(layer)} if by_operation else {}
         layer.forward = _with_checkpointing(layer.forward, contexts)
+
+
+def _contexts_of(layer: nn.Module) -> Callable[[], Any]:
+    # transformers adds the biases of experts to grouped products in place, so that what was kept
+    # would not be what the product made.
+    adds_biases = any(getattr(part, "has_bias", False) for part in layer.modules())
+    products = [name for name in PRODUCTS if not (adds_biases and name == _GROUPED)]
+    return lambda: create_selective_checkpoint_contexts(_saving_policy(products))
 
 
 def _with_checkpointing(
@@ -56,10 +64,10 @@ def _with_checkpointing(
     return repeatable
 
 
-def _saving_policy() -> Callable[..., CheckpointPolicy]:
+def _saving_policy(products: Sequence[str]) -> Callable[..., CheckpointPolicy]:
     """A policy that saves what takes longest to compute again.
 
-    That is attention, communication, and every second matrix product. The forward pass and its
+    That is attention, communication, and every second of the `products`. The forward pass and its
     repetition count their products apart.
     """
     keep_product = {repeated: itertools.cycle((True, False)) for repeated in (True, False)}
@@ -67,7 +75,7 @@ def _saving_policy() -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = operation.name()
         kept = name.startswith(KEPT)
-        if name in PRODUCTS:
+        if name in products:
             kept = next(keep_product[context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
