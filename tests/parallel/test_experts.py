@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch._C._distributed_c10d import _get_work_registry_size
+from torch.distributed.tensor import DTensor
 from transformers import PretrainedConfig
 
 from every_model import configuration_class, small_config
@@ -13,11 +14,29 @@ from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.model.architecture import decoder_layers, meta_model
+from lacuna.model.build import build_model
 from lacuna.parallel.experts import check_experts
 from lacuna.parallel.mesh import Layout, resolve_layout
-from layouts import Case, check_same, one_step, outcomes, pipelined
+from lacuna.train.step import sums_of
+from layouts import (
+    LOSS,
+    Case,
+    check_same,
+    configuration,
+    one_step,
+    outcomes,
+    own_batches,
+    pipelined,
+)
 from optimizer_steps import three_steps
-from tiny import random_model, relative_error, run_ranks, tiny_config
+from tiny import (
+    mesh_of,
+    random_model,
+    relative_error,
+    run_ranks,
+    tiny_config,
+    tokenizer_of_words,
+)
 
 KINDS = ("mixtral", "qwen3_moe", "qwen2_moe", "olmoe", "deepseek_v3", "glm4_moe", "gpt_oss")
 TINY = ("qwen3_moe", "qwen2_moe", "deepseek_v3", "gpt_oss")
@@ -50,6 +69,28 @@ def test_two_ranks_train_the_experts_of_one_process(kind: str, tmp_path: Path) -
 
 
 WITH_A_PLAN = ("mixtral", "qwen2_moe", "olmoe", "glm4_moe")
+
+
+def test_experts_of_split_layers_are_whole_between_the_passes_only_where_asked(
+    tmp_path: Path,
+) -> None:
+    saved("mixtral", tmp_path)
+    for are_whole in run_ranks(2, are_whole_after_forward, tmp_path):
+        assert are_whole == {3: False, 2: True}
+
+
+def are_whole_after_forward(model_config: Path) -> dict[int, bool]:
+    """Whether experts are gathered when a forward pass is over, by stage of ZeRO."""
+    found = {}
+    for stage in (3, 2):
+        case = Case(Layout(tp=2), zero_stage=stage)
+        config, mesh = configuration(model_config, case), mesh_of(case.layout)
+        built = build_model(config, tokenizer_of_words(), mesh, torch.device("cpu"))
+        [batch] = own_batches(case, mesh)
+        sums_of(built, batch, LOSS)
+        stacks = [name for name, _ in built.model.named_parameters() if "experts" in name]
+        found[stage] = not any(isinstance(built.model.get_parameter(n), DTensor) for n in stacks)
+    return found
 
 
 @pytest.mark.slow

@@ -194,6 +194,18 @@ def test_a_rank_gathers_and_computes_with_its_own_experts_only() -> None:
     assert spread["gathered"] < together["gathered"] / 2
 
 
+def test_a_rank_that_splits_matrices_gathers_whole_experts() -> None:
+    model = meta_model(tiny_config("qwen3_moe", num_experts=64), "sdpa", torch.float32)
+    config = Config(training={"seq_len": 64}, compile={"enable": False})
+    sharded, split, spread = (
+        estimate_memory(config, layout, batch_of(config, layout), model, "cuda")
+        for layout in (Layout(dp_shard=4), Layout(tp=4), Layout(tp=4, ep=4))
+    )
+    assert split["weights"] == sharded["weights"]
+    assert split["gathered"] > 0.9 * sharded["gathered"]
+    assert spread["gathered"] < split["gathered"] / 2
+
+
 def peak_of(
     model_config: PretrainedConfig, layout: Layout, rows: int, length: int, **more: object
 ) -> float:

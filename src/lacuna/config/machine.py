@@ -236,7 +236,7 @@ class MetricsConfig(Section):
 
     router: bool = False
     """Report the load of each expert of a mixture, how far the largest is above the mean, and the
-    entropy of routers, by layer. Layers with experts are not compiled then."""
+    entropy of routers, by layer. Layers with experts are not compiled as a whole then."""
 
     attention: NonNegativeInt = 0
     """Steps between two looks at attention sinks, the sparsity of attention and the size of hidden

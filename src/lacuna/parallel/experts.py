@@ -7,6 +7,7 @@ Nothing is dropped: a rank computes whatever tokens it is sent.
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
-from lacuna.parallel.fsdp import local
+from lacuna.config.sections import TrainingConfig
+from lacuna.parallel.fsdp import local, reshard_after_forward
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.schedule import splits_backward
 
@@ -214,17 +216,34 @@ def _send_and_compute(
     return summed
 
 
-def parts_apart(layers: Iterable[nn.Module], mesh: Mesh) -> list[tuple[nn.Module, DeviceMesh]]:
+def _apart(layers: Iterable[nn.Module], mesh: Mesh) -> list[tuple[nn.Module, DeviceMesh]]:
     """The parts of layers that are gathered by themselves, inner first, and over what.
 
     These are experts that are spread, and mixtures of experts in layers that are split.
     """
-    apart = []
+    found = []
     if mesh.experts is not None:
         over = mesh.experts["dp_replicate", "fsdp"]
-        apart = [(experts, over) for experts in stacks_of(layers)]
+        found = [(experts, over) for experts in stacks_of(layers)]
     parts = (part for layer in layers for part in layer.modules())
-    return apart + [(part, mesh.root) for part in parts if hasattr(part, "is_sharded_by_all")]
+    return found + [(part, mesh.root) for part in parts if hasattr(part, "is_sharded_by_all")]
+
+
+def parts_apart(
+    layers: Iterable[nn.Module],
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
+) -> list[tuple[nn.Module, DeviceMesh, bool]]:
+    """The parts of layers that are gathered by themselves, over what, and when they are freed.
+
+    A layer may be whole on each rank that splits its matrices, where its mixture is in shards.
+    """
+    found = []
+    for part, over in _apart(layers, mesh):
+        layout = replace(mesh.layout, dp_shard=over.shape[-1], cp=1)
+        found.append((part, over, reshard_after_forward(parallelism, training, layout)))
+    return found
 
 
 def compile_in_parts(
@@ -235,11 +254,14 @@ def compile_in_parts(
     So are these parts, but for the exchange of tokens. Returns the other layers. Recomputation must
     go around this, so that what is computed anew is compiled as well, and saves the same tensors.
     """
-    whole = [layer for layer in layers if not parts_apart([layer], mesh)]
+    whole = [layer for layer in layers if not _apart([layer], mesh)]
     others = [layer for layer in layers if layer not in whole]
     if others and recomputed.mode == "selective" and recomputed.selective_ac_option == "op":
         # Operations within compiled parts would be taken for others: gradients were wrong.
-        logger.info("layers with experts are not compiled: they keep single operations' results")
+        logger.info(
+            "layers with experts are not compiled: activation_checkpoint.selective_ac_option keeps "
+            "the results of single operations"
+        )
         return whole
     for layer in others:
         # Sharding's hooks of the parts break the graph, and Dynamo goes on within what they call.

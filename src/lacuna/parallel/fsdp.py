@@ -67,9 +67,7 @@ def shard_model(
         own = compute_dtype(training, kind)
     precision = MixedPrecisionPolicy(own, named_dtype(training.mixed_precision_reduce))
     offload = CPUOffloadPolicy(kind == "cuda") if training.enable_cpu_offload else OffloadPolicy()
-    reshard = reshard_after_forward(parallelism, training, mesh.layout)
-    always = reshard and parallelism.fsdp_reshard_after_forward == "always"
-    for unit, over, again in _units(model, layers, mesh, reshard, always):
+    for unit, over, again in _units(model, layers, mesh, parallelism, training):
         sharded = fully_shard(
             unit,
             mesh=over,
@@ -87,20 +85,26 @@ def shard_model(
 
 
 def _units(
-    model: PreTrainedModel, layers: Sequence[nn.Module], mesh: Mesh, reshard: bool, always: bool
+    model: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    mesh: Mesh,
+    parallelism: ParallelismConfig,
+    training: TrainingConfig,
 ) -> list[tuple[nn.Module, DeviceMesh, bool]]:
     """What is gathered at once, the inner before the outer: modules, meshes, and when it is freed.
 
     These are experts that are spread over ranks, mixtures of experts in layers that are split, each
     layer, a head and an embedding that are not tied, and the rest, which has what is tied, since
     only one unit may see a weight. The embedding is apart only where it is then freed after the
-    forward pass. Layers are freed then with `reshard`, and the rest with `always`.
+    forward pass.
     """
+    reshard = reshard_after_forward(parallelism, training, mesh.layout)
+    always = reshard and parallelism.fsdp_reshard_after_forward == "always"
     units = [(layer, mesh.layers, reshard) for layer in layers]
     if mesh.layout.tp * mesh.layout.ep > 1:
         from lacuna.parallel.experts import parts_apart  # an extension
 
-        units = [(part, over, reshard) for part, over in parts_apart(layers, mesh)] + units
+        units = parts_apart(layers, mesh, parallelism, training) + units
     head = model.get_output_embeddings()
     embedding = model.get_input_embeddings()
     output = getattr(head, "weight", None)

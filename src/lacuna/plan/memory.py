@@ -22,6 +22,7 @@ from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.experts import stacks_of
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout
+from lacuna.parallel.mixtures import mixtures_in
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.precision import compute_dtype, frozen_training
 from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
@@ -134,6 +135,11 @@ def _weight_sizes(model: PreTrainedModel, layout: Layout, stored: int) -> _Weigh
         for experts in stacks_of(decoder_layers(model)):
             for weight in experts.parameters():
                 room[weight] /= layout.ep
+    if layout.tp > 1:  # which does not split mixtures: each rank has its experts whole
+        for block in decoder_layers(model):
+            for mixture in mixtures_in(block, model.config).values():
+                for weight in mixture.parameters():
+                    room[weight] *= layout.tp
     layers = [_room_of(layer, room) for layer in decoder_layers(model)]
     text = model.config.get_text_config()
     outside = text.vocab_size * text.hidden_size if layout.pp > 1 else total - sum(stored_layers)
