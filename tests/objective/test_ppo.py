@@ -33,7 +33,7 @@ from runs import (
     weights,
     write_model,
 )
-from tiny import CPU, mesh_of, run_ranks
+from tiny import CPU, mesh_of, run_ranks, tiny_config
 
 KEYS = (
     *("loss", "critic_loss", "grad_norm", "critic_grad_norm", "reward", "entropy", "clipped"),
@@ -144,6 +144,21 @@ def test_every_layout_trains_as_one_process_does(
 ) -> None:
     layouts = [*LAYOUTS] if case == "adaptive" else ["shards", "cp 2 × tp 2"]
     check_layouts(case, layouts, world, prompts, tmp_path)
+
+
+def test_a_mixture_trains_with_its_load_balancing_loss_and_its_critic_without(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    mixture = tiny_config("qwen3_moe", vocab_size=257, eos_token_id=256)
+    mixture.save_pretrained(tmp_path / "mixture")
+    own = ppo(prompts, "--training.steps", 2, "--optimizer.lr", 1e-3)
+    own += ["--model.config", tmp_path / "mixture", "--model.tokenizer_path", world / "model"]
+    losses = []
+    for asked in ("false", "true"):
+        said = train(world, tmp_path / asked, *own, "--model.output_router_logits", asked)
+        losses.append(curve(tmp_path / asked, "loss"))
+        assert ("load-balancing loss: times" in said) == (asked == "true")
+    assert losses[0] != losses[1]
 
 
 def critic_by(**degrees: object) -> tuple[object, ...]:

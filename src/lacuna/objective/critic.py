@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from lacuna.config import Config, UserError, explained
+from lacuna.config import Config, UserError, explained, logger
 from lacuna.config.adapters import LoraConfig, QuantizationConfig
 from lacuna.config.attentions import is_own
 from lacuna.config.contradictions import contradictions_of
@@ -31,6 +31,7 @@ from lacuna.parallel.mesh import Layout, Mesh, build_mesh, resolve_layout
 from lacuna.rollout.groups import Sample
 
 _MEND = "choose another critic"
+_MEND_LAYOUT = "change critic_parallelism, or choose another critic"
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ def is_apart(settings: CriticParallelismConfig) -> bool:
 def critic_config(config: Config) -> Config:
     """The settings of a run that would train the critic: one that scores, all of it trained."""
     own: dict[str, object] = {"train_new_tokens_only": False, "router_bias_update_rate": 0.0}
+    own |= {"output_router_logits": False, "router_aux_loss_coef": None}
     if config.ppo.critic is not None:
         own |= {"name_or_path": config.ppo.critic, "config": None, "tokenizer_path": None}
         if is_own(config.model.attention):
@@ -121,7 +123,10 @@ def build_critic(
     """
     settings = critic_config(config)
     if is_apart(config.critic_parallelism):
-        mesh = build_mesh(layout_beside(settings.parallelism, dist.get_world_size()), device.type)
+        layout = layout_beside(settings.parallelism, dist.get_world_size())
+        with explained("the critic, by [critic_parallelism]", UserError, mend=_MEND_LAYOUT):
+            return build_model(settings, tokenizer, build_mesh(layout, device.type), device)
+    logger.info("the critic is spread as the model is: critic_parallelism asks for nothing else")
     if config.ppo.critic is None:
         return build_model(settings, tokenizer, mesh, device)
     with explained("ppo.critic", UserError, mend=_MEND):
