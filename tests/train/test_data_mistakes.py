@@ -37,9 +37,12 @@ def test_a_conversation_that_cannot_be_used_loses_no_step(
     flags += ("--checkpoint.interval", 100, *WAYS[way])
     said = train(world, tmp_path / "run", *flags, status=2)
     [told] = [line for line in said.splitlines() if line.startswith("lacuna: ")]
-    assert "talks.jsonl (split train), row 15, column messages" in told and told.endswith(
-        "Stopped and saved after step 3. The same command goes on from there."
-    )
+    assert "talks.jsonl (split train), row 15, column messages" in told
+    assert "Stopped and saved after step 3. Files that are mended are other data: a new run" in told
     assert steps(tmp_path / "run") == [3]
     said = train(world, tmp_path / "run", *flags, status=2)
     assert "resuming after step 3" in said and "Stopped and saved after step 3" in said
+    (tmp_path / "mended.jsonl").write_text("".join(lines[:14] + lines[15:]))
+    begins = ("--checkpoint.initial_load_path", tmp_path / "run" / "checkpoint" / "step-3")
+    train(world, tmp_path / "new", *flags, "--data.dataset", tmp_path / "mended.jsonl", *begins)
+    assert steps(tmp_path / "new")[-1] == 9

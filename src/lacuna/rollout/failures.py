@@ -17,6 +17,11 @@ from lacuna.model.build import BuiltModel
 class DataError(OutageError, UserError):
     """A mistake in data that a step needs; nothing of that step has been done yet."""
 
+    way_on = (
+        "Files that are mended are other data: a new run begins with the weights that are saved "
+        "by checkpoint.initial_load_path."
+    )
+
 
 @contextmanager
 def raised_on_all(exchange: dist.ProcessGroup | None) -> Iterator[None]:
@@ -55,7 +60,7 @@ def read_alike(
     except UserError as error:
         mistake = error
     met = torch.tensor(mistake is not None, dtype=torch.int)
-    group = _group(comm.init_timeout_seconds)
+    group = _group(comm.init_timeout_seconds, dist.group.WORLD)
     dist.all_reduce(met, group=group)
     if met:
         source.load_state_dict(before)
@@ -67,8 +72,8 @@ def read_alike(
 
 
 @cache
-def _group(seconds: int) -> dist.ProcessGroup | None:
-    """A group for these news alone.
+def _group(seconds: int, _: dist.ProcessGroup | None) -> dist.ProcessGroup | None:
+    """A group for these news alone, as long as the process is in the same group of all ranks.
 
     Its ranks wait so long for each other in the first step, and from then on as long as in others
     for training: a rank that does not come is to be missed soon.

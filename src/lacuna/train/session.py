@@ -39,6 +39,8 @@ from lacuna.train.trainer import train
 FINISHED = "finished.json"
 LOCK_PATIENCE_SECONDS = 10.0
 
+_SAME_COMMAND = "The same command goes on from there."
+
 
 def stop_on_signals() -> list[int]:
     """Makes SIGINT and SIGTERM ask the loop to save and stop; returns the list that they go to.
@@ -146,7 +148,8 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
         try:
             ended = train(run, stop)
         except OutageError as error:
-            told = _about_stopping(is_saved, run.state.step)
+            way_on = getattr(error, "way_on", _SAME_COMMAND)
+            told = _about_stopping(is_saved, run.state.step, way_on)
             raise type(error)(f"{error} {told}") from error
         if not ended:
             console.print(_about_stopping(is_saved, run.state.step))
@@ -162,12 +165,12 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
     return 0
 
 
-def _about_stopping(is_saved: bool, step: int) -> str:
-    """The message about a run that is stopped after `step`."""
+def _about_stopping(is_saved: bool, step: int, way_on: str = _SAME_COMMAND) -> str:
+    """The message about a run that is stopped after `step`, and what goes on from there."""
     if step == 0:
         return "Stopped before the first step was done. The same command starts anew."
     if is_saved:
-        return f"Stopped and saved after step {step}. The same command goes on from there."
+        return f"Stopped and saved after step {step}. {way_on}"
     return (
         f"Stopped and nothing saved after step {step} (checkpoint.enable_checkpoint). The same "
         f"command starts anew."
