@@ -151,8 +151,6 @@ def required_router(
         from lacuna.model.router_settings import find_router  # an extension
 
         router = find_router(model_config, settings, device)
-        if router is not None:
-            logger.info("load-balancing loss: times %g", router.coefficient)
     if router is None and task in ("pretrain", "sft"):
         from lacuna.model.added_losses import require_no_added_loss  # an extension
 

@@ -92,9 +92,12 @@ class Router:
         """Begins a step.
 
         Where there is more than one forward pass before its last backward pass, choices are counted
-        by a pass of each micro-batch without gradients, on the same random numbers.
+        by a pass of each micro-batch without gradients. It has the random numbers of training,
+        except in pipelines, which may go through micro-batches in another order.
         """
         self.is_training = True
+        self.choices = None
+        self.passes.clear()
         if built.pipeline is None and len(batches) == 1:
             return
         devices = [built.device] if built.device.type == "cuda" else []

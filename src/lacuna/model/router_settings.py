@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.config.sections import ModelConfig
 from lacuna.model.architecture import ROUTER_COEFFICIENTS
 from lacuna.model.inputs import Inputs
@@ -76,4 +76,5 @@ def find_router(
             f"model.output_router_logits: {kind} has a load-balancing loss of its own kind "
             f"({theirs:.6f}, not {ours:.6f}): set it to false to train without it."
         )
+    logger.info("load-balancing loss: times %g", weight)
     return Router(weight, router.chosen, router.experts)
