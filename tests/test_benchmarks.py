@@ -185,6 +185,7 @@ def test_a_listed_row_is_a_toml() -> None:
     assert tomllib.loads(text)["float8"]["enable_fsdp_float8_all_gather"] is True
 
 
+@pytest.mark.slow
 def test_ways_of_generating_are_measured_side_by_side() -> None:
     """Those that compile take longer than a test may."""
     ways = ["graph", "eager", "static", "plain"]

@@ -62,6 +62,7 @@ def test_two_processes_write_and_learn_the_same_as_one(
         assert two == pytest.approx(one, rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_to_the_bit_and_not_from_something_else(
     world: Path, teacher: Path, said: Path, tmp_path: Path
 ) -> None:

@@ -214,7 +214,8 @@ def check_layouts(
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
 
 
-@pytest.mark.parametrize("layout", ["cp 2, ring", pytest.param("shards", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["cp 2, ring", "shards"])
 def test_some_layouts_learn_as_one_process_does(
     layout: str, world: Path, prompts: Path, teacher: Path, tmp_path: Path
 ) -> None:

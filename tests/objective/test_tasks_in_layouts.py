@@ -101,6 +101,7 @@ def test_pairs_train_the_same_in_every_layout_of_other_models(models: tuple[Path
     check(model, tasks_taught_by(teacher)["DPO"], TASK_CASES)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", ["llama"], indirect=True)
 def test_completions_are_learnt_the_same_in_some_layouts(models: tuple[Path, Path]) -> None:
     cases = {layout: TASK_CASES[layout] for layout in ("accumulation 4", "tp 2", "cp 2, ring")}

@@ -113,6 +113,7 @@ def test_other_samples_are_refused_by_name_and_leave_the_run_as_it_was(
     assert files == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_the_layout_may_change_on_the_way(world: Path, tmp_path: Path) -> None:
     flags = (
         "--lr_scheduler.decay_type",

@@ -50,7 +50,8 @@ def trained_on(day: str, world: Path, run: Path, *flags: object) -> bytes:
     return weights(run)
 
 
-@pytest.mark.parametrize("tokenization", [pytest.param("cache", marks=pytest.mark.slow), "online"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tokenization", ["cache", "online"])
 def test_a_run_that_goes_on_on_another_day_trains_on_the_same_texts(
     tokenization: str, world: Path, tmp_path: Path
 ) -> None:

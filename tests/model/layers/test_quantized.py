@@ -86,7 +86,8 @@ def trained_only(outcome: Outcome) -> Outcome:
     return Outcome(outcome.loss, outcome.norm, outcome.tokens, outcome.gradients, kept)
 
 
-@pytest.mark.parametrize("form", FORMS_SLOW)
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
 def test_a_model_learns_beside_quantised_weights_as_beside_what_they_stand_for(
     bases: dict[str, Path], form: str
 ) -> None:
