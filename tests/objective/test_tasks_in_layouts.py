@@ -103,13 +103,6 @@ def test_pairs_train_the_same_in_every_layout_of_other_models(models: tuple[Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", ["llama"], indirect=True)
-def test_completions_are_learnt_the_same_in_some_layouts(models: tuple[Path, Path]) -> None:
-    cases = {layout: TASK_CASES[layout] for layout in ("accumulation 4", "tp 2", "cp 2, ring")}
-    check(models[0], tasks_by_rewards()["GSPO"], cases)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("models", ["llama"], indirect=True)
 @pytest.mark.parametrize("name", BY_REWARDS)
 def test_completions_are_learnt_the_same_in_every_layout(
     name: str, models: tuple[Path, Path]
@@ -127,8 +120,6 @@ def test_completions_are_learnt_the_same_in_every_layout_of_other_models(
 
 OTHER_PREFERENCES = {
     "dpo, cached": preference("sigmoid", "cached"),
-    "ipo": preference("ipo"),
-    "hinge": preference("hinge"),
     "orpo": preference("orpo"),
     "simpo": preference("simpo"),
     "kto": preference("kto"),
@@ -154,7 +145,7 @@ def test_a_teacher_teaches_the_same(divergence: str, models: tuple[Path, Path]) 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", ["llama"], indirect=True)
-@pytest.mark.parametrize("divergence", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
 def test_what_a_teacher_said_teaches_the_same(
     divergence: str, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
