@@ -157,6 +157,7 @@ def test_a_mixture_trains_with_its_load_balancing_loss_and_its_critic_without(
     for asked in ("false", "true"):
         said = train(world, tmp_path / asked, *own, "--model.output_router_logits", asked)
         losses.append(curve(tmp_path / asked, "loss"))
+        assert "the critic is spread as the model is" in said
         assert ("load-balancing loss: times" in said) == (asked == "true")
     assert losses[0] != losses[1]
 

@@ -77,8 +77,10 @@ class RunError(Exception):
 class OutageError(RunError):
     """Something that a step needs from elsewhere is gone; nothing of that step has been done yet.
 
-    The loop saves what was before the step.
+    The loop saves what was before the step, from which the `way_on` leads.
     """
+
+    way_on = "The same command goes on from there."
 
 
 class UnansweredError(RunError):

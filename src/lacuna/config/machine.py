@@ -85,7 +85,7 @@ class ParallelismConfig(Section):
 
 
 class CriticParallelismConfig(ParallelismConfig):
-    """How PPO's critic is spread. All unset: as the model; else by these alone."""
+    """How PPO's critic is spread: by the defaults as the model, else by these."""
 
 
 class ActivationCheckpointConfig(Section):

@@ -120,8 +120,8 @@ class Router:
 
     def leave(self, result: Tensor) -> Tensor:
         """Ends it: when the backward pass comes to `result`, tokens are those of now again."""
-        returned: Tensor = _Remembering.apply(result, self, self.real)  # type: ignore[no-untyped-call]
-        return returned
+        apply: Callable[..., Tensor] = _Remembering.apply
+        return apply(result, self, self.real)
 
     def settle(self) -> None:
         """Makes the choices of the step known to all ranks, before the first backward pass."""

@@ -22,14 +22,12 @@ from torch.distributed._functional_collectives import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.parallel.fsdp import local, reshard_after_forward
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.schedule import splits_backward
-
-logger = logging.getLogger(__name__)
 
 EXPERTS = "parallelism.expert_parallel_degree"
 _RUN = "run_own_experts"  # what has a module compute with this rank's experts: compiled or not

@@ -39,8 +39,6 @@ from lacuna.train.trainer import train
 FINISHED = "finished.json"
 LOCK_PATIENCE_SECONDS = 10.0
 
-_SAME_COMMAND = "The same command goes on from there."
-
 
 def stop_on_signals() -> list[int]:
     """Makes SIGINT and SIGTERM ask the loop to save and stop; returns the list that they go to.
@@ -148,8 +146,7 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
         try:
             ended = train(run, stop)
         except OutageError as error:
-            way_on = getattr(error, "way_on", _SAME_COMMAND)
-            told = _about_stopping(is_saved, run.state.step, way_on)
+            told = _about_stopping(is_saved, run.state.step, error.way_on)
             raise type(error)(f"{error} {told}") from error
         if not ended:
             console.print(_about_stopping(is_saved, run.state.step))
@@ -165,7 +162,7 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
     return 0
 
 
-def _about_stopping(is_saved: bool, step: int, way_on: str = _SAME_COMMAND) -> str:
+def _about_stopping(is_saved: bool, step: int, way_on: str = OutageError.way_on) -> str:
     """The message about a run that is stopped after `step`, and what goes on from there."""
     if step == 0:
         return "Stopped before the first step was done. The same command starts anew."
