@@ -162,6 +162,28 @@ def test_a_mixture_trains_with_its_load_balancing_loss_and_its_critic_without(
     assert losses[0] != losses[1]
 
 
+def test_ratios_are_1_where_nothing_has_changed(world: Path, prompts: Path, tmp_path: Path) -> None:
+    """Of compiled layers passes without gradients round otherwise: 4e-7 at so short lengths."""
+    own = ppo(prompts, "--ppo.updates", 1, "--lora.rank", 4, "--training.steps", 3)
+    compiled = ("--compile.enable", "true", "--training.mixed_precision_param", "bfloat16")
+    train(world, tmp_path, *own, *compiled)
+    assert [row[-1] for row in curve(tmp_path, "moved")] == [0.0, 0.0, 0.0]
+
+
+def test_tokens_that_are_only_read_are_not_counted_among_the_experts(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    mixture = tiny_config("qwen3_moe", vocab_size=257, eos_token_id=256)
+    mixture.save_pretrained(tmp_path / "mixture")
+    own = ppo(prompts, "--training.steps", 4, "--metrics.router", "true")
+    own += ["--model.config", tmp_path / "mixture", "--model.tokenizer_path", world / "model"]
+    train(world, tmp_path / "run", *own, "--optimizer.lr", 1e-30)
+    first, second, *_ = rows(tmp_path / "run")  # on the same completions
+    for name, share in first.items():
+        if name.startswith("router"):
+            assert second[name] == pytest.approx(share), name
+
+
 def critic_by(**degrees: object) -> tuple[object, ...]:
     """Flags of a critic that is spread by settings of its own."""
     flags = ((f"--critic_parallelism.{name}", value) for name, value in degrees.items())

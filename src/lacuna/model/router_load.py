@@ -91,8 +91,8 @@ class RouterLoad:
             # With the inputs, so that no others get their number while the step lasts.
             self.micro_batches[stage, id(inputs)] = inputs, self.current
 
-    def _count(self, place: int, _: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-        if _is_counting():
+    def _count(self, place: int, stack: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if _is_counting(stack):
             chosen = arguments[1]
             tokens = self.real[:, None].expand_as(chosen)
             self.current[place].index_add_(0, chosen.flatten(), tokens.flatten())
@@ -103,11 +103,11 @@ class RouterLoad:
         place: int,
         scores: Callable[[Tensor], Tensor],
         index: int,
-        _: nn.Module,
-        __: Any,
+        router: nn.Module,
+        _: Any,
         output: Any,
     ) -> None:
-        if _is_counting():
+        if _is_counting(router):
             entropy = torch.special.entr(scores(logits_of(output, index))).sum(-1)
             self.current[place, -2] += (self.real * entropy).sum()
 
@@ -164,9 +164,10 @@ class RouterLoad:
         return row if any(violation > -1 for violation in violations) else dict.fromkeys(row)
 
 
-def _is_counting() -> bool:
+def _is_counting(module: nn.Module) -> bool:
     """Whether a forward pass is a first one that is learnt from.
 
     In the backward pass layers are run again only to recompute what they had forgotten.
     """
-    return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
+    is_learning = module.training and torch.is_grad_enabled()
+    return is_learning and torch._C._current_graph_task_id() == -1

@@ -170,8 +170,14 @@ class TokenLogprobs:
     temperature: float
 
     def __call__(self, model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
-        """Makes logits chunk by chunk; only without gradients."""
-        states = head_input(model, head, inputs).flatten(0, 1)
+        """Makes logits chunk by chunk; only without gradients.
+
+        The layers record what a backward pass would need, as they do in training: compiled, they
+        would round in other places without it, and ratios of new to old probabilities would not
+        be 1 where nothing has changed.
+        """
+        with torch.enable_grad():
+            states = head_input(model, head, inputs).flatten(0, 1).detach()
         labels = inputs.columns["labels"].flatten()
         linear = model.get_output_embeddings()
         found = run_forward(linear, _logprobs_by_chunk, head, states, labels, self.temperature)
