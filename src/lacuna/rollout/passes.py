@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -19,8 +19,16 @@ from lacuna.rollout.pages import Pool
 
 # No fewer sequences than this are worth a CUDA graph of their own.
 _LEAST = 16
+# The share of a GPU's memory that a graph may ask for while it is recorded.
+_SPARE = 0.1
 # Graphs whose capture failed, to which torch's allocator still points; no other is tried then.
 _failed: list[torch.cuda.CUDAGraph] = []
+
+
+@cache
+def _recording_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all graphs: cuBLAS keeps memory for each stream that it has ever worked on."""
+    return torch.cuda.Stream(device)
 
 
 def prompt_logits(
@@ -201,13 +209,25 @@ class Steps:
         return self.rows.alive[:running].tolist()
 
     def _capture(self, size: int) -> None:
-        """Records a step, which has been made once, to be replayed."""
+        """Records a step, which has been made once, to be replayed.
+
+        torch.cuda.graph would give all cached memory back first, each time, and training would ask
+        for it again; that is done only where little is left.
+        """
         graph = torch.cuda.CUDAGraph()
         stream = torch.cuda.current_stream()
         self.pool = self.pool or torch.cuda.graph_pool_handle()
+        free, total = torch.cuda.mem_get_info(self.device)
+        if free < _SPARE * total:
+            torch.cuda.empty_cache()
+        torch.cuda.synchronize()
         try:
-            with torch.cuda.graph(graph, self.pool, capture_error_mode="thread_local"):
-                self._step(size)
+            with torch.cuda.stream(_recording_stream(self.device)):
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
+                try:
+                    self._step(size)
+                finally:
+                    graph.capture_end()
         except RuntimeError as fault:
             # torch leaves its own stream current, and its allocator waiting for the capture's end.
             torch.cuda.set_stream(stream)
