@@ -19,9 +19,11 @@ call it until it says that all is done. FOLDER/learning.json, .md and .svg are w
   --sft-steps N       steps before (1500); 0 begins with the weights of --model
   --model FOLDER      a model to begin with in place of one from scratch: folder or Hub id
   --lr X              learning rate of the adapters of all runs by reward (3e-4)
-  --max-tokens N      longest completion (32)
+  --max-tokens N      longest completion (32; 256 with --speed)
   --target X          held-out accuracy up to which samples are counted (nine tenths of GRPO's way)
   --trl FOLDER        where TRL 1.16 and accelerate lie, if they are not installed
+  --speed             no learning: a dozen updates of random weights in SmolLM2 135M's shape, 32
+                      prompts × 8 completions of 256 tokens, by grpo-0, trl-0 and trl-batches-0
   --tiny              a tiny model and few steps, for CPUs: a test of this, no result
 """
 
@@ -37,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 import learning_report
-from learning_task import LARGE, RESULT, TINY, Sizes, write_model, write_task
+from learning_task import LARGE, RESULT, SPEED, TINY, Sizes, write_model, write_task
 
 GRACE = 60
 """Seconds that a run is given to save itself, before it is killed."""
@@ -60,7 +62,7 @@ def main() -> None:
     given = arguments()
     output = Path(given.output)
     output.mkdir(parents=True, exist_ok=True)
-    sizes = replace(TINY if given.tiny else LARGE, max_tokens=given.max_tokens)
+    sizes = sizes_of(given)
     runs = wanted(given, sizes)
     if given.list:
         for one in runs:
@@ -85,6 +87,12 @@ def main() -> None:
         sys.exit(f"failed: {', '.join(sorted(failed))}; their logs are in {output}")
 
 
+def sizes_of(given: argparse.Namespace) -> Sizes:
+    """How much there is of everything in the runs that are asked for."""
+    sizes = SPEED if given.speed else TINY if given.tiny else LARGE
+    return replace(sizes, max_tokens=given.max_tokens or sizes.max_tokens)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -99,16 +107,22 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--sft-steps", type=int)
     parser.add_argument("--model")
     parser.add_argument("--lr", type=float)
-    parser.add_argument("--max-tokens", type=int, default=32)
+    parser.add_argument("--max-tokens", type=int)
     parser.add_argument("--target", type=float, help="accuracy that samples are counted up to")
     parser.add_argument("--trl")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--speed", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
-    given.steps = given.steps or (4 if given.tiny else 300)
+    given.steps = given.steps or (4 if given.tiny else 12 if given.speed else 300)
     given.freq = given.freq or (2 if given.tiny else 20)
     given.lr = given.lr or 3e-4
+    if given.speed:
+        given.sft_steps = 0
+        given.seeds = 1
+        given.model = str(Path(given.output).resolve() / "model")
+        given.only = given.only or ["grpo-0", "trl-0", "trl-batches-0"]
     if given.sft_steps is None:
         given.sft_steps = 20 if given.tiny else 1500
     if not given.sft_steps and not given.model:
@@ -129,6 +143,7 @@ def wanted(given: argparse.Namespace, sizes: Sizes) -> list[Learning]:
             "ppo.updates": PPO_UPDATES,
             "ppo.beta": 0.0,
             "ppo.critic_lr": given.lr / 10,  # all of it is trained
+            "optimizer.lr": given.lr / 3,  # there are more updates
             "training.steps": given.steps * PPO_UPDATES,
             "validation.freq": given.freq * PPO_UPDATES,
             "lr_scheduler.warmup_steps": warm_up(given) * PPO_UPDATES,
@@ -211,7 +226,7 @@ def prepare(output: Path, sizes: Sizes, given: argparse.Namespace) -> None:
     """Writes the task and the model, once; refuses a folder of other sizes or settings."""
     asked = {
         name: getattr(given, name)
-        for name in ("steps", "freq", "sft_steps", "model", "lr", "max_tokens", "tiny")
+        for name in ("steps", "freq", "sft_steps", "model", "lr", "max_tokens", "speed", "tiny")
     }
     file = output / "settings.json"
     if file.exists():
@@ -220,7 +235,7 @@ def prepare(output: Path, sizes: Sizes, given: argparse.Namespace) -> None:
             sys.exit(f"{output} is of {before}, and this call of {asked}: give another --output")
         return
     write_task(output / "task", sizes)
-    write_model(output / "model", sizes)
+    write_model(output / "model", sizes, random_weights=given.speed)
     file.write_text(json.dumps(asked))
 
 
@@ -234,7 +249,7 @@ def go_on(output: Path, one: Learning, sizes: Sizes, given: argparse.Namespace, 
     folder.mkdir(exist_ok=True)
     environment = dict(os.environ)
     if one.is_trl:
-        task = {"settings": one.settings, "batches": "batches" in one.name}
+        task = {"settings": one.settings, "batches": "batches" in one.name, "parts": sizes.parts}
         (folder / "task.json").write_text(json.dumps(task))
         words = [sys.executable, str(Path(__file__).with_name("learning_trl.py")), str(folder)]
         if given.trl:

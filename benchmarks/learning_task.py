@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 END = "<end>"
 RESULT = r"-?\d+$"
@@ -36,6 +36,7 @@ class Sizes:
         batch: prompts of a step by reward.
         samples: completions of each.
         max_tokens: longest completion.
+        parts: into how many TRL's batches are divided so that they fit into memory.
     """
 
     shape: dict[str, int]
@@ -45,6 +46,7 @@ class Sizes:
     batch: int
     samples: int
     max_tokens: int = 32
+    parts: int = 1
 
 
 LARGE = Sizes(
@@ -63,6 +65,24 @@ TINY = Sizes(
     batch=4,
     samples=4,
 )
+SPEED = Sizes(
+    {
+        "vocab_size": 49152,
+        "hidden_size": 576,
+        "intermediate_size": 1536,
+        "num_hidden_layers": 30,
+        "num_attention_heads": 9,
+        "num_key_value_heads": 3,
+    },
+    sft=0,
+    prompts=2_000,
+    held_out=8,
+    batch=32,
+    samples=8,
+    max_tokens=256,
+    parts=4,
+)
+"""SmolLM2 135M's shape, with completions of a usual length."""
 
 
 def problem(level: int, numbers: random.Random) -> tuple[str, list[int]]:
@@ -139,8 +159,11 @@ def _write_rows(path: Path, rows: list[dict[str, str]]) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
-def write_model(folder: Path, sizes: Sizes) -> None:
-    """Writes a model's configuration and a tokenizer of bytes, which has a token for each digit."""
+def write_model(folder: Path, sizes: Sizes, random_weights: bool = False) -> None:
+    """Writes a model's configuration and a tokenizer of bytes, which has a token for each digit.
+
+    With `random_weights` there are these too.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {letter: number for number, letter in enumerate([*alphabet, END])}
     backend = Tokenizer(models.BPE(vocabulary, []))
@@ -148,15 +171,18 @@ def write_model(folder: Path, sizes: Sizes) -> None:
     backend.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END, pad_token=END)
     fast.save_pretrained(folder)
-    shape: dict[str, Any] = dict(sizes.shape)
-    heads = max(shape["hidden_size"] // 64, 2)
-    ends = {"bos_token_id": None, "eos_token_id": len(alphabet), "pad_token_id": len(alphabet)}
-    LlamaConfig(
-        vocab_size=len(vocabulary),
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        **ends,
-        **shape,
-    ).save_pretrained(folder)
+    heads = max(sizes.shape["hidden_size"] // 64, 2)
+    usual: dict[str, Any] = {
+        "vocab_size": len(vocabulary),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": True,
+        "bos_token_id": None,
+        "eos_token_id": len(alphabet),
+        "pad_token_id": len(alphabet),
+    }
+    config = LlamaConfig(**usual | sizes.shape)
+    config.save_pretrained(folder)
+    if random_weights:
+        LlamaForCausalLM(config).save_pretrained(folder)

@@ -42,7 +42,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32),
         reward_funcs=exact,
-        args=arguments(folder, settings, task["batches"]),
+        args=arguments(folder, settings, task["batches"], task["parts"]),
         train_dataset=Dataset.from_list(rows_of(settings["data.dataset"])),
         processing_class=tokenizer,
         callbacks=[watch],
@@ -68,8 +68,11 @@ def rows_of(path: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def arguments(folder: Path, settings: dict[str, Any], batches: bool) -> GRPOConfig:
-    """Our settings by TRL's names; dapo's loss is its default as it is ours."""
+def arguments(folder: Path, settings: dict[str, Any], batches: bool, parts: int) -> GRPOConfig:
+    """Our settings by TRL's names; dapo's loss is its default as it is ours.
+
+    A batch of completions, made at once, is trained in so many `parts`.
+    """
     samples = settings["rollout.samples"]
     return GRPOConfig(
         str(folder),
@@ -77,7 +80,8 @@ def arguments(folder: Path, settings: dict[str, Any], batches: bool) -> GRPOConf
         epsilon=0.2,
         epsilon_high=0.28,
         beta=0.0,
-        per_device_train_batch_size=settings["training.batch_size"] * samples,
+        per_device_train_batch_size=settings["training.batch_size"] * samples // parts,
+        gradient_accumulation_steps=parts,
         num_generations=samples,
         max_completion_length=settings["rollout.max_tokens"],
         temperature=1.0,

@@ -67,20 +67,21 @@ def test_the_tokenizer_has_a_token_for_each_sign_and_the_task_fits(tmp_path: Pat
     assert len(tokenizer(longest).input_ids) <= task.LARGE.max_tokens
 
 
-@pytest.mark.parametrize("tiny", [True, False])
+@pytest.mark.parametrize(
+    ("asked", "own", "of_trl"), [(["--tiny"], 10, 1), ([], 10, 2), (["--speed"], 1, 2)]
+)
 def test_every_run_is_a_configuration(
-    tiny: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    asked: list[str], own: int, of_trl: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["learning.py", "--output", str(tmp_path), *(["--tiny"] if tiny else [])]
-    monkeypatch.setattr(sys, "argv", words)
+    monkeypatch.setattr(sys, "argv", ["learning.py", "--output", str(tmp_path), *asked])
     given = learning.arguments()
-    sizes = task.TINY if tiny else task.LARGE
+    sizes = learning.sizes_of(given)
     task.write_model(tmp_path / "model", sizes)
     task.write_model(tmp_path / "sft" / "hf", sizes)
     task.write_task(tmp_path / "task", task.TINY)
     runs = learning.wanted(given, sizes)
-    assert sum(one.is_trl for one in runs) == (1 if tiny else 2)
-    assert len([one for one in runs if not one.is_trl]) == 1 + 3 * 3
+    assert sum(one.is_trl for one in runs) == of_trl
+    assert sum(not one.is_trl for one in runs) == own
     for one in runs:
         file = tmp_path / f"{one.name}.toml"
         lines = [f"{name} = {json.dumps(value)}\n" for name, value in one.settings.items()]
