@@ -176,6 +176,19 @@ def test_a_stopped_run_goes_on_to_the_bit(
     assert weights(straight) == weights(resumed)
 
 
+@pytest.mark.parametrize(
+    ("reference", "more"), [("cached", ()), ("cached", ("--lora.rank", 4)), ("copy", ())]
+)
+def test_nothing_is_preferred_before_anything_is_learnt(
+    reference: str, more: tuple[object, ...], world: Path, pairs: Path, tmp_path: Path
+) -> None:
+    """Compiled layers round in other places where no backward pass is to come."""
+    compiled = ("--compile.enable", "true", "--training.mixed_precision_param", "bfloat16")
+    train(world, tmp_path, *flags(pairs, reference), *more, *compiled, "--training.steps", 2)
+    _, loss, margin = curve(tmp_path, "loss", "reward_margin")[0]
+    assert loss == pytest.approx(math.log(2), abs=1e-7) and margin == 0
+
+
 def test_a_resumed_run_is_measured_from_the_adapter_that_it_began_with(
     world: Path, pairs: Path, tmp_path: Path
 ) -> None:
