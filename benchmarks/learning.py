@@ -143,7 +143,7 @@ def wanted(given: argparse.Namespace, sizes: Sizes) -> list[Learning]:
             "ppo.updates": PPO_UPDATES,
             "ppo.beta": 0.0,
             "ppo.critic_lr": given.lr / 10,  # all of it is trained
-            "optimizer.lr": given.lr / 3,  # there are more updates
+            "optimizer.lr": given.lr / 2,  # there are more updates
             "training.steps": given.steps * PPO_UPDATES,
             "validation.freq": given.freq * PPO_UPDATES,
             "lr_scheduler.warmup_steps": warm_up(given) * PPO_UPDATES,
