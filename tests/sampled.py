@@ -10,7 +10,8 @@ from lacuna.config import Config
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.model.build import BuiltModel, build_model
 from lacuna.objective.grpo import grpo_targets
-from lacuna.objective.sample_batches import lay_out, logprobs_of_samples
+from lacuna.objective.sample_batches import logprobs_of_samples
+from lacuna.objective.sample_rows import lay_out
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.drawing import Completion
 from lacuna.rollout.groups import Sample

@@ -14,7 +14,7 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.data.tokenizer import load_tokenizer
 from lacuna.objective.critic import build_critic, critic_config, values_of_samples
 from lacuna.objective.ppo import Ppo
-from lacuna.objective.sample_batches import lay_out
+from lacuna.objective.sample_rows import lay_out
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
 from policies import one_rank

@@ -19,7 +19,8 @@ from lacuna.objective.critic import build_critic
 from lacuna.objective.grpo import grpo_targets
 from lacuna.objective.grpo_losses import NAMES, grpo_sums
 from lacuna.objective.ppo import Ppo
-from lacuna.objective.sample_batches import lay_out, with_log_ratios
+from lacuna.objective.sample_batches import with_log_ratios
+from lacuna.objective.sample_rows import lay_out
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
 from lacuna.train.step import accumulate_gradients, total_counts

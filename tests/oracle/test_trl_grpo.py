@@ -12,7 +12,8 @@ from lacuna.config import Config
 from lacuna.model.loss import TokenLoss
 from lacuna.objective.grpo import grpo_targets
 from lacuna.objective.grpo_losses import NAMES, grpo_sums
-from lacuna.objective.sample_batches import lay_out, with_log_ratios
+from lacuna.objective.sample_batches import with_log_ratios
+from lacuna.objective.sample_rows import lay_out
 from lacuna.rollout.groups import Sample
 from lacuna.train.step import accumulate_gradients, total_counts
 from policies import one_rank, policy_of

@@ -11,7 +11,8 @@ from lacuna.config import Config, OutageError
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data.chat import end_of_turn
 from lacuna.objective.grpo import grpo_targets
-from lacuna.objective.sample_batches import lay_out, logprobs_of_samples
+from lacuna.objective.sample_batches import logprobs_of_samples
+from lacuna.objective.sample_rows import lay_out
 from lacuna.rollout.groups import Sample
 from lacuna.rollout.sampling import generate
 from lacuna.rollout.talks import Talk

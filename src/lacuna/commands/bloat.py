@@ -70,6 +70,7 @@ EXTENSIONS = {
         "objective/sample_batches.py",
         "objective/dropout.py",
     ),
+    "sample-rows": ("objective/sample_rows.py",),
     "on-policy-distillation": ("objective/on_policy_distillation.py",),
     "held-out": ("objective/held_out.py", "objective/success.py"),
     "grpo": ("objective/grpo.py", "objective/grpo_losses.py"),

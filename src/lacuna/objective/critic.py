@@ -21,12 +21,8 @@ from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import Loss
 from lacuna.model.scores import scores_of
-from lacuna.objective.sample_batches import (
-    LaidOut,
-    of_samples,
-    read_batches,
-    whole_rows,
-)
+from lacuna.objective.sample_batches import of_samples, read_batches, whole_rows
+from lacuna.objective.sample_rows import LaidOut
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh, resolve_layout
 from lacuna.rollout.groups import Sample
 

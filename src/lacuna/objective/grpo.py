@@ -16,17 +16,15 @@ from lacuna.objective.grpo_losses import NAMES, advantages_of, corrections_of, g
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.objective.on_policy import OnPolicy
 from lacuna.objective.reference import on_policy_reference_kind
-from lacuna.objective.sample_batches import Targets, values_of_tokens, with_log_ratios
+from lacuna.objective.sample_batches import values_of_tokens, with_log_ratios
+from lacuna.objective.sample_rows import Targets
 from lacuna.objective.worth import functions_of, is_judged
 from lacuna.rollout.groups import Group, Sample, statistics
-
-COLUMNS = ("advantages", "old_logprobs", "corrections", "shares", "reference_logprobs")
 
 
 def grpo_targets(settings: GrpoConfig, rollout: RolloutConfig) -> Targets:
     """What the losses of GRPO and its kin take of a sample."""
     return Targets(
-        COLUMNS,
         partial(_grpo_columns, settings=settings, longest=rollout.max_tokens),
         lambda one: is_judged(one) and (one.ended or not settings.mask_truncated),
     )

@@ -1,14 +1,14 @@
 """What all objectives share that learn from completions of the model in training."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config, OutageError, UserError, logger
+from lacuna.config import Config, UserError, logger
 from lacuna.config.row_form import RowForm
 from lacuna.data import Batch, HeldOut, Loader
 from lacuna.data.chat import end_of_turn
@@ -19,15 +19,9 @@ from lacuna.objective.critic import SecondModel
 from lacuna.objective.dropout import leave_out_dropout
 from lacuna.objective.held_out import held_out_groups, held_out_row
 from lacuna.objective.language_modelling import LanguageModelling
-from lacuna.objective.sample_batches import (
-    LaidOut,
-    Targets,
-    lay_out,
-    logprobs_of_samples,
-    mismatch_of,
-    part_of_rank,
-)
-from lacuna.objective.success import Successes
+from lacuna.objective.sample_batches import logprobs_of_samples, mismatch_of, part_of_rank
+from lacuna.objective.sample_rows import LaidOut, Targets, lay_out
+from lacuna.objective.success import Successes, put_back_on_outage
 from lacuna.objective.worth import unjudged_batches
 from lacuna.parallel.processes import set_timeout
 from lacuna.rollout.completions_table import show_completions
@@ -91,6 +85,7 @@ class OnPolicy(LanguageModelling):
         self.steps = 0  # of the run so far
         self.updates_left = 0
         self.own: list[list[Sample]] = []  # this rank's groups
+        self.rows_of_own: LaidOut | None = None  # what they are laid out as, once they are
         self.resumed: list[list[Sample]] = []  # those of all ranks, where a run goes on with them
         self.told: dict[str, float | None] = {}
         if config.curriculum.by_success:
@@ -130,8 +125,10 @@ class OnPolicy(LanguageModelling):
         """This rank's completions in micro-batches, newly made unless updates are left for them."""
         self._go_on_with_files()
         is_new = not self.updates_left
+        if is_new or self.resumed:
+            self.rows_of_own = None
         if is_new:
-            with self._put_back_on_outage(source):
+            with put_back_on_outage(source, self.successes):
                 groups = [group.samples for group in self.roll_out(policy, source)]
             self.own = part_of_rank(groups, policy)
             self.updates_left = self.updates
@@ -149,20 +146,7 @@ class OnPolicy(LanguageModelling):
             self.note_findings(policy, own)
         elif is_lacking and self.kind is not None:
             self._note_reference(policy, own)
-        return self.laid_out(own, self.targets).batches
-
-    @contextmanager
-    def _put_back_on_outage(self, source: Loader) -> Iterator[None]:
-        """A context in which prompts are as they were before, where a server is gone."""
-        before = source.state_dict()
-        successes = None if self.successes is None else self.successes.state_dict()
-        try:
-            yield
-        except OutageError:
-            source.load_state_dict(before)
-            if self.successes is not None and successes is not None:
-                self.successes.load_state_dict(successes)
-            raise
+        return self.own_rows(own).with_columns(self.targets.of(own)).batches
 
     def laid_out(
         self, samples: Sequence[Sample], targets: Targets, form: RowForm | None = None
@@ -175,6 +159,15 @@ class OnPolicy(LanguageModelling):
         padding = self.tokenizer.eos_token_id or 0
         form = form or config.row_form
         return lay_out(samples, config.training, form, config.data, padding, targets)
+
+    def own_rows(self, own: Sequence[Sample]) -> LaidOut:
+        """This rank's newest completions without columns, as every reading and step has them.
+
+        They are laid out once: what becomes known of them later is in columns.
+        """
+        if self.rows_of_own is None:
+            self.rows_of_own = self.laid_out(own, self.targets.only_read())
+        return self.rows_of_own
 
     def draw(self, policy: BuiltModel, source: Loader) -> list[Group]:
         """The groups of the next prompts of all ranks, on every rank."""
@@ -241,8 +234,7 @@ class OnPolicy(LanguageModelling):
     def note_findings(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what training and the reference find of the samples, and how sampling differs."""
         temperature = self.config.rollout.temperature
-        laid = self.laid_out(own, self.targets.only_read())
-        found = logprobs_of_samples(policy, laid, own, temperature)
+        found = logprobs_of_samples(policy, self.own_rows(own), own, temperature)
         for sample, old in zip(own, found, strict=True):
             sample.old = old
         if self.kind is not None:
@@ -252,7 +244,7 @@ class OnPolicy(LanguageModelling):
 
     def _note_reference(self, policy: BuiltModel, own: list[Sample]) -> None:
         """Notes what the reference finds of the samples."""
-        laid = self.laid_out(own, self.targets.only_read())
+        laid = self.own_rows(own)
         context: AbstractContextManager[None] = nullcontext()
         if self.kind == "base":
             context = without_adapters(policy.model)

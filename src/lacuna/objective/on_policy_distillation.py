@@ -14,7 +14,7 @@ from lacuna.objective.critic import SecondModel
 from lacuna.objective.distillation import Distillation
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.objective.on_policy import OnPolicy
-from lacuna.objective.sample_batches import Targets
+from lacuna.objective.sample_rows import Targets
 from lacuna.objective.teacher import build_teacher
 from lacuna.objective.worth import functions_of
 from lacuna.rollout.groups import Group, statistics
@@ -37,7 +37,7 @@ class OnPolicyDistillation(OnPolicy):
         self.taught = Distillation()
         self.taught.check(config, tokenizer)
         self.begin(config, tokenizer, functions_of(config), updates=1)
-        self.targets = Targets((), lambda samples: {}, lambda sample: True)
+        self.targets = Targets(lambda samples: {}, lambda sample: True)
 
     def frozen_models(self, config: Config) -> dict[str, FrozenModel]:
         """The teacher. At most it sees a row for each completion."""

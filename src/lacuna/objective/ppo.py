@@ -39,19 +39,19 @@ from lacuna.objective.ppo_losses import (
     value_sums,
 )
 from lacuna.objective.reference import on_policy_reference_kind, require_files_of_model
-from lacuna.objective.sample_batches import Targets, passed_on, values_of_tokens
+from lacuna.objective.sample_batches import passed_on, values_of_tokens
+from lacuna.objective.sample_rows import Targets
 from lacuna.objective.worth import functions_of, is_judged
 from lacuna.rollout.groups import Group, Sample, statistics
 
-_COLUMNS = ("advantages", "old_logprobs", "values", "returns")
 # Keeps advantages finite where all of them are the same.
 _SMALLEST_DEVIATION = 1e-8
 
 
 def _columns_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
-    names = ("advantages", "old", "values", "returns")
-    columns = zip(_COLUMNS, names, strict=True)
-    return {column: values_of_tokens(samples, name) for column, name in columns}
+    names = {"advantages": "advantages", "old_logprobs": "old"}
+    names |= {"values": "values", "returns": "returns"}
+    return {column: values_of_tokens(samples, name) for column, name in names.items()}
 
 
 def whitened(values: Tensor) -> Tensor:
@@ -87,7 +87,7 @@ class Ppo(OnPolicy):
         if settings.critic is None:
             folder = str(config.job.dump_folder)
             require_files_of_model("ppo.critic", "name one, or ", config.checkpoint, folder)
-        self.targets = Targets(_COLUMNS, _columns_of, is_judged)
+        self.targets = Targets(_columns_of, is_judged)
         of = partial(ppo_sums, settings=settings, temperature=config.rollout.temperature)
         self.loss = TokenLoss(of, NAMES)
         self.held_out_loss = self.loss
@@ -155,12 +155,11 @@ class Ppo(OnPolicy):
 
     def _values(self, policy: BuiltModel, own: list[Sample]) -> list[list[float]]:
         """What the critic expects before each token of this rank's samples."""
-        targets = self.targets.only_read()
         if not is_apart(self.config.critic_parallelism):
-            return values_of_samples(self.critic, self.laid_out(own, targets), own)
+            return values_of_samples(self.critic, self.own_rows(own), own)
         groups = passed_on(self.own, policy, self.critic, self.exchange)
         asked = [*chain.from_iterable(groups)]
-        laid = self.laid_out(asked, targets, self._form_of_critic)
+        laid = self.laid_out(asked, self.targets.only_read(), self._form_of_critic)
         found = iter(values_of_samples(self.critic, laid, asked))
         values = [[next(found) for _ in group] for group in groups]
         return [*chain.from_iterable(passed_on(values, self.critic, policy, self.exchange))]

@@ -1,11 +1,10 @@
-"""Samples to batches, and what a model finds of their tokens."""
+"""What a model finds of the tokens of samples, batch by batch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import accumulate, chain
 from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -13,18 +12,14 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor
 from transformers import PreTrainedModel
 
-from lacuna.config.documents import DataConfig
-from lacuna.config.row_form import RowForm
-from lacuna.config.sections import TrainingConfig
 from lacuna.data import Batch
-from lacuna.data.document import Document, Span
-from lacuna.data.filling import best_fit
-from lacuna.data.packing import IGNORED, pack
+from lacuna.data.packing import IGNORED
 from lacuna.model.build import BuiltModel
 from lacuna.model.forward import Reading, head_input, run_forward
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
 from lacuna.model.loss import chunk_size, logprobs_of
+from lacuna.objective.sample_rows import LaidOut
 from lacuna.parallel.context import gather_sequence
 from lacuna.parallel.fsdp import inference
 from lacuna.rollout.groups import Sample
@@ -54,101 +49,6 @@ def passed_on(
     dist.all_gather_object(of_ranks, own, group=exchange)
     different = of_ranks[:: by.mesh.layout.sharing]  # ranks that share sequences have the same
     return part_of_rank([*chain.from_iterable(different)], to)
-
-
-@dataclass(frozen=True)
-class Targets:
-    """What a loss takes of a sample.
-
-    Attributes:
-        names: the columns of its own tokens.
-        of: gives them for samples, float32 [own tokens of all of them] each.
-        is_trained: whether a sample is trained at all.
-    """
-
-    names: Sequence[str]
-    of: Callable[[Sequence[Sample]], dict[str, Tensor]]
-    is_trained: Callable[[Sample], bool]
-
-    def only_read(self) -> "Targets":
-        """The same samples for a model that only reads them: without columns."""
-        return Targets((), lambda samples: {}, self.is_trained)
-
-
-@dataclass(frozen=True)
-class LaidOut:
-    """Samples in batches; `places` has the batch of each, and the place in it of its first label.
-
-    Places are counted in the flattened order of the batch.
-    """
-
-    batches: list[Batch]
-    places: list[tuple[int, int]]
-
-
-def lay_out(
-    samples: Sequence[Sample],
-    training: TrainingConfig,
-    form: RowForm,
-    data: DataConfig,
-    padding: int,
-    targets: Targets,
-) -> LaidOut:
-    """Packs samples into micro-batches, as many on this rank as on all others.
-
-    Each has `training.batch_size` rows in the form of the data; the last ones may be padding.
-    """
-    size = training.batch_size
-    lengths = np.array([len(one.prompt) + len(one.after) for one in samples], dtype=np.int64)
-    bins = [[number] for number in range(len(samples))]
-    if form.packing.mode != "none":
-        bins = best_fit(lengths, form.length)
-    count = torch.tensor(-(-len(bins) // size))
-    if dist.get_backend() == "nccl":
-        count = count.cuda()
-    dist.all_reduce(count, dist.ReduceOp.MAX)
-    batches = []
-    places = [(0, 0)] * len(samples)
-    sources = len(data.resolved_sources())
-    documents = _spans(samples, targets)
-    kinds = {name: np.zeros(0, dtype=np.float32) for name in targets.names}
-    for number in range(int(count)):
-        rows = bins[number * size : (number + 1) * size]
-        rows += [[]] * (size - len(rows))
-        spans = [[documents[index] for index in row] for row in rows]
-        batch = pack(spans, form, max(sources, 1), padding, kinds)
-        counts = batch.counts | {"sequences": float(sum(map(len, rows)))}
-        batches.append(replace(batch, counts=counts))
-        for place, row in enumerate(rows):
-            start = place * batch.shape[1]
-            for index in row:
-                places[index] = (number, start + len(samples[index].prompt) - 1)
-                start += int(lengths[index])
-    return LaidOut(batches, places)
-
-
-def _spans(samples: Sequence[Sample], targets: Targets) -> list[Span]:
-    """The prompt of each and what follows it, as a document whose columns are those of the loss.
-
-    What the model was given between its turns is read, and not trained.
-    """
-    spans = []
-    known = {name: values.numpy() for name, values in targets.of(samples).items()}
-    start = 0
-    for sample in samples:
-        stop = start + len(sample.tokens)
-        tokens = np.array(sample.prompt + sample.after, dtype=np.int64)
-        is_own = np.zeros(len(tokens), dtype=bool)
-        is_own[len(sample.prompt) :] = sample.is_own
-        columns = {}
-        for name, values in known.items():
-            columns[name] = np.zeros(len(tokens), dtype=np.float32)
-            columns[name][is_own] = values[start:stop]
-        trained = is_own & targets.is_trained(sample)
-        document = Document(tokens, float("nan"), trained=trained, columns=columns)
-        spans.append(Span(document, sample.source, 0, len(tokens)))
-        start = stop
-    return spans
 
 
 def values_of_tokens(samples: Sequence[Sample], name: str) -> Tensor:
@@ -236,11 +136,9 @@ def of_samples(
     found: Sequence[Tensor], laid: LaidOut, samples: Sequence[Sample]
 ) -> list[list[float]]:
     """The part of each sample in what was `found` of the batches, [tokens] each, by labels."""
-    on_host = [one.cpu().numpy() for one in found]
-    return [
-        on_host[number][start : start + len(sample.after)][sample.is_own].tolist()
-        for sample, (number, start) in zip(samples, laid.places, strict=True)
-    ]
+    own = torch.cat([*found]).cpu().numpy()[laid.places].tolist()
+    stops = accumulate(len(one.tokens) for one in samples)
+    return [own[stop - len(one.tokens) : stop] for one, stop in zip(samples, stops, strict=True)]
 
 
 def mismatch_of(trained: Sequence[Sample], device: torch.device) -> dict[str, float | None]:

@@ -1,14 +1,15 @@
 """Prompts by success: those that the model solves now and then come more often than the others."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lacuna.config import UserError
+from lacuna.config import OutageError, UserError
 from lacuna.config.documents import CurriculumConfig
 from lacuna.data import Loader
 from lacuna.data.mixture import random_key
@@ -118,3 +119,17 @@ class Successes:
         counts = state["counts"]
         assert isinstance(counts, Tensor), "counts are saved as a tensor"
         self.counts = counts.numpy().copy()
+
+
+@contextmanager
+def put_back_on_outage(source: Loader, successes: Successes | None) -> Iterator[None]:
+    """A context in which prompts are as they were before, where a server is gone."""
+    before = source.state_dict()
+    counted = None if successes is None else successes.state_dict()
+    try:
+        yield
+    except OutageError:
+        source.load_state_dict(before)
+        if successes is not None and counted is not None:
+            successes.load_state_dict(counted)
+        raise
