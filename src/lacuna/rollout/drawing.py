@@ -55,11 +55,11 @@ class Completion:
 
 def uniform_numbers(seeds: Sequence[int], count: int) -> Tensor:
     """Numbers in [0, 1), float64 [seeds, count], each row by its own seed."""
-    rows = []
-    for seed in seeds:
-        generator = torch.Generator().manual_seed(seed % 2**63)
-        rows.append(torch.rand(count, dtype=torch.float64, generator=generator))
-    return torch.stack(rows)
+    found = torch.empty(len(seeds), count, dtype=torch.float64)
+    generator = torch.Generator()
+    for row, seed in zip(found, seeds, strict=True):
+        row.uniform_(generator=generator.manual_seed(seed % 2**63))
+    return found
 
 
 def draw(logits: Tensor, uniform: Tensor, drawing: Drawing) -> tuple[Tensor, Tensor]:
