@@ -134,6 +134,7 @@ EXTENSIONS = {
         "commands/generate.py",
         "rollout/generate.py",
         "rollout/gathered.py",
+        "rollout/keys.py",
         "rollout/sampling.py",
     ),
     "groups": ("rollout/groups.py",),
