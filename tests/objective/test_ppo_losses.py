@@ -63,12 +63,15 @@ def test_advantages_by_a_loop_whatever_is_beside_them(gamma: float, decay: float
 
 
 def test_the_last_token_earns_and_each_pays_for_its_divergence() -> None:
-    apart = torch.tensor([0.5, -1.0, 2.0])
-    plain = token_rewards(3.0, True, apart, 0.1, PpoConfig())
-    assert plain.tolist() == pytest.approx([-0.05, 0.1, 2.8])
+    apart = torch.tensor([[0.5, -1.0, 2.0], [-2.0, 1.0, 0.0]])
+    lengths = torch.tensor([3, 2])
+    ended = torch.tensor([False, True])
+    worth = torch.tensor([3.0, -3.0])
+    plain = token_rewards(worth, ended, lengths, apart, 0.1, PpoConfig())
+    assert plain.flatten().tolist() == pytest.approx([-0.05, 0.1, 2.8, 0.2, -3.1, 0.0])
     settings = PpoConfig(reward_clip=1.0, unended_penalty=0.25)
-    assert token_rewards(3.0, False, apart, 0.0, settings).tolist() == [0.0, 0.0, 0.75]
-    assert token_rewards(-3.0, True, apart, 0.0, settings).tolist() == [0.0, 0.0, -1.0]
+    bounded = token_rewards(worth, ended, lengths, apart, 0.0, settings)
+    assert bounded.tolist() == [[0.0, 0.0, 0.75], [0.0, -1.0, 0.0]]
 
 
 def test_the_penalty_follows_its_target() -> None:

@@ -9,7 +9,6 @@ from typing import cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
@@ -39,7 +38,7 @@ from lacuna.objective.ppo_losses import (
     value_sums,
 )
 from lacuna.objective.reference import on_policy_reference_kind, require_files_of_model
-from lacuna.objective.sample_batches import passed_on, values_of_tokens
+from lacuna.objective.sample_batches import by_sample, passed_on, values_of_tokens
 from lacuna.objective.sample_rows import Targets
 from lacuna.objective.worth import functions_of, is_judged
 from lacuna.rollout.groups import Group, Sample, statistics
@@ -183,29 +182,29 @@ class Ppo(OnPolicy):
 
     def _note_advantages(self, judged: list[Sample], device: torch.device) -> None:
         settings = self.config.ppo
-        rewards = []
-        values = []
-        for sample in judged:
-            old = torch.tensor(sample.old, dtype=torch.float64)
-            apart = torch.zeros_like(old)
-            if sample.reference:
-                apart = old - torch.tensor(sample.reference, dtype=torch.float64)
-            worth = (sample.reward, sample.ended)
-            rewards.append(token_rewards(*worth, apart, self.coefficient, settings))
-            values.append(torch.tensor(sample.values, dtype=torch.float64))
-        flat = torch.zeros(0, dtype=torch.float64)
-        lengths = [len(sample.tokens) for sample in judged]
-        if judged:
-            earned, expected = (pad_sequence(one, batch_first=True) for one in (rewards, values))
-            advantages, returns = advantages_and_returns(
-                earned, expected, settings.gamma, settings.gae_lambda
+        counts = [len(sample.tokens) for sample in judged]
+        lengths = torch.tensor(counts, dtype=torch.long)
+        is_token = torch.arange(max(counts, default=1)) < lengths[:, None]
+        old, reference, expected = (
+            torch.zeros(is_token.shape, dtype=torch.float64).masked_scatter(is_token, flat)
+            for flat in (
+                values_of_tokens(judged, name, torch.float64)
+                for name in ("old", "reference", "values")
             )
-            for sample, row in zip(judged, returns, strict=True):
-                sample.returns = row[: len(sample.tokens)].tolist()
-            pairs = zip(advantages, lengths, strict=True)
-            flat = torch.cat([row[:length] for row, length in pairs])
-        for sample, part in zip(judged, whitened(flat.to(device)).split(lengths), strict=True):
-            sample.advantages = part.tolist()
+        )
+        is_compared = torch.tensor([bool(one.reference) for one in judged], dtype=torch.bool)
+        apart = torch.where(is_compared[:, None], old - reference, 0.0)
+        worth = torch.tensor([one.reward for one in judged], dtype=torch.float64)
+        ended = torch.tensor([one.ended for one in judged], dtype=torch.bool)
+        earned = token_rewards(worth, ended, lengths, apart, self.coefficient, settings)
+        advantages, returns = advantages_and_returns(
+            earned, expected, settings.gamma, settings.gae_lambda
+        )
+        better = by_sample(whitened(advantages[is_token].to(device)), judged)
+        returned = by_sample(returns[is_token], judged)
+        for sample, own, later in zip(judged, better, returned, strict=True):
+            sample.advantages = own
+            sample.returns = later
 
     def report(self, sums: dict[str, float], counts: dict[str, float]) -> dict[str, float | None]:
         """The losses, what the newest completions are worth, and means over trained tokens."""

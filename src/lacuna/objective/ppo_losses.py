@@ -17,19 +17,24 @@ _GAIN = 0.1
 
 
 def token_rewards(
-    worth: float, ended: bool, divergences: Tensor, coefficient: float, settings: PpoConfig
+    worth: Tensor,
+    ended: Tensor,
+    lengths: Tensor,
+    divergences: Tensor,
+    coefficient: float,
+    settings: PpoConfig,
 ) -> Tensor:
-    """The reward of each token of a completion [tokens] (arXiv 2203.02155, section 3.5).
+    """The rewards of tokens, [completions, tokens] (arXiv 2203.02155, section 3.5).
 
-    Each pays for its part of the divergence from the reference, an estimate [tokens] by
-    log-probabilities; the last one earns what the completion is `worth`.
+    Each pays for its part of the divergence from the reference, an estimate [completions, tokens]
+    by log-probabilities. The last of a completion, by the `lengths` [completions], earns what that
+    is `worth` [completions], which is less where it has not `ended`, bool [completions].
     """
     if settings.reward_clip is not None:
-        worth = max(-settings.reward_clip, min(worth, settings.reward_clip))
-    if not ended:
-        worth -= settings.unended_penalty
+        worth = worth.clamp(-settings.reward_clip, settings.reward_clip)
+    worth = torch.where(ended, worth, worth - settings.unended_penalty)
     rewards = -coefficient * divergences
-    rewards[-1] += worth
+    rewards[torch.arange(len(rewards)), lengths - 1] += worth
     return rewards
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -51,13 +52,23 @@ def passed_on(
     return part_of_rank([*chain.from_iterable(different)], to)
 
 
-def values_of_tokens(samples: Sequence[Sample], name: str) -> Tensor:
+def values_of_tokens(
+    samples: Sequence[Sample], name: str, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """What samples know of their own tokens by the `name` of an attribute; 0 where it is empty.
 
-    It is float32 [own tokens of all].
+    It is [own tokens of all].
     """
     values = (getattr(one, name) or [0.0] * len(one.tokens) for one in samples)
-    return torch.tensor([*chain.from_iterable(values)], dtype=torch.float32)
+    # NumPy reads numbers faster than torch.
+    return torch.from_numpy(np.fromiter(chain.from_iterable(values), np.float64)).to(dtype)
+
+
+def by_sample(values: Tensor, samples: Sequence[Sample]) -> list[list[float]]:
+    """The values of each sample's own tokens, of those of all, [own tokens of all]."""
+    own = values.tolist()
+    stops = accumulate(len(one.tokens) for one in samples)
+    return [own[stop - len(one.tokens) : stop] for one, stop in zip(samples, stops, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -136,9 +147,7 @@ def of_samples(
     found: Sequence[Tensor], laid: LaidOut, samples: Sequence[Sample]
 ) -> list[list[float]]:
     """The part of each sample in what was `found` of the batches, [tokens] each, by labels."""
-    own = torch.cat([*found]).cpu().numpy()[laid.places].tolist()
-    stops = accumulate(len(one.tokens) for one in samples)
-    return [own[stop - len(one.tokens) : stop] for one, stop in zip(samples, stops, strict=True)]
+    return by_sample(torch.cat([*found]).cpu()[torch.from_numpy(laid.places)], samples)
 
 
 def mismatch_of(trained: Sequence[Sample], device: torch.device) -> dict[str, float | None]:
