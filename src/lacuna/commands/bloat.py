@@ -137,7 +137,7 @@ EXTENSIONS = {
         "rollout/keys.py",
         "rollout/sampling.py",
     ),
-    "groups": ("rollout/groups.py",),
+    "groups": ("rollout/completions_file.py", "rollout/groups.py"),
     "engine": (
         "rollout/drawing.py",
         "rollout/engine.py",

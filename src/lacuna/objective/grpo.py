@@ -89,9 +89,9 @@ class Grpo(OnPolicy):
             wanted = wanted or len(drawn)
             if sum(group.varies for group in drawn) >= wanted:
                 break
-        for group in drawn:
-            advantages = advantages_of([group.rewards], settings)[0].tolist()
-            for sample, advantage in zip(group.samples, advantages, strict=True):
+        advantages = advantages_of([group.rewards for group in drawn], settings).tolist()
+        for group, own in zip(drawn, advantages, strict=True):
+            for sample, advantage in zip(group.samples, own, strict=True):
                 sample.advantage = advantage
             group.note_rewards()
         self.told = statistics(drawn)

@@ -24,9 +24,10 @@ from lacuna.objective.sample_rows import LaidOut, Targets, lay_out
 from lacuna.objective.success import Successes, put_back_on_outage
 from lacuna.objective.worth import unjudged_batches
 from lacuna.parallel.processes import set_timeout
+from lacuna.rollout.completions_file import CompletionsFile
 from lacuna.rollout.completions_table import show_completions
 from lacuna.rollout.environment import check_environment
-from lacuna.rollout.groups import CompletionsFile, Group, Sample, draw_groups, next_prompts
+from lacuna.rollout.groups import Group, Sample, draw_groups, next_prompts
 from lacuna.rollout.reward_models import RewardModel, load_models
 from lacuna.rollout.rewards import longest_wait
 from lacuna.rollout.sampling import check_engine

@@ -1,13 +1,9 @@
 """Groups: the completions of a prompt, what they are worth, and what is told of them."""
 
-import json
 import math
-import os
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +21,6 @@ from lacuna.rollout.sampling import generate, part_of_rank
 from lacuna.rollout.talks import Talk
 from lacuna.rollout.turns import go_on
 from lacuna.rollout.verifiers import Reward, require_columns
-
-# How a row of the run folder begins.
-_STEP = re.compile(rb'\{"step": (-?\d+)')
 
 
 @dataclass
@@ -238,8 +231,7 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     told = {f"reward_{name}": _mean([*_of(groups, name)]) for name in groups[0].scores}
     rewards = [reward for group in groups for reward in group.rewards]
     judged = [[one for one in group.rewards if not math.isnan(one)] for group in groups]
-    several = [own for own in judged if len(own) > 1]
-    deviations = [torch.tensor(rewards).std().item() for rewards in several]
+    deviations = _deviations([own for own in judged if len(own) > 1])
     turns = [1.0 + len(sample.given) for sample in samples]
     errors = _mean([number for group in groups for number in group.tool_errors])
     of_turns = {"turns": _mean(turns)} | ({} if errors is None else {"tool_errors": errors})
@@ -254,6 +246,18 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     }
 
 
+def _deviations(several: Sequence[Sequence[float]]) -> list[float]:
+    """The standard deviation of each list, made at once for those of the same length."""
+    found = [0.0] * len(several)
+    lengths = [len(own) for own in several]
+    for length in {*lengths}:
+        places = [place for place, own in enumerate(lengths) if own == length]
+        values = torch.tensor([several[place] for place in places])
+        for place, deviation in zip(places, values.std(1).tolist(), strict=True):
+            found[place] = deviation
+    return found
+
+
 def _of(groups: Sequence[Group], name: str) -> list[float]:
     return [value for group in groups for value in group.scores[name]]
 
@@ -262,34 +266,3 @@ def _mean(values: Sequence[float]) -> float | None:
     """The mean of the values that are numbers; None without one."""
     found = [value for value in values if not math.isnan(value)]
     return sum(found) / len(found) if found else None
-
-
-class CompletionsFile:
-    """A file of a run folder that has every completion, with its reward and the step."""
-
-    def __init__(self, folder: str, name: str = "completions.jsonl") -> None:
-        self.path = Path(folder, name)
-
-    def go_on(self, step: int) -> None:
-        """Drops the rows of later steps: a run that goes on after this one makes them anew."""
-        if not self.path.exists():
-            return
-        kept = 0
-        # As bytes: a completion may hold characters that end a line of text.
-        with open(self.path, "rb") as file:
-            for line in file:
-                told = _STEP.match(line)
-                # The last line is cut off where a run was killed.
-                if not line.endswith(b"\n") or (told and int(told[1]) > step):
-                    break
-                kept += len(line)
-        os.truncate(self.path, kept)
-
-    def write(self, groups: Sequence[Group], step: int, leave_out: Sequence[str] = ()) -> None:
-        """Adds the completions that a step begins with; what is not known of them is left out."""
-        with open(self.path, "a", encoding="utf-8") as file:
-            for group in groups:
-                for row in group.rows(step):
-                    for name in leave_out:
-                        del row[name]
-                    file.write(json.dumps(row, ensure_ascii=False) + "\n")
