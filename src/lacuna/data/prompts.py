@@ -122,15 +122,25 @@ def prompt_of(document: int, table: TokenTable) -> Prompt:
     return Prompt(tokens[:-1].tolist(), document, place=0)
 
 
-def row_of_prompt(
-    document: int, table: TokenTable, sources: Sequence[Documents]
-) -> tuple[dict[str, Any], str, int]:
-    """The row of data that a prompt is from, where it is, and the number of its source."""
-    source = int(np.searchsorted(table.ends, document, side="right"))
-    first = table.ends[source - 1] if source else 0
-    found = sources[source]
-    row = row_of(found.dataset[document - first], found)
-    return row, place_of(document - first, found), source
+def rows_of_prompts(
+    documents: Sequence[int], table: TokenTable, sources: Sequence[Documents]
+) -> list[tuple[dict[str, Any], str, int]]:
+    """The row of data that each prompt is from, where it is, and the number of its source.
+
+    The rows of a source are read at once.
+    """
+    numbers = np.searchsorted(table.ends, documents, side="right").tolist()
+    found: dict[int, tuple[dict[str, Any], str, int]] = {}
+    for number in {*numbers}:
+        source = sources[number]
+        first = table.ends[number - 1] if number else 0
+        pairs = zip(documents, numbers, strict=True)
+        places = [document - first for document, own in pairs if own == number]
+        columns = source.dataset[places]
+        for place, values in zip(places, zip(*columns.values(), strict=True), strict=True):
+            row = row_of(dict(zip(columns, values, strict=True)), source)
+            found[first + place] = (row, place_of(place, source), number)
+    return [found[document] for document in documents]
 
 
 def columns_of_rows(source: Documents) -> set[str]:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.data import Loader
 from lacuna.data.plan import RowPlan
-from lacuna.data.prompts import Prompt, columns_of_rows, prompts_of, row_of_prompt
+from lacuna.data.prompts import Prompt, columns_of_rows, prompts_of, rows_of_prompts
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.failures import raised_on_all
 from lacuna.rollout.rewards import score, total
@@ -144,8 +144,8 @@ def draw_groups(
     """
     said = generate(policy, [one.tokens for one in asked], keys, rollout, ends, seed, exchange)
     talks: list[list[Talk]] = []
-    for prompt, key, completions in zip(asked, keys, said, strict=True):
-        origin = row_of_prompt(prompt.document, plan.tokens, plan.sources)
+    origins = rows_of_prompts([one.document for one in asked], plan.tokens, plan.sources)
+    for prompt, key, origin, completions in zip(asked, keys, origins, said, strict=True):
         talks.append([Talk(prompt.tokens, *origin, (key, n)) for n in range(len(completions))])
         for talk, one in zip(talks[-1], completions, strict=True):
             talk.hear(one, plan.tokenizer)

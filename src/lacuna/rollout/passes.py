@@ -244,10 +244,13 @@ class Steps:
     def results(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
         """The tokens of the rows of these numbers so far, and their log-probabilities."""
         own = torch.tensor(numbers, dtype=torch.long, device=self.device)
-        tensors = (self.rows.counts, self.rows.said, self.rows.logprobs)
-        found = (tensor[own].tolist() for tensor in tensors)
+        counts = self.rows.counts[own].tolist()
+        # Most have much less than there is room for.
+        longest = max(counts, default=0)
+        found = (tensor[own, :longest].tolist() for tensor in (self.rows.said, self.rows.logprobs))
         return [
-            (said[:count], logprobs[:count]) for count, said, logprobs in zip(*found, strict=True)
+            (said[:count], logprobs[:count])
+            for count, said, logprobs in zip(counts, *found, strict=True)
         ]
 
     def keep(self, numbers: Sequence[int]) -> None:
