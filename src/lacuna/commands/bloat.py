@@ -17,6 +17,7 @@ EXTENSIONS = {
         "model/layers/bits.py",
         "model/layers/quantized.py",
         "model/layers/quantized_files.py",
+        "model/layers/quantized_stacks.py",
     ),
     "adapters": (
         "formats/adapter.py",

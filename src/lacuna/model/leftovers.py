@@ -29,7 +29,7 @@ def check_files(slices: Mapping[str, Any], shadow: PreTrainedModel, files: str) 
 
     `slices` are the tensors of the files, `shadow` is the whole model without memory.
     """
-    key_of = {name: key for key, name in _names_in_model(slices, shadow).items()}
+    key_of = {name: key for key, name in names_in_model(slices, shadow).items()}
     for pair in shadow.all_tied_weights_keys.items():
         stored = [slices[key_of[name]] for name in pair if name in key_of]
         if len(stored) == 2 and not _are_equal(stored, len(shadow.get_parameter(pair[1]))):
@@ -91,7 +91,7 @@ def _are_equal(stored: Iterable[Any], rows: int) -> bool:
     return True
 
 
-def _names_in_model(keys: Iterable[str], shadow: PreTrainedModel) -> dict[str, str]:
+def names_in_model(keys: Iterable[str], shadow: PreTrainedModel) -> dict[str, str]:
     """The name that each tensor of a model's files gets in the model, as transformers renames."""
     mapping = get_model_conversion_mapping(shadow)
     renamings = [step for step in mapping if isinstance(step, WeightRenaming)]

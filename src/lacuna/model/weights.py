@@ -200,7 +200,7 @@ def load_weights(
     unsharded. Raises `UserError` when the files do not fit the model.
     """
     source = str(settings.name_or_path)
-    slices = _slices_to_load(model, shadow, settings, device)
+    slices = _slices_to_load(shadow, settings)
     check_files(slices, shadow, f"model.name_or_path: the checkpoint in {source!r}")
     home = places[""]
     placing = LoadStateDictConfig(
@@ -221,9 +221,9 @@ def load_weights(
         keeping = register_module_parameter_registration_hook(kept_home)  # type: ignore[arg-type]
     with keeping:
         on_cpu = replace(placing, device_map={"": "cpu"})
-        joined = _load_joined(model, shadow, slices, on_cpu, home)
+        apart = _load_apart(model, shadow, slices, on_cpu, home, device)
         info, _ = convert_and_load_state_dict_in_model(model, slices, placing)
-    lacking = info.missing_keys - {*model.all_tied_weights_keys} - joined
+    lacking = info.missing_keys - {*model.all_tied_weights_keys} - apart
     missing = sorted(name for name in lacking if not name.endswith((*PARTS, SCALE, SINKS)))
     if missing or info.mismatched_keys or info.conversion_errors:
         problem = f"does not fit: {sorted(info.mismatched_keys)[:3]} {info.conversion_errors or ''}"
@@ -235,10 +235,8 @@ def load_weights(
         )
 
 
-def _slices_to_load(
-    model: PreTrainedModel, shadow: PreTrainedModel, settings: ModelConfig, device: torch.device
-) -> dict[str, Any]:
-    """The tensors of the files in the forms that the model stores.
+def _slices_to_load(shadow: PreTrainedModel, settings: ModelConfig) -> dict[str, Any]:
+    """The tensors of the files, as many and as large as the model's.
 
     Where the vocabulary is to grow, it is read whole. The rows of new tokens, and all rows that the
     files lack, become the mean of the rows of earlier tokens.
@@ -260,26 +258,28 @@ def _slices_to_load(
         from lacuna.model.scores import with_new_scores  # an extension
 
         slices = with_new_scores(slices, shadow)
-    if any(module.is_packed for module in wrapped_modules(model)):
-        from lacuna.model.layers.quantized_files import packed_slices
-
-        slices = slices | packed_slices(model, slices, device)  # which read the others
     return slices
 
 
-def _load_joined(
+def _load_apart(
     model: PreTrainedModel,
     shadow: PreTrainedModel,
     slices: dict[str, Any],
     placing: LoadStateDictConfig,
     home: torch.device,
+    device: torch.device,
 ) -> set[str]:
-    """Loads the weights that are joined or cut, along dimension 0, from others in files.
+    """Loads what transformers' loader could not load into shards, and returns its names.
 
-    Shards cut that dimension too, and transformers' loader would join a rank's slices of the
-    others. So they are loaded into `shadow` whole, copied into `model`, and taken off `slices`.
-    Returns their names.
+    It is packed stacks, and what files join or cut along dimension 0, as shards do. It is loaded
+    into `shadow` whole, copied into `model`, and taken off `slices`.
     """
+    packed: set[str] = set()
+    if any(module.packed_names for module in wrapped_modules(model)):
+        from lacuna.model.layers.quantized_files import load_stacks, packed_slices
+
+        packed = load_stacks(model, shadow, slices, placing, home, device)
+        slices.update(packed_slices(model, {**slices}, device))  # which read the others
     patterns = []
     for converter in placing.weight_mapping or []:
         operations = converter.operations if isinstance(converter, WeightConverter) else []
@@ -287,7 +287,7 @@ def _load_joined(
             patterns += [pattern.replace("*", ".*") for pattern in converter.source_patterns]
     sources = [key for key in slices if patterns and re.search("|".join(patterns), key)]
     if not sources:
-        return set()
+        return packed
     found = {key: slices.pop(key) for key in sources}
     convert_and_load_state_dict_in_model(shadow, found, placing)
     whole = {name: one for name, one in shadow.named_parameters() if not one.is_meta}
@@ -297,4 +297,4 @@ def _load_joined(
             module = model.get_submodule(path).to_empty(device=home, recurse=False)
             made = stored_parameter(module, own_name)
             local(made).copy_(own_part(whole[name], made))
-    return {*whole}
+    return packed | {*whole}

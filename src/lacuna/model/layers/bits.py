@@ -126,3 +126,40 @@ def dequantize(packed: Tensor, form: str, shape: Sequence[int], dtype: torch.dty
     both = torch.stack([codes >> 4, codes & 15], dim=1).flatten()[:count]
     values = _code_values(4, packed.device)[both.int()]
     return (values * scales.repeat_interleave(BLOCK)[:count]).view(*shape).to(dtype)
+
+
+def quantize_stack(stack: Tensor, form: str) -> Tensor:
+    """Packs each of the matrices of a stack [E, rows, columns] by itself: uint8 [E, bytes]."""
+    size = sum(packed_sizes(form, stack.shape[1:]))
+    packed = torch.empty(len(stack), size, dtype=torch.uint8, device=stack.device)
+    for place, matrix in zip(packed, stack, strict=True):
+        place.copy_(quantize(matrix, form))
+    return packed
+
+
+def dequantize_stack(packed: Tensor, form: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Unpacks a stack of matrices of this shape, each packed by itself in a row of `packed`."""
+    count = shape[0] * shape[1]
+    if form == "nf4" and packed.is_cuda and count % BLOCK == 0:
+        return _dequantize_blocks_of_all(packed, shape, dtype)
+    stack = torch.empty(len(packed), *shape, dtype=dtype, device=packed.device)
+    for place, matrix in zip(stack, packed, strict=True):
+        place.copy_(dequantize(matrix, form, shape, dtype))
+    return stack
+
+
+def _dequantize_blocks_of_all(packed: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Unpacks a stack from nf4 by a few kernels for all of its matrices, whose blocks are whole."""
+    import bitsandbytes  # noqa: F401  # which adds to torch.ops
+
+    sizes = packed_sizes("nf4", shape)
+    scales, coded_scales, codes, _ = packed.view(torch.uint8).split(sizes, dim=1)
+    scales = scales.contiguous().view(torch.float32)
+    groups, offset = scales[:, :-1], scales[:, -1:]
+    group_of_each = groups.repeat_interleave(GROUP, dim=1)[:, : coded_scales.shape[1]]
+    scales = _code_values(8, packed.device)[coded_scales.int()] * group_of_each + offset
+    whole = (len(packed), *shape)
+    stack: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+        codes.contiguous(), scales.flatten(), BLOCK, "nf4", whole, dtype
+    )
+    return stack

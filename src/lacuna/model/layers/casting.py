@@ -38,13 +38,12 @@ def compute_in(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """
     kept = kept_in_float32(model, dtype)
     for path, module in model.named_modules():
-        weights = dict(module.named_parameters(recurse=False))
-        if isinstance(module, Wrapper) and module.is_packed:
-            del weights["weight"]
+        packed = module.packed_names if isinstance(module, Wrapper) else ()
         names = [
             name
-            for name, weight in weights.items()
+            for name, weight in module.named_parameters(recurse=False)
             if weight.is_floating_point() and weight.dtype != dtype and f"{path}.{name}" not in kept
+            if name not in packed
         ]
         if names and isinstance(module, nn.Embedding):
             module.register_forward_hook(lambda _, __, found: found.to(dtype))

@@ -12,9 +12,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from lacuna.config import UserError, logger
+from lacuna.config.machine import ParallelismConfig
 from lacuna.model.layers.bits import dequantize, packed_sizes, quantize
 from lacuna.model.layers.linear import plain_linears
+from lacuna.model.layers.quantized_stacks import (
+    matrices_left,
+    quantize_stacks,
+    quantized_stacks,
+    stacks_in,
+)
 from lacuna.model.layers.wrapping import Place, Wrapper, stored_parameter, wrap
+from lacuna.parallel.schedule import splits_backward
 
 
 @torch.library.custom_op("lacuna::quantized_product", mutates_args=())
@@ -102,9 +111,9 @@ class Quantized(Wrapper):
     bias: Tensor | None
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the weight is stored as bytes that are no numbers."""
-        return stored_parameter(self, "weight").ndim == 1
+    def packed_names(self) -> tuple[str, ...]:
+        """The weight's name if it is stored as bytes that are no numbers."""
+        return ("weight",) if stored_parameter(self, "weight").ndim == 1 else ()
 
     @property
     def packed_bytes(self) -> int:
@@ -133,7 +142,7 @@ class Quantized(Wrapper):
 
     def stored_weight(self, name: str, weight: Tensor) -> Tensor:
         """The weight in the form in which the layer stores it: packed, or as it is."""
-        if name != "weight" or not self.is_packed:
+        if name not in self.packed_names:
             return weight
         return quantize(weight, self.form).view(torch.float32)
 
@@ -143,15 +152,39 @@ class Quantized(Wrapper):
         return self.dense_weight(whole) if name == "weight" else whole
 
 
-def quantize_layers(model: PreTrainedModel, form: str, unquantised: Sequence[str]) -> None:
-    """Has the linear layers of a whole model compute with quantised weights, in place.
+def quantize_layers(
+    model: PreTrainedModel,
+    form: str,
+    unquantised: Sequence[str],
+    learning: ParallelismConfig | None = None,
+) -> None:
+    """Has linear layers and stacks of experts of a whole model be quantised, in place.
 
     The head stays as it is, and so do modules whose names are, or end with, one of `unquantised`.
+    What is not quantised but might be thought to be is named in the log. Where adapters learn
+    beside the weights, `learning` is in which layout. Raises `UserError` for stacks and a schedule
+    of it that computes the gradients of weights by themselves.
     """
+
+    def stays(name: str) -> bool:
+        return any(f".{name}.".endswith(f".{end}.") for end in unquantised)
+
     for name, layer in plain_linears(model).items():
-        stays = any(f".{name}.".endswith(f".{end}.") for end in unquantised)
-        if layer is not model.get_output_embeddings() and not stays:
+        if layer is not model.get_output_embeddings() and not stays(name):
             wrap(layer, Quantized, form=form, dense_shape=tuple(layer.weight.shape))
+    for name, module in model.named_modules():
+        if stacks_in(module) and not stays(name):
+            quantize_stacks(module, form)
+    if learning is not None and splits_backward(learning) and quantized_stacks(model):
+        raise UserError(
+            "quantization.base, parallelism.pipeline_parallel_schedule: a schedule that computes "
+            "the gradients of weights by themselves would dequantise the experts anew for each: "
+            "set the second to 1F1B, Interleaved1F1B, LoopedBFS or GPipe."
+        )
+    left = matrices_left(model)
+    if left:
+        told = "quantization.base: %d weights beside linear layers stay as they are: %s"
+        logger.warning(told, len(left), f"{', '.join(left[:3])}{', …' if left[3:] else ''}")
 
 
 def quantized_modules(model: nn.Module) -> dict[str, Quantized]:
@@ -164,3 +197,5 @@ def pack_layers(model: nn.Module) -> None:
     for layer in quantized_modules(model).values():
         packed = layer.weight.new_empty(layer.packed_bytes // 4, dtype=torch.float32)
         layer.weight = nn.Parameter(packed, requires_grad=False)
+    for stacks in quantized_stacks(model).values():
+        stacks.pack()

@@ -2,17 +2,23 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.core_model_loading import convert_and_load_state_dict_in_model
+from transformers.modeling_utils import LoadStateDictConfig
 
 from lacuna.config import UserError
 from lacuna.model.layers.bits import join_packed, quantize
 from lacuna.model.layers.quantized import quantized_modules
+from lacuna.model.layers.quantized_stacks import quantized_stacks
+from lacuna.model.layers.wrapping import stored_parameter
+from lacuna.model.leftovers import names_in_model
+from lacuna.parallel.fsdp import local, own_part
 
 
 def take_off_quantization(model_config: PretrainedConfig, asked: str) -> list[str]:
@@ -86,7 +92,7 @@ def packed_slices(
     packed = {
         _name_from_layer(f"{name}.weight"): layer
         for name, layer in quantized_modules(model).items()
-        if layer.is_packed
+        if layer.packed_names
     }
     found = {}
     for key in slices:
@@ -94,6 +100,58 @@ def packed_slices(
         if layer is not None:
             found[key] = PackedSlice(slices, key, layer.form, layer.weight, device)
     return found
+
+
+@torch.no_grad()
+def load_stacks(
+    model: nn.Module,
+    shadow: PreTrainedModel,
+    slices: dict[str, Any],
+    placing: LoadStateDictConfig,
+    home: torch.device,
+    device: torch.device,
+) -> set[str]:
+    """Loads the stacks of experts that a model stores packed, in place, and returns their names.
+
+    Files may have each expert by itself. transformers' loader makes a stack of them in `shadow`,
+    one at a time, and what this rank stores of it is packed on `device`. What was read is taken off
+    `slices`. Raises `UserError` for experts that files have quantised.
+    """
+    keys: dict[str, list[str]] = {}
+    for key, name in names_in_model(slices, shadow).items():
+        keys.setdefault(name, []).append(key)
+    loaded = set()
+    for path, module in quantized_stacks(model).items():
+        packed = module.packed_names
+        if packed:
+            module.to_empty(device=home, recurse=False)
+        for name in packed:
+            own_keys = keys.get(f"{path}.{name}", [])
+            _require_unquantised(own_keys, slices)
+            found = {key: slices.pop(key) for key in own_keys}
+            convert_and_load_state_dict_in_model(shadow, found, placing)
+            like = shadow.get_submodule(path)
+            whole = stored_parameter(like, name)
+            if whole.is_meta:
+                continue  # what loads all other weights finds that it lacks this one
+            stored = stored_parameter(module, name)
+            own = own_part(torch.arange(len(whole)), stored).to(whole.device)
+            local(stored).copy_(module.stored_weight(name, whole[own].to(device)))
+            # Not by `setattr`, in which hooks would give it memory.
+            like._parameters[name] = nn.Parameter(whole.to("meta"), requires_grad=False)
+            loaded.add(f"{path}.{name}")
+    return loaded
+
+
+def _require_unquantised(keys: Sequence[str], slices: Mapping[str, Any]) -> None:
+    """Raises `UserError` where one of the tensors under these keys is quantised."""
+    for key in keys:
+        if stored_parts(slices, key) or slices[key].get_dtype() in ("U8", "I8"):
+            raise UserError(
+                f"model.name_or_path: {key} is quantised, and experts that files have quantised do "
+                "not make stacks: give the model that they were made from; quantization.base "
+                "quantises it."
+            )
 
 
 def _name_from_layer(key: str) -> str:

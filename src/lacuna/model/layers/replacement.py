@@ -30,7 +30,8 @@ def replace_layers(
     if config.quantization.base != "none":
         from lacuna.model.layers.quantized import quantize_layers
 
-        quantize_layers(model, config.quantization.base, unquantised)
+        learning = config.parallelism if config.lora.rank else None
+        quantize_layers(model, config.quantization.base, unquantised, learning)
     if config.float8.enable_float8_linear:
         from lacuna.model.layers.float8 import compute_in_float8, has_uneven_products
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lacuna.model.layers.linear import is_transposed
 from lacuna.model.layers.lora import PARTS, Adapter, add_factors
-from lacuna.model.layers.wrapping import stored_parameter, whole_tensor, wrap
+from lacuna.model.layers.wrapping import Wrapper, stored_parameter, whole_tensor, wrap
 
 
 class _WithWeights:
@@ -39,27 +39,64 @@ class _Factors(nn.Module):
     base_layer: "_Factors"
 
 
-class LoraStacks(Adapter):
+class ChangedStacks(Wrapper):
+    """A module whose own code computes with other stacks than it stores.
+
+    Attributes:
+        changed: the names of the stacks.
+        plain_forward: the module's own code. Compiled code cannot take it from `super`.
+    """
+
+    changed: tuple[str, ...]
+    plain_forward: Callable[..., Any]
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The module's output with the changed stacks."""
+        return self.compute(*inputs, **named)
+
+    def compute(self, *inputs: Any, **named: Any) -> Any:
+        """What the module's own code makes of its inputs with the changed stacks."""
+        weights = {name: self.used_stack(name) for name in self.changed}
+        return type(self).plain_forward(_WithWeights(self, weights), *inputs, **named)
+
+    def used_stack(self, name: str) -> Tensor:
+        """The stack of this name with which the module's own code computes."""
+        stack: Tensor = getattr(self, name)
+        return stack
+
+
+def change_stacks(
+    module: nn.Module, wrapper: type[ChangedStacks], names: Sequence[str], **known: Any
+) -> ChangedStacks:
+    """Has a wrapper change the stacks of these names of a module, in place.
+
+    What is `known` becomes attributes of its class.
+    """
+    changed = tuple(names)
+    own = type(module).forward
+    if isinstance(module, ChangedStacks):  # its own code is further within
+        changed = tuple(dict.fromkeys((*module.changed, *names)))
+        own = type(module).plain_forward
+    return wrap(module, wrapper, changed=changed, plain_forward=own, **known)
+
+
+class LoraStacks(Adapter, ChangedStacks):
     """A module that computes with its stacks changed by adapters.
 
     Attributes:
         stacks: the names of the stacks, from the one whose adapter is innermost.
-        plain_forward: the module's own code. Compiled code cannot take it from `super`.
     """
 
     stacks: tuple[str, ...]
-    plain_forward: Callable[..., Any]
     base_layer: _Factors
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
-        """The module's output with the changed stacks."""
-        if not self.adapter_is_on:
-            return super().forward(*inputs, **named)
-        changed = {
-            name: self.merged(getattr(self, name), holder.lora_A, holder.lora_B)
-            for name, holder in self.holders()
-        }
-        return type(self).plain_forward(_WithWeights(self, changed), *inputs, **named)
+    def used_stack(self, name: str) -> Tensor:
+        """The stack with its adapter, if it has one and adapters count."""
+        stack = super().used_stack(name)
+        if not self.adapter_is_on or name not in self.stacks:
+            return stack
+        holder = dict(self.holders())[name]
+        return self.merged(stack, holder.lora_A, holder.lora_B)
 
     def holders(self) -> Iterator[tuple[str, "LoraStacks | _Factors"]]:
         """The name of each stack, and the module that has its adapter."""
@@ -103,5 +140,4 @@ def add_stack_adapters(
             stack = stored_parameter(module, name)
             shown = stack.mT if is_transposed(module) else stack
             add_factors(holder, rank * len(stack), shown, dtype)
-        own = type(module).forward
-        wrap(module, LoraStacks, adapter_scale=scale, stacks=stacks, plain_forward=own)
+        change_stacks(module, LoraStacks, stacks, adapter_scale=scale, stacks=stacks)

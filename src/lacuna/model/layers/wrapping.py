@@ -41,9 +41,9 @@ class Wrapper(nn.Module):
     takes_adapter: ClassVar[bool] = False
 
     @property
-    def is_packed(self) -> bool:
-        """Whether the weight is stored as bytes that are no numbers."""
-        return False
+    def packed_names(self) -> tuple[str, ...]:
+        """The names of the weights that are stored as bytes that are no numbers."""
+        return ()
 
     def stored_weight(self, name: str, weight: Tensor) -> Tensor:
         """The tensor that is stored where a plain layer would store this `weight`."""
