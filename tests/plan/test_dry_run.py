@@ -194,6 +194,30 @@ def test_a_rank_gathers_and_computes_with_its_own_experts_only() -> None:
     assert spread["gathered"] < together["gathered"] / 2
 
 
+def test_quantised_stacks_take_their_bits_and_one_layer_of_them_is_dequantised_at_once() -> None:
+    shape = {"num_experts": 64, "hidden_size": 256, "moe_intermediate_size": 128}
+    model = meta_model(tiny_config("qwen3_moe", **shape), "sdpa", torch.bfloat16)
+    plain = model.num_parameters()
+    quantize_layers(model, "nf4", [])
+    config = Config(training={"seq_len": 64}, lora={"rank": 8}, quantization={"base": "nf4"})
+    stacks = sum(weight.numel() for weight in model.parameters() if weight.ndim == 3)
+    linear = sum(layer.weight.numel() for layer in quantized_modules(model).values())
+    add_adapters(model, config.lora, torch.float32)
+    learning = sum(one.numel() for one in model.parameters() if one.requires_grad)
+    layouts = (Layout(), Layout(dp_shard=4), Layout(dp_shard=4, ep=4))
+    alone, together, spread = (
+        estimate_memory(config, layout, batch_of(config, layout), model, "cuda")
+        for layout in layouts
+    )
+    quantised = stacks + linear
+    expected = 4.13 / 8 * quantised + 2 * (plain - quantised) + 4 * learning
+    embedding = 2 * model.get_input_embeddings().weight.numel()
+    assert alone["weights"] == pytest.approx(expected - embedding, rel=0.01)
+    assert alone["gathered"] == 2 * stacks / 2, "of one of two layers, in bfloat16"
+    assert together["gathered"] > alone["gathered"] + 2 * 4.13 / 8 * stacks / 2
+    assert spread["gathered"] < together["gathered"] / 2
+
+
 def test_a_rank_that_splits_matrices_gathers_whole_experts() -> None:
     model = meta_model(tiny_config("qwen3_moe", num_experts=64), "sdpa", torch.float32)
     config = Config(training={"seq_len": 64}, compile={"enable": False})

@@ -15,6 +15,9 @@ from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
 from lacuna.model.build import build_meta_model
 from lacuna.model.layers.quantized import quantized_modules
+from lacuna.model.layers.quantized_stacks import quantized_stacks
+from lacuna.model.layers.stacks import LoraStacks
+from lacuna.model.layers.wrapping import stored_parameter
 from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.parameter_groups import state_bytes, used_groups
 from lacuna.model.vocabulary import embeds_on_cpu
@@ -129,6 +132,10 @@ def _weight_sizes(model: PreTrainedModel, layout: Layout, stored: int) -> _Weigh
     room: dict[Any, float] = {weight: weight.numel() for weight in model.parameters()}
     for layer in quantized_modules(model).values():
         room[layer.weight] = layer.packed_bytes / stored
+    for stacks in quantized_stacks(model).values():
+        for name in dict(stacks.dense_shapes):
+            stack = stored_parameter(stacks, name)
+            room[stack] = len(stack) * stacks.packed_bytes(name) / stored
     total = sum(room.values())
     stored_layers = [_room_of(layer, room) for layer in decoder_layers(model)]
     if layout.ep > 1:  # a rank gathers and computes with its own experts only
@@ -153,6 +160,19 @@ def _weight_sizes(model: PreTrainedModel, layout: Layout, stored: int) -> _Weigh
         shard=shard,
         learning_share=trained / total,
     )
+
+
+def _dequantised_values(model: PreTrainedModel, layout: Layout) -> float:
+    """How many values of dequantised stacks of experts there are at once: those of one layer.
+
+    Where adapters are added to stacks, these are there three times while that is done to one.
+    """
+    most = 0.0
+    for stacks in quantized_stacks(model).values():
+        sizes = [stored_parameter(stacks, name).numel() for name, _ in stacks.dense_shapes]
+        again = 2 * max(sizes) if isinstance(stacks, LoraStacks) else 0
+        most = max(most, (sum(sizes) + again) / layout.ep)
+    return most
 
 
 def estimate_memory(
@@ -184,6 +204,7 @@ def estimate_memory(
         resharded = reshard_after_forward(config.parallelism, config.training, layout)
         layers_at_once = 2 * sizes.layer if resharded else sizes.inside
         at_once = sizes.outside + layers_at_once
+    dequantised = _dequantised_values(model, layout) * compute
     tokens = batch.micro_batch * config.training.seq_len / layout.cp
     layer_count = len(decoder_layers(model))
     in_flight = layers_in_flight(config.parallelism, layout.pp, batch.accumulation, layer_count)
@@ -199,7 +220,7 @@ def estimate_memory(
         "weights": weights,
         "gradients": learns * (sizes.shard * master + unreduced * (gathered + reduced)),
         "optimizer": state_bytes(model, config.optimizer, master) * learns * sizes.shard,
-        "gathered": at_once * (learns * gathered + (1 - learns) * compute),
+        "gathered": at_once * (learns * gathered + (1 - learns) * compute) + dequantised,
         "activations": tokens * kept * compute,
         "loss": loss,
     }
