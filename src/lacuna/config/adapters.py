@@ -161,6 +161,6 @@ class QuantizationConfig(Section):
     """Fewer bits for weights that are not trained (QLoRA)."""
 
     base: Literal["none", "int8", "nf4"] = "none"
-    """How the linear layers beside adapters are stored, all but the head: nf4 takes 4.13 bits a
-    weight, int8 a little more than 8. On a GPU nf4 needs bitsandbytes. With a single GPU, a frozen
-    embedding that is not also the head stays in CPU memory."""
+    """How the linear layers and stacks of experts beside adapters are stored, all but the head: nf4
+    takes 4.13 bits a weight, int8 a little more than 8. On a GPU nf4 needs bitsandbytes. With a
+    single GPU, a frozen embedding that is not also the head stays in CPU memory."""

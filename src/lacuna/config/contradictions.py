@@ -192,6 +192,11 @@ RULES: tuple[Rule, ...] = (
         "needs what quantising took from weights; set the second",
     ),
     Rule(
+        ("lora.init", "lora.parameters"),
+        lambda config: config.lora.init == "loftq" and config.lora.parameters,
+        "what quantising took from stacks is not given to their adapters; drop one of them",
+    ),
+    Rule(
         ("lora.init", "model.name_or_path"),
         lambda config: config.lora.init == "loftq" and not config.model.name_or_path,
         "only for new adapters on a loaded model; drop it",

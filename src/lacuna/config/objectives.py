@@ -44,7 +44,7 @@ class DistillationConfig(Section):
     """Folder of the teacher's likeliest tokens, which lacuna teach writes once; then no teacher is
     in memory. If teacher is given as well, the tokens must be that model's."""
     teacher_base: Literal["none", "int8", "nf4"] = "none"
-    """How the teacher's linear layers are stored; see quantization.base."""
+    """How the teacher's linear layers and experts are stored; see quantization.base."""
     data: Literal["texts", "conversations", "prompts"] = "texts"
     """What the data are: texts, conversations whose answers are trained, or prompts, which the
     model itself answers as rollout.* says, to learn what the teacher finds likely there."""
