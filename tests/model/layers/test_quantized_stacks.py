@@ -16,7 +16,7 @@ from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.model.architecture import meta_model
+from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.layers import quantized_stacks as quantized_stacks_module
 from lacuna.model.layers.bits import dequantize, dequantize_stack, quantize, quantize_stack
 from lacuna.model.layers.lora import add_adapters
@@ -92,6 +92,17 @@ def test_each_expert_of_a_stack_is_packed_by_itself(form: str, shape: tuple[int,
         assert torch.equal(one, dequantize(row, form, shape[1:], torch.float32))
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("shape", [(4, 96, 40), (3, 33, 5), (16, 512, 300), (0, 8, 8)])
+def test_a_gpu_unpacks_what_a_cpu_does(form: str, shape: tuple[int, ...]) -> None:
+    packed = quantize_stack(torch.randn(shape, generator=torch.Generator().manual_seed(0)), form)
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = dequantize_stack(packed, form, shape[1:], dtype)
+        found = dequantize_stack(packed.cuda(), form, shape[1:], dtype).cpu()
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
 @torch.no_grad()
 def pack(model: PreTrainedModel) -> None:
     """Packs the quantised weights of a model, in place."""
@@ -115,7 +126,11 @@ def dequantize_stacks(model: PreTrainedModel) -> None:
 
 
 def learned(
-    kind: str, form: str, on_stacks: bool, is_packed: bool
+    kind: str,
+    form: str,
+    on_stacks: bool,
+    is_packed: bool,
+    packing: Callable[[PreTrainedModel], None] = pack,
 ) -> tuple[float, dict[str, Tensor]]:
     """The loss of a model with random adapters beside quantised weights, and their gradients.
 
@@ -130,7 +145,7 @@ def learned(
         dequantize_stacks(model)
     adapters = LoraConfig(rank=2, targets=(), parameters=names) if on_stacks else LoraConfig(rank=2)
     add_adapters(model, adapters, torch.float32)
-    pack(model)
+    packing(model)
     generator = torch.Generator().manual_seed(1)
     trained = {name: one for name, one in model.named_parameters() if one.requires_grad}
     for _, weight in sorted(trained.items()):
@@ -194,6 +209,31 @@ def test_no_stack_is_kept_between_the_passes(
     monkeypatch.setattr(Tensor, "backward", look_and_go_back)
     learned(kind, "nf4", on_stacks, is_packed=True)
     assert alive and not any(alive) and len(made) == 2 * len(alive)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("on_stacks", [False, True], ids=["linear layers", "stacks"])
+def test_compilers_keep_no_stack_either(on_stacks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: set[int] = set()
+
+    def pack_and_compile(model: PreTrainedModel) -> None:
+        for module in quantized_stacks(model).values():
+            sizes.update(module.get_parameter(name).numel() for name, _ in module.dense_shapes)
+        pack(model)
+        for layer in decoder_layers(model):
+            layer.compile(fullgraph=True)
+
+    kept: list[Tensor] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    expected = learned("qwen3_moe", "nf4", on_stacks, is_packed=True)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        found = learned("qwen3_moe", "nf4", on_stacks, is_packed=True, packing=pack_and_compile)
+    assert relative_error(found[1], expected[1]) < 2e-6
+    assert kept and not any(one.ndim == 3 and one.numel() in sizes for one in kept)
 
 
 FULL = ActivationCheckpointConfig(mode="full")

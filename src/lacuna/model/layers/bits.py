@@ -158,8 +158,11 @@ def _dequantize_blocks_of_all(packed: Tensor, shape: Sequence[int], dtype: torch
     groups, offset = scales[:, :-1], scales[:, -1:]
     group_of_each = groups.repeat_interleave(GROUP, dim=1)[:, : coded_scales.shape[1]]
     scales = _code_values(8, packed.device)[coded_scales.int()] * group_of_each + offset
-    whole = (len(packed), *shape)
-    stack: Tensor = torch.ops.bitsandbytes.dequantize_4bit(
-        codes.contiguous(), scales.flatten(), BLOCK, "nf4", whole, dtype
-    )
+    stack = torch.empty(len(packed), *shape, dtype=dtype, device=packed.device)
+    at_once = max(1, (2**31 - 1) // (shape[0] * shape[1]))  # the kernel counts weights in 32 bits
+    parts = (one.split(at_once) for one in (codes.contiguous(), scales, stack))
+    for some_codes, some_scales, some in zip(*parts, strict=True):
+        torch.ops.bitsandbytes.dequantize_4bit.out(
+            some_codes, some_scales.flatten(), BLOCK, "nf4", some.shape, dtype, out=some
+        )
     return stack
