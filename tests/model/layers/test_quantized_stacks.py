@@ -19,7 +19,7 @@ from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.architecture import decoder_layers, meta_model
 from lacuna.model.layers import quantized_stacks as quantized_stacks_module
 from lacuna.model.layers.bits import dequantize, dequantize_stack, quantize, quantize_stack
-from lacuna.model.layers.lora import add_adapters
+from lacuna.model.layers.lora import add_adapters, without_adapters
 from lacuna.model.layers.quantized import pack_layers, quantize_layers, quantized_modules
 from lacuna.model.layers.quantized_stacks import quantized_stacks
 from lacuna.model.layers.replacement import replace_layers
@@ -302,6 +302,30 @@ def test_two_ranks_train_beside_the_experts_of_one_process(
     cases = [Case(layout, lora=ON_STACKS, base=form) for layout in layouts]
     for outcome in outcomes(tmp_path, cases):
         check_same(trained_only(outcome), trained_only(alone))
+
+
+def test_a_model_without_its_adapters_is_its_quantised_base() -> None:
+    model = random_model(config_of("qwen3_moe"), "eager")
+    ids = torch.arange(4, 64).reshape(2, 30)
+    quantize_layers(model.requires_grad_(False), "nf4", [])
+    base = model(input_ids=ids).logits
+    add_adapters(model, ON_STACKS.model_copy(update={"targets": ("all-linear",)}), torch.float32)
+    pack(model)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            torch.nn.init.normal_(weight, std=0.1)
+    assert (model(input_ids=ids).logits - base).abs().max() > 0.01
+    with without_adapters(model):
+        assert torch.equal(model(input_ids=ids).logits, base)
+
+
+def test_experts_that_are_trained_whole_are_not_quantised(tmp_path: Path) -> None:
+    random_model(config_of("qwen3_moe"), "eager").save_pretrained(tmp_path)
+    whole = LoraConfig(rank=3, targets=("*.self_attn.*",), modules=("1.mlp.experts",))
+    [found] = outcomes(tmp_path, [Case(lora=whole, base="nf4")])
+    stack = "model.layers.{}.mlp.experts.down_proj"
+    assert found.gradients[stack.format(1)].any() and stack.format(0) not in found.gradients
+    assert [found.updated[stack.format(layer)].ndim for layer in (0, 1)] == [2, 3]
 
 
 @pytest.mark.parametrize("rank", [0, 3])
