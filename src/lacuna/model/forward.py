@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -44,8 +44,7 @@ def run_forward(module: nn.Module, function: Callable[..., Tensor], *arguments: 
 
     It goes by a method of theirs, so that sharding gathers what they need.
     """
-    method: Callable[..., Tensor] = getattr(module, _METHOD)
-    return method(function, *arguments)
+    return cast(Tensor, getattr(module, _METHOD)(function, *arguments))
 
 
 def _call_with(module: nn.Module, function: Callable[..., Tensor], *arguments: Any) -> Tensor:
