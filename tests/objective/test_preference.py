@@ -177,7 +177,13 @@ def test_a_stopped_run_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize(
-    ("reference", "more"), [("cached", ()), ("cached", ("--lora.rank", 4)), ("copy", ())]
+    ("reference", "more"),
+    [
+        ("cached", ()),
+        ("cached", ("--lora.rank", 4)),
+        ("copy", ()),
+        ("base", ("--lora.rank", 4)),
+    ],
 )
 def test_nothing_is_preferred_before_anything_is_learnt(
     reference: str, more: tuple[object, ...], world: Path, pairs: Path, tmp_path: Path

@@ -26,7 +26,7 @@ class Dora(Lora):
     def forward(self, hidden: Tensor) -> Tensor:
         """The layer's output with the changed and rescaled weight."""
         result: Tensor = super(Lora, self).forward(hidden)
-        if not self.adapter_is_on:
+        if not self.adapter_scale:
             return result
         shown = F.dropout(hidden, self.adapter_dropout, self.training)
         # Dropout applies to the input of the weight, too; the lengths of the changed rows are

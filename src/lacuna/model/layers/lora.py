@@ -44,14 +44,13 @@ class Adapter(Wrapper):
     """What all kinds of adapters have in common.
 
     Attributes:
-        adapter_scale: the number that the product of `lora_B` and `lora_A` is multiplied by.
-        adapter_is_on: whether the adapter counts; else the module computes as if it had none.
+        adapter_scale: the number that the product of `lora_B` and `lora_A` is multiplied by; 0
+            within `without_adapters`.
     """
 
     place = Place.ADAPTER
     added_names = (*PARTS, "base_layer")
     adapter_scale: float
-    adapter_is_on = True
     lora_A: Tensor
     lora_B: Tensor
 
@@ -74,10 +73,8 @@ class Lora(Adapter):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """The sum of the layer's output and the adapter's."""
-        if not self.adapter_is_on:
-            result: Tensor = super().forward(hidden)
-        elif self.takes_adapter and not self.adapter_dropout:
-            result = super().forward(hidden, self.lora_A, self.lora_B, self.adapter_scale)
+        if self.takes_adapter and not self.adapter_dropout:
+            result: Tensor = super().forward(hidden, self.lora_A, self.lora_B, self.adapter_scale)
         else:
             shown = F.dropout(hidden, self.adapter_dropout, self.training)
             result = super().forward(hidden) + self.adapter_output(shown)
@@ -179,13 +176,14 @@ def without_adapters(model: nn.Module) -> Iterator[None]:
     """Within it, a model computes as its base does: a reference that shares the trained weights.
 
     Modules that are trained whole stay as they are. Adapters that loftq initialised are off with
-    what they began as.
+    what they began as. Adapters are multiplied by 0, and not left out: compiled layers would be
+    others then, which round in other places than those of the model that is compared with this one.
     """
     modules = [module for module in model.modules() if isinstance(module, Adapter)]
     for module in modules:
-        module.adapter_is_on = False
+        module.adapter_scale = 0.0
     try:
         yield
     finally:
         for module in modules:
-            del module.adapter_is_on
+            del module.adapter_scale  # that of its class is left

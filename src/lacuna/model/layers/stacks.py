@@ -91,9 +91,9 @@ class LoraStacks(Adapter, ChangedStacks):
     base_layer: _Factors
 
     def used_stack(self, name: str) -> Tensor:
-        """The stack with its adapter, if it has one and adapters count."""
+        """The stack with its adapter, if it has one."""
         stack = super().used_stack(name)
-        if not self.adapter_is_on or name not in self.stacks:
+        if name not in self.stacks:
             return stack
         holder = dict(self.holders())[name]
         return self.merged(stack, holder.lora_A, holder.lora_B)
