@@ -14,7 +14,7 @@ from lacuna.config.machine import CheckpointConfig
 from lacuna.config.objectives import PreferenceConfig
 from lacuna.objective.preference import Preference, odds_ratio_losses, preference_sums
 from lacuna.objective.reference import reference_kind
-from runs import curve, train, weights, write_model, write_pairs
+from runs import curve, rows, train, weights, write_model, write_pairs
 from tiny import tokenizer_of_words
 
 LOGPROBS = torch.tensor([-3.0, -5.0, -2.0, -1.5])
@@ -183,6 +183,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
         ("cached", ("--lora.rank", 4)),
         ("copy", ()),
         ("base", ("--lora.rank", 4)),
+        ("base", ("--lora.rank", 4, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2)),
     ],
 )
 def test_nothing_is_preferred_before_anything_is_learnt(
@@ -190,9 +191,14 @@ def test_nothing_is_preferred_before_anything_is_learnt(
 ) -> None:
     """Compiled layers round in other places where no backward pass is to come."""
     compiled = ("--compile.enable", "true", "--training.mixed_precision_param", "bfloat16")
-    train(world, tmp_path, *flags(pairs, reference), *more, *compiled, "--training.steps", 2)
+    held_out = ("--validation.dataset", pairs, "--validation.freq", 2)
+    own = (*flags(pairs, reference), *more, *compiled, *held_out)
+    train(world, tmp_path, *own, "--training.steps", 2)
     _, loss, margin = curve(tmp_path, "loss", "reward_margin")[0]
     assert loss == pytest.approx(math.log(2), abs=1e-7) and margin == 0
+    before = rows(tmp_path)[0]
+    assert before["val_loss"] == pytest.approx(math.log(2), abs=1e-7)
+    assert before["val_reward_margin"] == 0
 
 
 def test_a_resumed_run_is_measured_from_the_adapter_that_it_began_with(

@@ -104,15 +104,12 @@ def loss_sums(
 
 
 def sequence_logprobs(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
-    """The log-probability of each sequence's labels, float32 [sequences]; only without gradients.
+    """The log-probability of each sequence's labels, float32 [sequences].
 
-    Every rank that shares the sequences has all of them. The layers record what a backward pass
-    would need, as in training: compiled, they would round in other places without it, and what
-    these are compared with would differ from them though nothing had changed.
+    Every rank that shares the sequences has all of them.
     """
-    with torch.enable_grad():
-        states = _hidden_states(head, run_backbone(model, head, inputs), inputs)
-    return _sums_by_sequence(model, head, inputs, states.detach())["logprobs"]
+    states = _hidden_states(head, run_backbone(model, head, inputs), inputs)
+    return _sums_by_sequence(model, head, inputs, states)["logprobs"]
 
 
 def run_backbone(model: PreTrainedModel, head: Head, inputs: Inputs) -> Any:

@@ -85,7 +85,7 @@ class RouterLoad:
 
         A pass that is made twice, as torch does to learn a pipeline's shapes, counts once.
         """
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and self.layers[0].training:
             self.real = inputs.columns["real"].flatten().double()
             self.current = self._nothing()
             # With the inputs, so that no others get their number while the step lasts.

@@ -138,6 +138,6 @@ def values_of_samples(
 
 def _read_values(model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
     """The score at every token of whole rows, float32 [B, T]."""
-    with torch.enable_grad():  # so that they round as in training, like `sequence_logprobs`
+    with torch.enable_grad():  # so that they round as in training, like `read_without_gradient`
         states = head_input(model, head, inputs).flatten(0, 1).detach()
     return whole_rows(run_forward(model.get_output_embeddings(), scores_of, states), inputs)

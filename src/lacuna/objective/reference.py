@@ -157,12 +157,18 @@ class Reference:
 
 
 def read_without_gradient(asked: BuiltModel, batch: Batch, is_base: bool = False) -> Tensor | None:
-    """The log-probabilities of the sequences of a batch, None on ranks without the head."""
+    """The log-probabilities of the sequences of a batch, None on ranks without the head.
+
+    The layers record what a backward pass would need, as in training: compiled, they would round in
+    other places without it, and what these are compared with would differ from them though nothing
+    had changed. So it is in all stages of a pipeline.
+    """
     context: AbstractContextManager[None] = nullcontext()
     if is_base:
         context = without_adapters(asked.model)
-    with inference(*(stage.module for stage in asked.stages)), context:
-        return asked.read(batch, sequence_logprobs)
+    with inference(*(stage.module for stage in asked.stages)), context, torch.enable_grad():
+        found = asked.read(batch, sequence_logprobs)
+    return None if found is None else found.detach()
 
 
 def with_sequence_column(batch: Batch, name: str, column: Tensor | None) -> Batch:

@@ -83,8 +83,8 @@ class TokenLogprobs:
     def __call__(self, model: PreTrainedModel, head: Head, inputs: Inputs) -> Tensor:
         """Makes logits chunk by chunk; only without gradients.
 
-        The layers record what a backward pass would need, as `sequence_logprobs` has it: ratios of
-        new to old probabilities are to be 1 where nothing has changed.
+        The layers record what a backward pass would need, as `read_without_gradient` has it: ratios
+        of new to old probabilities are to be 1 where nothing has changed.
         """
         with torch.enable_grad():
             states = head_input(model, head, inputs).flatten(0, 1).detach()

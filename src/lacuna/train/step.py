@@ -17,7 +17,7 @@ from lacuna.data.plan import RowPlan
 from lacuna.model.build import BuiltModel
 from lacuna.model.forward import loss_sums
 from lacuna.model.inputs import to_device
-from lacuna.model.loss import Loss
+from lacuna.model.loss import Loss, SequenceLoss
 from lacuna.objective.find import Objective
 from lacuna.parallel.fsdp import inference, set_gradient_exchange
 from lacuna.parallel.pipeline import add_tied_gradients
@@ -96,7 +96,9 @@ def evaluate(
     with inference(*(stage.module for stage in built.stages)):
         for batch in batches:
             [annotated] = objective.annotate(built, [batch], loss)
-            measured += sums_of(built, annotated, loss)
+            # Sequences may be compared with what training would find of them, to the last bit.
+            with torch.set_grad_enabled(isinstance(loss, SequenceLoss)):
+                measured += sums_of(built, annotated, loss).detach()
             counts = {
                 name: counts.get(name, 0.0) + count for name, count in annotated.counts.items()
             }
