@@ -170,6 +170,15 @@ def test_ratios_are_1_where_nothing_has_changed(world: Path, prompts: Path, tmp_
     assert [row[-1] for row in curve(tmp_path, "moved")] == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.parametrize("compiled", [(), ("--compile.enable", "true")])
+def test_values_are_the_same_in_training_where_nothing_has_changed(
+    compiled: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    own = ppo(prompts, "--ppo.updates", 1, "--ppo.value_epsilon", 1e-5, "--training.steps", 3)
+    train(world, tmp_path, *own, *compiled, "--training.mixed_precision_param", "bfloat16")
+    assert [row[-1] for row in curve(tmp_path, "critic_clipped")] == [0.0, 0.0, 0.0]
+
+
 def test_tokens_that_are_only_read_are_not_counted_among_the_experts(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:

@@ -86,8 +86,11 @@ def chunked_sums(
     elementwise work on a GPU. Gradients are computed in the forward pass, as in Liger (arXiv
     2410.10989).
     """
-    weight, bias = linear.weight, linear.bias
-    hidden = hidden.to(weight.dtype)  # some models keep their head in float32
+    is_score = len(linear.weight) == 1  # of which near ones would be the same in bfloat16
+    dtype = torch.float32 if is_score else linear.weight.dtype
+    weight = linear.weight.to(dtype)
+    bias = None if linear.bias is None else linear.bias.to(dtype)
+    hidden = hidden.to(dtype)  # some models keep their head in float32
     chunk = chunk or chunk_size(linear)
     if torch.is_grad_enabled():
         sums: Tensor = _ChunkedTokenLoss.apply(  # type: ignore[no-untyped-call]
