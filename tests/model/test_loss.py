@@ -9,7 +9,12 @@ from torch.nn import functional as F
 
 from lacuna.data.packing import IGNORED
 from lacuna.model.head import Head
-from lacuna.model.loss import TokenLoss, chunked_sums
+from lacuna.model.loss import (
+    TokenLoss,
+    _compiled_gradient_and_sums,
+    _gradient_and_sums,
+    chunked_sums,
+)
 from lacuna.objective.language_modelling import LanguageModelling
 from tiny import relative_error
 
@@ -173,3 +178,15 @@ def test_half_precision_accumulates_the_gradient_of_the_weight_in_float32() -> N
         assert error < 3e-3, name  # about one rounding to bfloat16
         assert error < relative_error({name: naive[name].grad}, {name: expected[name]}) / 10, name
         assert ours[name].dtype == torch.bfloat16
+
+
+def test_one_compiled_loss_serves_chunks_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one example each have many lengths, and torch compiles only so many graphs."""
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
+    torch._dynamo.reset()
+    step = _compiled_gradient_and_sums()
+    for tokens in range(64, 64 * 6, 64):
+        product = torch.randn(tokens, WORDS)
+        given = product, {"labels": torch.arange(tokens) % WORDS}, Head(), LanguageModelling.loss
+        for ours, theirs in zip(step(*given), _gradient_and_sums(*given), strict=True):
+            torch.testing.assert_close(ours, theirs)

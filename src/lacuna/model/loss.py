@@ -150,7 +150,7 @@ def _gradient_and_sums(
 @cache
 def _compiled_gradient_and_sums() -> Callable[..., tuple[Tensor, Tensor]]:
     """The same, compiled. Made when it is asked for, because this imports torch's compiler."""
-    return torch.compile(_gradient_and_sums, fullgraph=True, dynamic=False)
+    return torch.compile(_gradient_and_sums, fullgraph=True)
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
