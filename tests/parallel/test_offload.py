@@ -83,3 +83,13 @@ def test_each_comes_back_while_the_one_after_it_is_used_and_none_stays(
     assert all(was_on_its_way[-LAYERS:]), "the layers' inputs are asked for last"
     assert most <= 2
     assert not any(ref() for ref in kept)
+
+
+def test_nothing_is_kept_of_a_pass_that_is_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Log-probabilities are found with gradients recorded, and no backward pass."""
+    kept: list[Tensor] = []
+    monkeypatch.setattr(offload._Keeper, "pack", lambda _, tensor: kept.append(tensor) or tensor)
+    model = deep_model("cpu").eval()
+    offload_inputs(model, "cpu")
+    model(input_ids=torch.arange(64)[None] % 60, use_cache=False)
+    assert not kept

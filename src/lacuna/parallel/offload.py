@@ -84,6 +84,8 @@ def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
     forward = base.forward
 
     def offloading(*arguments: Any, **named: Any) -> Any:
+        if not base.training:  # no backward pass is to come, also where gradients are recorded
+            return forward(*arguments, **named)
         keeper.last = None  # other passes are apart
         with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
             return forward(*arguments, **named)
