@@ -144,7 +144,10 @@ def update(
     broken = ~torch.isfinite(norm) & built.training.skip_nan_inf
     skip = ((divisor == 0) | broken).float()
     if optimizer.defaults["fused"]:
-        optimizer.found_inf = skip  # type: ignore[attr-defined]  # which the kernel reads
+        # The kernel reads it. To parameters in CPU memory torch would copy it without waiting.
+        optimizer.found_inf = (  # type: ignore[attr-defined]
+            skip.cpu() if built.training.enable_cpu_offload else skip
+        )
     if optimizer.defaults["fused"] or not skip.item():
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
