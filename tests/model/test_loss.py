@@ -180,9 +180,9 @@ def test_half_precision_accumulates_the_gradient_of_the_weight_in_float32() -> N
         assert ours[name].dtype == torch.bfloat16
 
 
-def test_one_compiled_loss_serves_chunks_of_many_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+@torch._dynamo.config.patch(recompile_limit=2)
+def test_one_compiled_loss_serves_chunks_of_many_lengths() -> None:
     """Rows of one example each have many lengths, and torch compiles only so many graphs."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 2)
     torch._dynamo.reset()
     step = _compiled_gradient_and_sums()
     for tokens in range(64, 64 * 6, 64):
