@@ -135,7 +135,6 @@ EXTENSIONS = {
         "commands/generate.py",
         "rollout/generate.py",
         "rollout/gathered.py",
-        "rollout/keys.py",
         "rollout/sampling.py",
     ),
     "groups": ("rollout/completions_file.py", "rollout/groups.py"),

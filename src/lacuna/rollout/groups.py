@@ -231,7 +231,8 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     told = {f"reward_{name}": _mean([*_of(groups, name)]) for name in groups[0].scores}
     rewards = [reward for group in groups for reward in group.rewards]
     judged = [[one for one in group.rewards if not math.isnan(one)] for group in groups]
-    deviations = _deviations([own for own in judged if len(own) > 1])
+    several = [own for own in judged if len(own) > 1]
+    deviations = [torch.tensor(rewards).std().item() for rewards in several]
     turns = [1.0 + len(sample.given) for sample in samples]
     errors = _mean([number for group in groups for number in group.tool_errors])
     of_turns = {"turns": _mean(turns)} | ({} if errors is None else {"tool_errors": errors})
@@ -244,18 +245,6 @@ def statistics(groups: Sequence[Group]) -> dict[str, float | None]:
         "ended": _mean([float(sample.ended) for sample in samples]),
         **(of_turns if groups[0].messages else {}),
     }
-
-
-def _deviations(several: Sequence[Sequence[float]]) -> list[float]:
-    """The standard deviation of each list, made at once for those of the same length."""
-    found = [0.0] * len(several)
-    lengths = [len(own) for own in several]
-    for length in {*lengths}:
-        places = [place for place, own in enumerate(lengths) if own == length]
-        values = torch.tensor([several[place] for place in places])
-        for place, deviation in zip(places, values.std(1).tolist(), strict=True):
-            found[place] = deviation
-    return found
 
 
 def _of(groups: Sequence[Group], name: str) -> list[float]:

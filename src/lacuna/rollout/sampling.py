@@ -6,11 +6,11 @@ import torch.distributed as dist
 
 from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
+from lacuna.data.mixture import random_key
 from lacuna.model.build import BuiltModel
 from lacuna.parallel.mesh import Mesh
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.generate import complete
-from lacuna.rollout.keys import random_keys
 from lacuna.rollout.paged_probe import reason_against_pages
 
 # Tells the randomness of completions from all other that derives from the seed.
@@ -33,11 +33,13 @@ def generate(
     function of the weights, the seed, the key and their number alone, but for rounding, which
     depends on what is generated beside them. Tokens are drawn from all of the vocabulary.
     """
-    count = sampling.samples
-    seeds = random_keys([(seed, STREAM, key, number) for key in keys for number in range(count)])
     asked = [
-        Asked(prompt, seeds[place * count : (place + 1) * count], sampling.max_tokens)
-        for place, (prompt, _) in enumerate(zip(prompts, keys, strict=False))
+        Asked(
+            prompt,
+            [random_key(seed, STREAM, key, number) for number in range(sampling.samples)],
+            sampling.max_tokens,
+        )
+        for prompt, key in zip(prompts, keys, strict=False)
     ]
     return say(policy, asked, sampling, ends, exchange)
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
+from lacuna.data.mixture import random_key
 from lacuna.data.replies import end_token, opening
 from lacuna.data.template import Chat
 from lacuna.data.tools import descriptions_of
@@ -14,7 +15,6 @@ from lacuna.model.build import BuiltModel
 from lacuna.rollout.drawing import Asked
 from lacuna.rollout.environment import find_environment
 from lacuna.rollout.failures import raised_on_all
-from lacuna.rollout.keys import random_keys
 from lacuna.rollout.sampling import STREAM, say
 from lacuna.rollout.talks import Host, Talk
 
@@ -50,9 +50,9 @@ def go_on(
             going = _given(host, chat, active, most, longest)
         if not _some_rank_goes_on(len(going), exchange):
             break
-        seeds = random_keys([(seed, STREAM, *one.key, turn) for one, _ in going])
-        pairs = zip(going, seeds, strict=True)
-        asked = [Asked(one.read, [own_seed], room) for (one, room), own_seed in pairs]
+        asked = [
+            Asked(one.read, [random_key(seed, STREAM, *one.key, turn)], room) for one, room in going
+        ]
         heard = say(policy, asked, rollout, ends, exchange, is_changed=False)
         for (one, _), [said] in zip(going, heard, strict=True):
             one.hear(said, tokenizer)
