@@ -218,7 +218,7 @@ def test_prompts_are_shown(world: Path, prompts: Path) -> None:
         ({"curriculum": {"rank_every": 2}}, "no loss to be ranked by"),
         ({"curriculum": {"stages": ({"from_step": 2, "seq_len": 32},)}}, "cannot change rollouts"),
         ({"grpo": {"loss": "cispo", "epsilon": 0.1}}, "cispo clips above alone"),
-        ({"grpo": {"loss": "cispo", "dual_clip": 3.0}}, "cispo clips above alone"),
+        ({"grpo": {"loss": "cispo", "dual_clip": 4.0}}, "cispo clips above alone"),
         ({"grpo": {"kl": "k2"}}, "grpo.kl, grpo.beta"),
         ({"grpo": {"reference": "copy"}}, "grpo.reference, grpo.beta"),
         ({"grpo": {"importance_bound": 3.0}}, "none has no bound"),

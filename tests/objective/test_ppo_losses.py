@@ -110,6 +110,27 @@ def test_the_policy_is_clipped_where_that_is_the_worse_one() -> None:
         assert found["moved"].item() == pytest.approx(moved, rel=1e-4)
 
 
+def test_a_bad_token_that_became_much_likelier_has_a_bounded_loss_and_no_gradient() -> None:
+    logits = LOGITS.clone().requires_grad_()
+    logprobs = LOGITS.log_softmax(-1)[range(3), LABELS[:3]]
+    advantages = torch.tensor([-0.5, 2.0, -1.0])
+    columns = {
+        "labels": LABELS,
+        "advantages": torch.cat([advantages, torch.zeros(1)]),
+        "old_logprobs": torch.cat(
+            [logprobs - torch.tensor([math.exp(17), 1.0, 2.0]).log(), logprobs[:1]]
+        ),
+    }
+    found = ppo_sums(logits, columns, PpoConfig(), 1.0)
+    assert found["loss"].item() == pytest.approx(0.5 * 3 - 2 + 2, rel=1e-5)
+    assert found["clipped"].item() == 1
+    found["loss"].backward()
+    assert logits.grad[0].abs().max() == 0
+    assert logits.grad[1].abs().max() > 0
+    unbounded = ppo_sums(LOGITS, columns, PpoConfig(dual_clip=1e30), 1.0)
+    assert unbounded["loss"].item() == pytest.approx(0.5 * math.exp(17), rel=1e-5)
+
+
 def test_the_critic_is_clipped_where_that_is_the_worse_one() -> None:
     values = torch.tensor([1.0, -0.5, 0.1, 9.0], requires_grad=True)
     old = torch.tensor([0.5, 0.0, 0.0, 0.0])

@@ -96,7 +96,17 @@ class RewardsConfig(Section):
     """Tokens before rollout.max_tokens over which length falls from 0 to -1."""
 
 
-class GrpoConfig(Section):
+class PolicyConfig(Section):
+    """What the losses of all policies have that learn from their own completions."""
+
+    dual_clip: float = Field(default=3.0, gt=1)
+    """Largest ratio that counts of tokens that are to become less likely; with 1e9 all do."""
+    reference: Literal["auto", "base", "copy"] = "auto"
+    """The reference: the model with its adapters switched off, or a frozen copy. auto is base where
+    only new adapters are trained, else copy."""
+
+
+class GrpoConfig(PolicyConfig):
     """How a model learns from the rewards of its own completions (job.task = grpo)."""
 
     loss: Literal["dapo", "grpo", "dr_grpo", "gspo", "cispo"] = "dapo"
@@ -107,16 +117,11 @@ class GrpoConfig(Section):
     """How far below 1 the ratio of new to old probability counts. Unset: 0.2, for gspo 3e-4."""
     epsilon_high: PositiveFloat | None = None
     """How far above 1 it counts. Unset: 0.2; for dapo 0.28, for gspo 4e-4, for cispo 4."""
-    dual_clip: float | None = Field(default=None, gt=1)
-    """Largest ratio that counts where a completion is worse than the others. Unset: any."""
     beta: NonNegativeFloat = 0.0
     """Weight of the divergence from what the model was before training; 0 needs no reference."""
     kl: Literal["k2", "k3", "k3_plain"] = "k3"
     """Estimator of the divergence. k2 and k3, which is weighed by the ratio, have the gradient of
     KL(model, reference); k3_plain, as in the first GRPO, has that of KL(reference, model)."""
-    reference: Literal["auto", "base", "copy"] = "auto"
-    """The reference: the model with its adapters switched off, or a frozen copy. auto is base where
-    only new adapters are trained, else copy."""
     scale: Literal["group", "none"] | None = None
     """What rewards less their group's mean are divided by: the group's standard deviation, or
     nothing. Unset: group, for dr_grpo none."""
@@ -140,7 +145,7 @@ class GrpoConfig(Section):
         return self.epsilon or below, self.epsilon_high or above
 
 
-class PpoConfig(Section):
+class PpoConfig(PolicyConfig):
     """How a model and its critic learn from the rewards of completions (job.task = ppo)."""
 
     critic: str | None = None
@@ -163,9 +168,6 @@ class PpoConfig(Section):
     needs no reference."""
     kl_target: PositiveFloat | None = None
     """Divergence of a completion, in nats, towards which beta is adapted. Unset: beta is fixed."""
-    reference: Literal["auto", "base", "copy"] = "auto"
-    """The reference: the model with its adapters switched off, or a frozen copy. auto is base where
-    only new adapters are trained, else copy."""
     reward_clip: PositiveFloat | None = None
     """Largest reward of a completion that counts, and with a minus the smallest. Unset: any."""
     unended_penalty: NonNegativeFloat = 0.0

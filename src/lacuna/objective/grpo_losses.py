@@ -1,5 +1,6 @@
 """The losses of GRPO and its kin: pure functions of log-probabilities, rewards and settings."""
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -58,19 +59,25 @@ def policy_losses(
 ) -> Tensor:
     """The loss of each token [tokens] by the ratio of its new to its old probability.
 
-    It is that of PPO with two bounds (DAPO, arXiv 2503.14476, equation 8) and perhaps a third for
-    completions that are worse than the others (dual clip, arXiv 1912.09729); for cispo that of
-    arXiv 2506.13585, equation 4, whose clipped ratio has no gradient.
+    It is that of PPO with two bounds (DAPO, arXiv 2503.14476, equation 8) and a third for
+    completions that are worse than the others; for cispo that of arXiv 2506.13585, equation 4,
+    whose clipped ratio has no gradient.
     """
     below, above = settings.clip
     if settings.loss == "cispo":
         return -ratios.detach().clamp(max=1 + above) * advantages * logprobs
     clipped = ratios.clamp(1 - below, 1 + above)
     losses = -torch.minimum(ratios * advantages, clipped * advantages)
-    if settings.dual_clip is None:
-        return losses
-    bounded = torch.minimum(losses, -settings.dual_clip * advantages)
-    return torch.where(advantages < 0, bounded, losses)
+    return dual_clipped(losses, advantages, settings.dual_clip)
+
+
+def dual_clipped(losses: Tensor, advantages: Tensor, bound: float) -> Tensor:
+    """Losses [tokens] without what ratios beyond the `bound` add (arXiv 1912.09729, equation 5).
+
+    A token that is to become less likely and has become much likelier instead would have a loss,
+    and a gradient, without bounds.
+    """
+    return torch.where(advantages < 0, torch.minimum(losses, -bound * advantages), losses)
 
 
 def divergences(logprobs: Tensor, reference: Tensor, ratios: Tensor, kind: str) -> Tensor:
@@ -111,9 +118,10 @@ def grpo_sums(logits: Tensor, columns: Columns, settings: GrpoConfig, temperatur
         distance = divergences(logprobs, columns["reference_logprobs"], ratios, settings.kl)
         losses = losses + settings.beta * distance
     below, above = settings.clip
-    is_clipped = ((ratios < 1 - below) & (advantages < 0)) | (
-        (ratios > 1 + above) & (advantages > 0)
-    )
+    most = math.inf if settings.loss == "cispo" else settings.dual_clip
+    is_clipped = torch.where(
+        advantages > 0, ratios > 1 + above, (ratios < 1 - below) | (ratios > most)
+    ) & (advantages != 0)
     found = logits.detach().log_softmax(-1)
     entropy = -(found.exp() * found).sum(-1)
     return {

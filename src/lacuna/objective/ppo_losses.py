@@ -7,6 +7,7 @@ from torch import Tensor
 from lacuna.config.reinforcement import PpoConfig
 from lacuna.data.packing import IGNORED
 from lacuna.model.loss import Columns, Sums, logprobs_of
+from lacuna.objective.grpo_losses import dual_clipped
 
 NAMES = ("loss", "entropy", "clipped", "moved")
 VALUE_NAMES = ("loss", "clipped")
@@ -66,7 +67,7 @@ def next_coefficient(coefficient: float, divergence: float, target: float) -> fl
 
 
 def ppo_sums(logits: Tensor, columns: Columns, settings: PpoConfig, temperature: float) -> Sums:
-    """The clipped loss (arXiv 1707.06347, equation 7), and what is told, summed over tokens.
+    """The clipped loss (arXiv 1707.06347, equation 7; dual clip), and what is told, over tokens.
 
     The columns are `labels`, `advantages`, and `old_logprobs`, before the first step on these
     completions. `moved` is the divergence of the policy from what it then was, by the estimate k3.
@@ -78,10 +79,11 @@ def ppo_sums(logits: Tensor, columns: Columns, settings: PpoConfig, temperature:
     advantages = columns["advantages"]
     clipped = ratios.clamp(1 - settings.epsilon, 1 + settings.epsilon)
     losses = torch.maximum(-ratios * advantages, -clipped * advantages)
+    losses = dual_clipped(losses, advantages, settings.dual_clip)
     trained = (labels != IGNORED).float()
     found = logits.detach().log_softmax(-1)
     entropy = -(found.exp() * found).sum(-1)
-    is_clipped = -clipped * advantages > -ratios * advantages
+    is_clipped = losses != -ratios * advantages
     return {
         "loss": losses.sum(),
         "entropy": (entropy * trained).sum(),
