@@ -1,5 +1,6 @@
 """Weights are gathered and cast once for many passes, and afterwards are what they were."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
@@ -7,8 +8,9 @@ from torch.distributed.tensor import DTensor
 from lacuna.config import Config
 from lacuna.config.sections import ModelConfig
 from lacuna.model.layers.casting import compute_in
+from lacuna.model.vocabulary import look_up_on_cpu
 from lacuna.parallel.fsdp import inference
-from lacuna.rollout.gathered import cast_once, gathered
+from lacuna.rollout.gathered import cast_once, gathered, looked_up_on
 from tiny import random_model, run_ranks, sharded_model, tiny_config
 
 IDS = torch.arange(5, 13)[None]
@@ -29,6 +31,23 @@ def test_weights_are_cast_once_and_then_are_the_same_parameters() -> None:
     assert before.keys() == after.keys()
     assert all(after[name] is before[name] for name in before)
     assert after["model.layers.0.self_attn.q_proj.weight"].dtype == torch.float32
+
+
+def test_an_embedding_in_cpu_memory_is_on_the_device_for_as_long_as_is_generated() -> None:
+    model = random_model(tiny_config("llama"))
+    embedding = model.get_input_embeddings()
+    stored = embedding.weight
+    wanted = embedding(IDS)
+    with looked_up_on(torch.device("meta"), model):
+        assert embedding.weight is stored, "one that is on the device is left as it is"
+    look_up_on_cpu(embedding)
+    look_up = embedding.forward
+    with pytest.raises(RuntimeError, match="ends"), looked_up_on(torch.device("meta"), model):
+        assert embedding(IDS.to("meta")).is_meta, "nothing is asked of the CPU"
+        raise RuntimeError("it ends")
+    assert embedding.forward is look_up
+    assert embedding.weight is stored
+    assert torch.equal(embedding(IDS), wanted)
 
 
 def pass_alone(folder: str) -> torch.Tensor:

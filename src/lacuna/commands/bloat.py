@@ -144,6 +144,7 @@ EXTENSIONS = {
         "rollout/padded.py",
         "rollout/passes.py",
     ),
+    "recorded-steps": ("rollout/recording.py",),
     "pages": (
         "rollout/decode_attention.py",
         "rollout/decode_kernel.py",

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from lacuna.model.layers.casting import Cast
 from lacuna.parallel import tensor
@@ -100,3 +102,23 @@ def cast_once(model: nn.Module) -> Iterator[None]:
     finally:
         for module, name, weight in stored:
             module._parameters[name] = weight
+
+
+@contextmanager
+def looked_up_on(device: torch.device, model: PreTrainedModel) -> Iterator[None]:
+    """Within it, an embedding that is kept in CPU memory is on `device`, in a copy.
+
+    Each token of each step would wait for the CPU else, and no CUDA graph may do that.
+    """
+    embedding: Any = model.get_input_embeddings()
+    look_up = vars(embedding).pop("forward", None)
+    if look_up is None:
+        yield
+        return
+    stored = embedding.weight
+    embedding.weight = nn.Parameter(stored.to(device), requires_grad=False)
+    try:
+        yield
+    finally:
+        embedding.weight = stored
+        embedding.forward = look_up

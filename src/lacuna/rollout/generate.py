@@ -17,10 +17,11 @@ from lacuna.model.attention import BOUNDS, UNTOLD
 from lacuna.parallel.fsdp import inference
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.engine import complete_in_pages
-from lacuna.rollout.gathered import cast_once, gathered
+from lacuna.rollout.gathered import cast_once, gathered, looked_up_on
 from lacuna.rollout.padded import complete_padded
 from lacuna.rollout.paged_probe import reason_against_pages
 from lacuna.rollout.pages import PAGED
+from lacuna.rollout.recording import give_back_memory
 
 
 class Printer:
@@ -99,7 +100,7 @@ def complete(
         compiled = whole and any(one._compiled_call_impl is not None for one in modules)
         # Gathering in each pass cannot be part of a graph.
         graphs = whole or not any(isinstance(one, FSDPModule) for one in modules)
-        with cast_once(model):
+        with cast_once(model), looked_up_on(device, model):
             found = complete_in_pages(
                 model,
                 asked,
@@ -112,6 +113,7 @@ def complete(
                 listen=listen,
             )
         if device.type == "cuda" and _is_mostly_taken(device):
+            give_back_memory()
             torch.cuda.empty_cache()  # pages and graphs: NCCL and other streams cannot take them
         return found
 

@@ -2,8 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
-from contextlib import suppress
-from functools import cache, partial
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,23 +11,13 @@ from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from transformers import PreTrainedModel
 
-from lacuna.config import logger
 from lacuna.parallel.partial_attention import Part
 from lacuna.rollout.drawing import Drawing, draw
 from lacuna.rollout.pages import Pool
+from lacuna.rollout.recording import can_record, record
 
 # No fewer sequences than this are worth a CUDA graph of their own.
 _LEAST = 16
-# The share of a GPU's memory that a graph may ask for while it is recorded.
-_SPARE = 0.1
-# Graphs whose capture failed, to which torch's allocator still points; no other is tried then.
-_failed: list[torch.cuda.CUDAGraph] = []
-
-
-@cache
-def _recording_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all graphs: cuBLAS keeps memory for each stream that it has ever worked on."""
-    return torch.cuda.Stream(device)
 
 
 def prompt_logits(
@@ -151,8 +140,7 @@ class Steps:
         self.stance = "default" if compiled else "force_eager"
         self.take = torch.compile(take) if compiled else take
         self.ends = torch.tensor(sorted({*ends}), dtype=torch.long, device=self.device)
-        self.wants_graphs = graphs and self.device.type == "cuda" and not _failed
-        self.pool: Any = None  # the graphs' memory, of which nothing outlives a step
+        self.wants_graphs = graphs
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.sizes = [len(rows.tokens)]
         while self.sizes[-1] >= 4 * _LEAST:
@@ -204,42 +192,11 @@ class Steps:
                 self.graphs[size].replay()
                 continue
             self._step(size)
-            if self.wants_graphs:
-                self._capture(size)
+            if self.wants_graphs and can_record(self.device):
+                graph = record(partial(self._step, size), self.device)
+                if graph is not None:
+                    self.graphs[size] = graph
         return self.rows.alive[:running].tolist()
-
-    def _capture(self, size: int) -> None:
-        """Records a step, which has been made once, to be replayed.
-
-        torch.cuda.graph would give all cached memory back first, each time, and training would ask
-        for it again; that is done only where little is left.
-        """
-        graph = torch.cuda.CUDAGraph()
-        stream = torch.cuda.current_stream()
-        self.pool = self.pool or torch.cuda.graph_pool_handle()
-        free, total = torch.cuda.mem_get_info(self.device)
-        if free < _SPARE * total:
-            torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-        try:
-            with torch.cuda.stream(_recording_stream(self.device)):
-                graph.capture_begin(self.pool, capture_error_mode="thread_local")
-                try:
-                    self._step(size)
-                finally:
-                    graph.capture_end()
-        except RuntimeError as fault:
-            # torch leaves its own stream current, and its allocator waiting for the capture's end.
-            torch.cuda.set_stream(stream)
-            _failed.append(graph)
-            with suppress(RuntimeError):  # where the capture itself has ended
-                torch._C._cuda_endAllocateToPool(stream.device_index, self.pool)
-            torch.cuda.synchronize()
-            said = " ".join(str(fault).split())[:200]
-            logger.warning("generating goes on without CUDA graphs: %s", said)
-            self.wants_graphs = False
-            return
-        self.graphs[size] = graph
 
     def results(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
         """The tokens of the rows of these numbers so far, and their log-probabilities."""
