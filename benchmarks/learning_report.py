@@ -233,17 +233,20 @@ def smoothed(curve: Curve) -> Curve:
 def panel(
     bands: dict[str, list[tuple[float, float, float, float]]], title: str, left: int
 ) -> list[str]:
-    """A diagram from 0 to 1, 340 × 250, with its axes."""
+    """A diagram from 0 to 0.5, or to 1 where it has to be, 340 × 250, with its axes."""
     longest = max((points[-1][0] for points in bands.values()), default=1) or 1
+    most = max((high for points in bands.values() for *_, high in points), default=1)
+    top = 0.5 if most <= 0.5 else 1.0
 
     def at(place: float, value: float) -> str:
-        return f"{left + 60 + 340 * place / longest:.1f},{285 - 250 * value:.1f}"
+        return f"{left + 60 + 340 * place / longest:.1f},{285 - 250 * value / top:.1f}"
 
     parts = [f'<text x="{left + 60}" y="22" font-weight="bold">{title}</text>']
-    for tenth in range(0, 11, 2):
-        ends = at(0, tenth / 10), at(longest, tenth / 10)
+    for fifth in range(6):
+        value = top * fifth / 5
+        ends = at(0, value), at(longest, value)
         parts.append(f'<polyline points="{" ".join(ends)}" stroke="#ddd"/>')
-        parts.append(f'<text x="{left + 34}" y="{289 - 25 * tenth}">{tenth / 10:.1f}</text>')
+        parts.append(f'<text x="{left + 34}" y="{289 - 50 * fifth}">{value:.1f}</text>')
     for quarter in range(1, 5):
         place = longest * quarter / 4
         x = left + 60 + 85 * quarter
