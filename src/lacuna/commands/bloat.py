@@ -145,6 +145,7 @@ EXTENSIONS = {
         "rollout/passes.py",
     ),
     "recorded-steps": ("rollout/recording.py",),
+    "joined-products": ("rollout/joined.py",),
     "pages": (
         "rollout/decode_attention.py",
         "rollout/decode_kernel.py",

@@ -18,6 +18,7 @@ from lacuna.parallel.fsdp import inference
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.engine import complete_in_pages
 from lacuna.rollout.gathered import cast_once, gathered, looked_up_on
+from lacuna.rollout.joined import joined, of_one_input
 from lacuna.rollout.padded import complete_padded
 from lacuna.rollout.paged_probe import reason_against_pages
 from lacuna.rollout.pages import PAGED
@@ -100,7 +101,8 @@ def complete(
         compiled = whole and any(one._compiled_call_impl is not None for one in modules)
         # Gathering in each pass cannot be part of a graph.
         graphs = whole or not any(isinstance(one, FSDPModule) for one in modules)
-        with cast_once(model), looked_up_on(device, model):
+        groups = of_one_input(model, device) if whole else []
+        with looked_up_on(device, model), joined(model, groups), cast_once(model):
             found = complete_in_pages(
                 model,
                 asked,
