@@ -6,8 +6,10 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import run_and_get_code
 from transformers import PreTrainedModel, Qwen2Config
 
+from lacuna.config.adapters import LoraConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.layers.casting import compute_in
+from lacuna.model.layers.lora import add_adapters
 from lacuna.rollout import generate
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.engine import complete_in_pages
@@ -162,6 +164,75 @@ def test_rollouts_join_and_leave_a_model_as_it_was_whatever_happens(
     model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
     assert all(weight.grad is not None for weight in model.parameters())
     assert model(torch.tensor([[5, 6, 7]])).logits.shape[-1] == VOCABULARY
+
+
+def adapted_model(dtype: torch.dtype, targets: tuple[str, ...]) -> PreTrainedModel:
+    """One as GRPO has it on a GPU: frozen in the dtype of products, with float32 adapters."""
+    model = random_model(tiny_config("llama"), seed=3).to(dtype)
+    add_adapters(model, LoraConfig(rank=4, targets=targets), torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    for weight in model.parameters():
+        if weight.requires_grad:
+            weight.data.normal_(0, 0.3, generator=generator)
+    compute_in(model, dtype)
+    return model
+
+
+def loss_of(model: PreTrainedModel) -> torch.Tensor:
+    return model(torch.tensor([[5, 6, 7]]), use_cache=False).logits.float().logsumexp(-1).sum()
+
+
+@pytest.mark.parametrize("targets", [("all-linear",), ("q_proj", "v_proj", "up_proj")])
+def test_frozen_weights_are_moved_once_and_their_adapters_joined(targets: tuple[str, ...]) -> None:
+    model = adapted_model(torch.bfloat16, targets)
+    before = state_of(model)
+    names = [f"model.layers.{n}.{name}" for n in range(2) for name in (*ATTENTION, *FEED_FORWARD)]
+    own = [model.get_submodule(name) for name in names]
+    wanted = said_by(model, [])
+    loss_of(model).backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.requires_grad]
+    model.zero_grad()
+    groups = groups_of(model)
+    assert [name for group in groups for name in group] == names
+    places = [module.weight.data_ptr() for module in own]
+    for _ in range(2):
+        assert_same(said_by(model, groups), wanted)
+        assert [module.weight.data_ptr() for module in own] == places
+    assert state_of(model) == before
+    for module in own:
+        assert module.weight.is_contiguous() and module.weight.data_ptr() % 16 == 0
+        assert module.weight.untyped_storage().nbytes() <= 3 * 48 * 32 * 2
+    loss_of(model).backward()
+    again = [weight.grad for weight in model.parameters() if weight.requires_grad]
+    assert all(torch.equal(one, two) for one, two in zip(again, gradients, strict=True))
+
+
+def test_weights_that_learn_are_not_moved() -> None:
+    model = adapted_model(torch.float32, ("all-linear",))  # which casts no adapter
+    places = [weight.data_ptr() for weight in model.parameters()]
+    wanted = said_by(model, [])
+    assert_same(said_by(model, groups_of(model)), wanted)
+    assert [weight.data_ptr() for weight in model.parameters()] == places
+
+
+@pytest.mark.slow
+def test_compiled_adapters_make_one_narrow_product() -> None:
+    torch._dynamo.reset()
+    model = adapted_model(torch.bfloat16, ("all-linear",))
+    for layer in decoder_layers(model):
+        layer.compile(fullgraph=True)
+    wanted = said_by(model, [], compiled=True)
+    loss_of(model).backward()
+    groups = groups_of(model)
+    assert_same(said_by(model, groups, compiled=True), wanted)
+    graphs = counters["stats"]["unique_graphs"]
+    loss_of(model).backward()
+    assert_same(said_by(model, groups, compiled=True), wanted)
+    assert counters["stats"]["unique_graphs"] == graphs, "nothing is compiled again"
+    _, code = run_and_get_code(said_by, model, groups, compiled=True)
+    calls = ("extern_kernels.mm(", "extern_kernels.addmm(")
+    # Four of weights, four of narrow factors, and seven of wide ones.
+    assert sum("\n".join(code).count(call) for call in calls) == 15
 
 
 @pytest.mark.slow

@@ -3,12 +3,14 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import accumulate
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -24,6 +26,8 @@ from lacuna.rollout.passes import prompt_logits
 _known: WeakKeyDictionary[PreTrainedModel, list[list[str]]] = WeakKeyDictionary()
 # What GPUs multiply fast has widths that are multiples of this.
 _WIDTHS = 8
+# Bytes: compiled code reads what begins at no multiple of this from a copy.
+_ALIGNED = 16
 
 
 class Product:
@@ -129,7 +133,7 @@ def _called_with_one(model: PreTrainedModel, device: torch.device) -> list[list[
             unit = ""
         if module._compiled_call_impl is not None:
             unit = name
-        if _is_plain(module) and _are_cast([module], "weight"):
+        if _is_plain(module) and _can_be_joined(model, [module], "weight"):
             hooks.append(module.register_forward_pre_hook(note(name, unit)))
     try:
         if hooks:
@@ -164,8 +168,9 @@ def _is_plain(module: nn.Module) -> bool:
 def joined(model: nn.Module, groups: Sequence[Sequence[str]]) -> Iterator[None]:
     """Within it, and without gradients, each group of linear layers makes one product.
 
-    Weights that are cast whenever they are used are cast already, into rows of one matrix. A group
-    of which some are not cast, or are sharded, is left as it is.
+    Weights that are cast whenever they are used are cast already, into rows of one matrix. Frozen
+    weights that need no cast are moved into one, where they stay, with the values that they had. A
+    group of which some are neither, or are sharded, is left as it is.
     """
     stored: list[tuple[nn.Module, str, nn.Parameter]] = []
     kinds: list[tuple[nn.Module, type[nn.Module]]] = []
@@ -173,7 +178,8 @@ def joined(model: nn.Module, groups: Sequence[Sequence[str]]) -> Iterator[None]:
         for names in groups:
             modules = [model.get_submodule(name) for name in names]
             adapted = [module for module in modules if isinstance(module, Lora)]
-            if not (_are_cast(modules, "weight") and _are_cast(adapted, "lora_A")):
+            parts = ((modules, "weight"), (adapted, "lora_A"))
+            if not all(_can_be_joined(model, *part) for part in parts):
                 continue
             for module in modules:
                 kinds.append((module, type(module)))
@@ -191,13 +197,30 @@ def joined(model: nn.Module, groups: Sequence[Sequence[str]]) -> Iterator[None]:
                 module.__dict__.pop(attribute, None)
 
 
+def _can_be_joined(model: nn.Module, modules: Sequence[nn.Module], name: str) -> bool:
+    """Whether all modules cast their weight of this name on use, or may have it moved instead.
+
+    What learns is not moved, nor what sharding has gathered, which is in memory of its own, nor
+    rows that would begin where compiled code reads from copies.
+    """
+    weights = [stored_parameter(module, name) for module in modules]
+    if any(isinstance(weight, DTensor) for weight in weights):
+        return False
+    if _are_cast(modules, name):
+        return True
+    may_move = not any(isinstance(module, FSDPModule) for module in model.modules())
+    return may_move and all(
+        not weight.requires_grad
+        and weight.dtype == weights[0].dtype
+        and weight.is_contiguous()
+        and weight.shape[1] * weight.element_size() % _ALIGNED == 0
+        for weight in weights
+    )
+
+
 def _are_cast(modules: Sequence[nn.Module], name: str) -> bool:
     """Whether all modules cast their weight of this name whenever they read it."""
-    return all(
-        isinstance(getattr(type(module), name, None), property)
-        and not isinstance(stored_parameter(module, name), DTensor)
-        for module in modules
-    )
+    return all(isinstance(getattr(type(module), name, None), property) for module in modules)
 
 
 def _join(
@@ -212,15 +235,45 @@ def _join(
     """
     if not modules:
         return
+    weights = [stored_parameter(module, name) for module in modules]
+    if _are_cast(modules, name):
+        stored += [(module, name, weight) for module, weight in zip(modules, weights, strict=True)]
+        whole = _cast_into_one(modules, name)
+    else:
+        whole = _moved_into_one(weights)
+    biases = [module.bias for module in modules if name == "weight" and module.bias is not None]
+    bias = torch.cat(biases) if biases else None
+    product = Product(whole, bias, [len(weight) for weight in weights])
+    for number, module in enumerate(modules):
+        setattr(module, attributes[0], product)
+        setattr(module, attributes[1], number)
+
+
+def _cast_into_one(modules: Sequence[nn.Module], name: str) -> Tensor:
+    """A matrix whose rows are the cast weights of modules, which have these as weights then."""
     sizes = [len(stored_parameter(module, name)) for module in modules]
     first: Tensor = getattr(modules[0], name)
     whole = first.new_empty(sum(sizes), first.shape[1])
     for module, part in zip(modules, whole.split(sizes), strict=True):
         part.copy_(getattr(module, name))
-        stored.append((module, name, stored_parameter(module, name)))
         module._parameters[name] = nn.Parameter(part, requires_grad=False)
-    biases = [module.bias for module in modules if name == "weight" and module.bias is not None]
-    product = Product(whole, torch.cat(biases) if biases else None, sizes)
-    for number, module in enumerate(modules):
-        setattr(module, attributes[0], product)
-        setattr(module, attributes[1], number)
+    return whole
+
+
+def _moved_into_one(weights: Sequence[nn.Parameter]) -> Tensor:
+    """A matrix whose rows these weights are, or become, in place."""
+    first = weights[0].detach()
+    memory = first.untyped_storage().data_ptr()
+    places = accumulate((one.numel() for one in weights), initial=first.storage_offset())
+    sizes = [len(weight) for weight in weights]
+    if all(
+        weight.untyped_storage().data_ptr() == memory and weight.storage_offset() == place
+        for weight, place in zip(weights, places, strict=False)
+    ):
+        return first.as_strided((sum(sizes), first.shape[1]), first.stride())
+    whole = torch.cat([weight.detach() for weight in weights])
+    for weight, part in zip(weights, whole.split(sizes), strict=True):
+        weight.data = part
+    if whole.is_cuda:
+        torch.cuda.empty_cache()  # of pieces that no larger one would fit into
+    return whole
