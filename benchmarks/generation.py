@@ -33,6 +33,7 @@ from lacuna.model.architecture import decoder_layers
 from lacuna.rollout.decode_attention import decode_attention, plain_attention
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.engine import complete_in_pages
+from lacuna.rollout.joined import joined, of_one_input
 from lacuna.rollout.pages import PAGED, SIZE
 
 QWEN3_1700M = QWEN3_600M | {"hidden_size": 2048, "intermediate_size": 6144}
@@ -82,7 +83,7 @@ def make_model(shape: dict[str, Any]) -> PreTrainedModel:
         )
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.generation_config.eos_token_id = None
-    return model.eval()
+    return model.eval().requires_grad_(False)
 
 
 def make_work(case: str, vocabulary: int, tiny: bool) -> Work:
@@ -101,18 +102,19 @@ def make_work(case: str, vocabulary: int, tiny: bool) -> Work:
 
 
 def by_engine(
-    model: PreTrainedModel, work: Work, graphs: bool, compiled: bool
+    model: PreTrainedModel, work: Work, graphs: bool, compiled: bool, joining: bool
 ) -> list[list[Completion]]:
-    """What lacuna's engine makes of it."""
+    """What lacuna's engine makes of it, as in a rollout of frozen weights with adapters."""
     asked = [
         Asked(prompt, [number], limit)
         for number, (prompt, limit) in enumerate(zip(work.prompts, work.limits, strict=True))
     ]
     model.set_attn_implementation(PAGED)
     try:
-        return complete_in_pages(
-            model, asked, Drawing(1.0), [], len(asked), DEVICE, graphs, compiled
-        )
+        with torch.no_grad(), joined(model, of_one_input(model, DEVICE) if joining else []):
+            return complete_in_pages(
+                model, asked, Drawing(1.0), [], len(asked), DEVICE, graphs, compiled
+            )
     finally:
         model.set_attn_implementation("sdpa")
 
@@ -243,11 +245,13 @@ def run_case(case: str, given: argparse.Namespace) -> None:
     print(f"\n{case}: {len(work.prompts)} sequences, {wanted:,} tokens", flush=True)
     ways: dict[str, Callable[[PreTrainedModel], Any]] = {}
 
-    def of_engine(name: str, graphs: bool, mode: str | None) -> Callable[[PreTrainedModel], Any]:
+    def of_engine(
+        name: str, graphs: bool, mode: str | None, joining: bool = True
+    ) -> Callable[[PreTrainedModel], Any]:
         def way(model: PreTrainedModel) -> Any:
             if mode is not None:
                 compile_layers(model, **({"mode": mode} if mode else {}))
-            settings = {"graphs": graphs, "compiled": mode is not None}
+            settings = {"graphs": graphs, "compiled": mode is not None, "joining": joining}
             said = measure(
                 name,
                 given.limit,
@@ -266,6 +270,7 @@ def run_case(case: str, given: argparse.Namespace) -> None:
         return way
 
     ways["engine"] = of_engine("engine", True, "")
+    ways["apart"] = of_engine("apart", True, "", joining=False)
     ways["graph"] = of_engine("graph", True, None)
     ways["eager"] = of_engine("eager", False, None)
     ways["autotuned"] = of_engine("autotuned", True, "max-autotune-no-cudagraphs")

@@ -55,7 +55,8 @@ def test_the_kernel_attends_as_torch_does(case: tuple[int, ...], dtype: torch.dt
             written[table[row, place // size], place % size] = True
     beyond = ~written[:, None, :, None]
     query = torch.randn(ROWS, heads, width, dtype=dtype)
-    key, value = torch.randn(2, ROWS, key_heads, width, dtype=dtype)
+    key = torch.randn(ROWS, key_heads, width, dtype=dtype)
+    value = torch.randn(ROWS, 2, key_heads, width, dtype=dtype)[:, 1]  # a part of what is wider
     known = (positions, width**-0.5, window)
     plain = [keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)]
     wanted = plain_attention(query, key, value, *plain, table, *known)

@@ -36,9 +36,10 @@ def attend_in_kernel(
 
     Unless set, these and the `stages` of reading ahead suit the device and the width of heads.
     """
-    new = (key.contiguous(), value.contiguous())
     query = query.contiguous()
     rows, heads, width = query.shape
+    # Parts of one product are read where they are.
+    new = [one if one.stride()[1:] == (width, 1) else one.contiguous() for one in (key, value)]
     key_heads, size = keys.shape[1:3]
     splits = splits or _splits_for(rows * key_heads, query.device)
     padded = max(triton.next_power_of_2(width), 16)
@@ -48,7 +49,8 @@ def attend_in_kernel(
         parts = query.new_empty(rows, heads, splits, width, dtype=torch.float32)
         found = (parts, query.new_empty(rows, heads, splits, dtype=torch.float32))
     group = heads // key_heads
-    known = (pages, pages.stride(0), positions, scaling * _LOG2_OF_E)
+    of_rows = [one.stride(0) for one in new]
+    known = (*of_rows, pages, pages.stride(0), positions, scaling * _LOG2_OF_E)
     _attend[(rows, key_heads, splits)](
         *(query, *new, keys, values, *found, *known),
         WINDOW=window,
@@ -89,6 +91,8 @@ def _attend(
     values,
     output,
     lse,
+    key_of_row,
+    value_of_row,
     pages,
     pages_of_row,
     positions,
@@ -113,12 +117,13 @@ def _attend(
     q = tl.load(query + of_queries[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
     highest, total, sums = _nothing_seen(QUERIES, PADDED)
     if tl.program_id(2) == 0:
-        new = of_head * WIDTH + columns
+        new_key = key + tl.program_id(0) * key_of_row + tl.program_id(1) * WIDTH + columns
+        new_value = value + tl.program_id(0) * value_of_row + tl.program_id(1) * WIDTH + columns
         place = _page(table, position // SIZE, SIZE * WIDTH) + position % SIZE * WIDTH + columns
-        new_key = _write_new(key + new, keys + place, columns < WIDTH)
-        highest = tl.sum(q.to(tl.float32) * new_key[None, :], 1) * scale
+        written = _write_new(new_key, keys + place, columns < WIDTH)
+        highest = tl.sum(q.to(tl.float32) * written[None, :], 1) * scale
         total += 1.0
-        sums += _write_new(value + new, values + place, columns < WIDTH)[None, :]
+        sums += _write_new(new_value, values + place, columns < WIDTH)[None, :]
     begin, end = _pages_of_split(position, WINDOW, SIZE, SPLITS)
     for number in range(begin * (SIZE // TILE), end * (SIZE // TILE)):
         tile = _page(table, number * TILE // SIZE, SIZE * WIDTH) + number * TILE % SIZE * WIDTH
