@@ -1,5 +1,11 @@
-"""Tells the rows of softpick_paper.py: as a table beside the paper's figures, and as curves."""
+"""Tells the rows of softpick_paper.py: as tables beside the paper's figures, and as curves.
 
+python benchmarks/paper_table.py FOLDER [OTHER ...]
+
+Writes FOLDER's rows.json, table.md and curves.svg of the rows in all of these folders.
+"""
+
+import argparse
 import json
 import math
 import statistics
@@ -9,11 +15,13 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 # Table 3 of arXiv 2504.20966, version 4 (340M parameters, 10,000 steps of 128 rows of 4,096):
-# sinks above 0.2 and 0.3 in percent, and kurtosis. Its other arm, a softmax with ReLU, is not ours.
+# sinks above 0.2 and 0.3 in percent, and kurtosis. Beside `rectified` stands its softmax with ReLU,
+# which may be another function.
 PAPER = {
     "softmax": (47.97, 34.89, 6453),
     "softpick": (0.02, 0.00, 282),
     "scaled_softpick": (0.01, 0.00, 171),
+    "rectified": (8.16, 4.56, 453),
     "gated_softmax": (5.00, 2.00, 136),
     "softmax_sinks": (19.34, 8.78, 1800),
     "softmax_plus_one": (24.38, 16.36, 574),
@@ -23,12 +31,23 @@ COLOURS = ("#1f77b4", "#d62728", "#ff7f0e", "#9467bd", "#2ca02c", "#17becf", "#8
 WIDTH, HEIGHT, MARGIN = 420, 260, 50  # of a panel, in pixels
 
 
-def write(folder: Path) -> None:
-    """Writes rows.json, table.md and curves.svg of all rows in a folder."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*-[0-9]*.json"))]
-    (folder / "rows.json").write_text(json.dumps(found, indent=1) + "\n")
-    (folder / "table.md").write_text(table(found))
-    (folder / "curves.svg").write_text(drawn(found))
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", metavar="FOLDER", type=Path)
+    write(*parser.parse_args().folders)
+
+
+def write(folder: Path, *others: Path) -> None:
+    """Writes a folder's rows.json, table.md and curves.svg of all rows in it and in others."""
+    paths = [path for one in (folder, *others) for path in sorted(one.glob("*-[0-9]*.json"))]
+    found = {path.name: json.loads(path.read_text()) for path in paths}
+    rows = [found[name] for name in sorted(found)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+    (folder / "table.md").write_text(table(rows))
+    (folder / "curves.svg").write_text(drawn(rows))
 
 
 def told(row: dict[str, Any]) -> str:
@@ -56,9 +75,12 @@ def spread(values: Sequence[float], form: str) -> str:
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Two tables in Markdown: what the models are like, and their losses in few bits."""
-    heads = ["arm", "seeds", "held-out loss", "sinks > 0.2", "> 0.3", "paper's", "kurtosis"]
-    heads += ["paper's", "largest", "sparsity"]
+    """Two tables in Markdown: what the models are like, and their losses in few bits.
+
+    With several seeds both have means and standard deviations.
+    """
+    heads = ["arm", "seeds", "parameters", "held-out loss", "sinks > 0.2", "> 0.3"]
+    heads += ["paper's", "kurtosis", "paper's", "largest", "sparsity"]
     lines = [line(heads), line(["---"] * len(heads))]
     bits = [line(["arm", "none", *FORMS]), line(["---"] * (len(FORMS) + 2))]
     for arm, own in by_arm(rows).items():
@@ -67,14 +89,29 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         if known is not None:
             sinks, kurtosis = f"{known[0]}% / {known[1]}%", f"{known[2]:,}"
         losses = [spread([row["losses"]["none"] for row in own], "{:.4f}")]
-        cells = [arm, str(len(own)), *losses]
+        cells = [arm, str(len(own)), f"{own[0]['parameters'] / 1e6:.1f}M", *losses]
         cells += [spread([row[f"sinks_{at}"] for row in own], "{:.1%}") for at in ("0.2", "0.3")]
         cells += [sinks, spread([row["kurtosis"] for row in own], "{:,.0f}"), kurtosis]
         cells += [spread([row["largest"] for row in own], "{:,.1f}")]
         cells += [spread([row["sparsity"] for row in own], "{:.1%}")]
         lines.append(line(cells))
         bits.append(line([arm, *losses, *(loss_in(own, form) for form in FORMS)]))
-    return "\n".join([*lines, "", *bits]) + "\n"
+    return "\n".join([*map(of_runs, alike(rows)), "", *lines, "", *bits]) + "\n"
+
+
+def alike(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One row of each kind of run: there should be one kind."""
+    kinds = {of_runs(row): row for row in rows}
+    return list(kinds.values())
+
+
+def of_runs(row: dict[str, Any]) -> str:
+    """What the runs of an arm are alike in with those of others."""
+    lr = row["settings"]["optimizer"]["lr"]
+    return (
+        f"{row['steps']:,} steps, {row['tokens']:,} tokens in rows of {row['row_tokens']:,}, "
+        f"lr {lr:g}; measured on {row['rows']} held-out rows; {row['device']}."
+    )
 
 
 def loss_in(rows: Sequence[dict[str, Any]], form: str) -> str:
@@ -162,3 +199,7 @@ def panel(title: str, lines: dict[str, list[tuple[float, float]]]) -> str:
         colour = COLOURS[number % len(COLOURS)]
         parts.append(f'<polyline points="{told}" fill="none" stroke="{colour}" stroke-width="2"/>')
     return "".join(parts)
+
+
+if __name__ == "__main__":
+    main()

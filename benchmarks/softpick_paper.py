@@ -1,22 +1,26 @@
 r"""Trains and measures small models that differ in their attention alone, as softpick's paper does.
 
 python benchmarks/softpick_paper.py FOLDER --train FILE --held-out FILE --tokenizer FOLDER
-    [--arms NAME ...] [--seeds N] [--limit-seconds 540] [--tiny] [--section.key value ...]
+    [--arms NAME ...] [--seeds N] [--trials NAME ...] [--limit-seconds 540] [--tiny]
+    [--section.key value ...]
 
 For each attention (arm) and seed a Llama of 85 million parameters beside its embedding is trained
 from scratch by `lacuna train`, then measured: its held-out loss, also with weights of 8, 4, 3 and 2
 bits, its attention sinks, and its hidden states. FOLDER gets ARM-SEED.json for each, and, of all
 that are there, rows.json, table.md, and curves.svg. What is measured is not made again. A call ends
 after --limit-seconds: the run that is not done is saved, the exit status is 1, and the same call
-goes on from there. Other settings are those of `lacuna train`, for all runs alike.
+goes on from there. Other settings are those of `lacuna train`, for all runs alike. Calls at one
+time, each on a GPU of its own, need folders of their own; `python benchmarks/paper_table.py FOLDER
+OTHER ...` then writes the table and curves of all.
 
   --train FILE        texts to train on, JSON lines with a column text, compressed or not
   --held-out FILE     texts to measure with, likewise
   --tokenizer FOLDER  the tokenizer of all models
   --arms NAME ...     only these arms; default: all
   --seeds N           seeds of each arm; default: 3 for softmax and softpick, 1 for the others
+  --trials NAME ...   only these, ARM-SEED each, in this order, in place of --arms and --seeds
   --limit-seconds N   time of this call (default: 540)
-  --rows N            held-out rows that are measured (default: 64)
+  --rows N            held-out rows that are measured, spread over all there are (default: 64)
   --tiny              a model of two small layers, for a CPU: a test of the driver, no result
 """
 
@@ -30,10 +34,8 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import paper_table
-from quantised_losses import losses_by_bits
 
 ARMS = {
     "softmax": "auto",
@@ -135,10 +137,12 @@ def main() -> None:
         if not trained(trial, given, flags, ends):
             done = False
             break
-        row = measured(trial, given)
+        from paper_measures import measured  # which imports torch: runs begin without waiting
+
+        row = {"arm": trial.arm, "seed": trial.seed} | measured(folder / trial.name, given.rows)
         (folder / f"{trial.name}.json").write_text(json.dumps(row, indent=1) + "\n")
         for part in ("hf", "checkpoint"):  # gigabytes, which nobody needs now
-            shutil.rmtree(folder / trial.name / part)
+            shutil.rmtree(folder / trial.name / part, ignore_errors=True)
         paper_table.write(folder)
         print(paper_table.told(row), flush=True)
     if not done:
@@ -159,6 +163,7 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--tokenizer", required=True)
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=[*ARMS])
     parser.add_argument("--seeds", type=int)
+    parser.add_argument("--trials", nargs="+", type=trial_of)
     parser.add_argument("--limit-seconds", type=float, default=540)
     parser.add_argument("--rows", type=int, default=64)
     parser.add_argument("--tiny", action="store_true")
@@ -171,8 +176,17 @@ def arguments() -> tuple[argparse.Namespace, list[str]]:
     return given, flags
 
 
+def trial_of(name: str) -> Trial:
+    arm, _, seed = name.rpartition("-")
+    if arm not in ARMS or not seed.isdecimal():
+        raise argparse.ArgumentTypeError(f"{name} is no ARM-SEED, as softmax-0 is")
+    return Trial(arm, int(seed))
+
+
 def trials(given: argparse.Namespace) -> list[Trial]:
     """What is to be trained: all arms with the first seed, then with the second, and so on."""
+    if given.trials:
+        return list(given.trials)
     counts = {arm: given.seeds or (3 if arm in SEVERAL else 1) for arm in given.arms}
     most = max(counts.values())
     return [Trial(arm, seed) for seed in range(most) for arm in counts if seed < counts[arm]]
@@ -230,56 +244,6 @@ def write_model(folder: Path, given: argparse.Namespace) -> Path:
         ids = {"vocab_size": len(tokens), "eos_token_id": tokens.eos_token_id}
         path.write_text(json.dumps(SHAPE | (TINY if given.tiny else {}) | ids, indent=1))
     return path
-
-
-def measured(trial: Trial, given: argparse.Namespace) -> dict[str, Any]:
-    """The row of a trained model."""
-    import torch
-
-    from lacuna import __version__
-    from lacuna.config import load_config
-    from lacuna.data import build_validation, run_tokenizer
-    from lacuna.data.micro_batches import BatchSizes
-    from lacuna.formats.opening import load_any_model
-    from lacuna.parallel.processes import device_type
-    from lacuna.rollout.inspection import inspect_model, summary_of
-
-    own = Path(given.folder, trial.name)
-    config = load_config(str(own / "config.toml"), ())
-    everything = config.validation.model_copy(update={"steps": -1})
-    config = config.model_copy(update={"validation": everything})
-    tokenizer = run_tokenizer(config.model, None)
-    rows: list[torch.Tensor] = []
-    for batch in build_validation(config, tokenizer, BatchSizes(1, 1, 1), 0)():
-        if len(rows) == given.rows:
-            break
-        if bool(batch.columns["real"].all()):
-            rows.append(batch.columns["input_ids"][0])
-    if not rows:
-        sys.exit("--held-out: it has not one whole row: give longer texts")
-    model, _ = load_any_model(str(own / "hf"), device_type())
-    looked = inspect_model(model, rows[:8])
-    curves = [json.loads(line) for line in (own / "metrics.jsonl").read_text().splitlines()]
-    training = [one for one in curves if "loss" in one]
-    return {
-        "arm": trial.arm,
-        "seed": trial.seed,
-        "steps": training[-1]["step"],
-        "tokens": training[-1]["tokens"],
-        "parameters": model.num_parameters(),
-        "train_loss": training[-1]["loss"],
-        "val_loss": next(one["val_loss"] for one in reversed(curves) if "val_loss" in one),
-        "rows": len(rows),
-        "row_tokens": len(rows[0]),
-        "seconds": sum(map(float, (own / "seconds.txt").read_text().split())),
-        **summary_of(looked),
-        "losses": losses_by_bits(model, rows),
-        "layers": [vars(layer) for layer in looked],
-        "curves": [one for one in curves if {"val_loss", "attention_sparsity"} & one.keys()],
-        "device": torch.cuda.get_device_name() if device_type() == "cuda" else "cpu",
-        "versions": {"torch": torch.__version__, "lacuna": __version__},
-        "settings": config.model_dump(mode="json"),
-    }
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from tiny import random_model, tiny_config
 
 sys.path.insert(0, str(bench.DRIVERS))
 paper = importlib.import_module("softpick_paper")
+paper_measures = importlib.import_module("paper_measures")
 paper_table = importlib.import_module("paper_table")
 quantised_losses = importlib.import_module("quantised_losses")
 
@@ -72,7 +73,8 @@ def test_a_call_goes_on_where_the_one_before_stopped(
     assert rows["softpick"]["sparsity"] > 0.1 > rows["gated_softmax"]["sparsity"]
     assert rows["softpick"]["parameters"] < rows["gated_softmax"]["parameters"]
     table = (folder / "table.md").read_text()
-    assert "| softpick | 1 |" in table and "| 5.0% / 2.0% |" in table
+    assert "| softpick | 1 | 0." in table and "| 5.0% / 2.0% |" in table
+    assert table.startswith("6 steps, 1,536 tokens in rows of 64, lr 0.0003; measured on 6 ")
     text = "".join(ElementTree.parse(folder / "curves.svg").getroot().itertext())
     assert "held-out loss, by bits" in text and "gated_softmax" in text
     status, told = call(monkeypatch, world, folder, *words)
@@ -88,13 +90,60 @@ def test_seeds_of_the_paper_come_first_and_wrong_files_are_refused(
     made = [trial.name for trial in paper.trials(paper.arguments()[0])]
     assert made[: len(paper.ARMS)] == [f"{arm}-0" for arm in paper.ARMS]
     assert made[len(paper.ARMS) :] == ["softmax-1", "softpick-1", "softmax-2", "softpick-2"]
+    monkeypatch.setattr(sys, "argv", [*given, "--trials", "softpick-2", "rectified-0"])
+    chosen = paper.trials(paper.arguments()[0])
+    assert [trial.name for trial in chosen] == ["softpick-2", "rectified-0"]
+    monkeypatch.setattr(sys, "argv", [*given, "--trials", "softpick"])
+    with pytest.raises(SystemExit):
+        paper.arguments()
     monkeypatch.setattr(sys, "argv", [*given[:3], "none.jsonl", *given[4:]])
     with pytest.raises(SystemExit):
         paper.arguments()
     monkeypatch.setattr(sys, "argv", [*given[:-1], "no-folder"])
     with pytest.raises(SystemExit):
         paper.arguments()
-    assert "--tokenizer: there is no no-folder" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "softpick is no ARM-SEED" in told and "--tokenizer: there is no no-folder" in told
+
+
+def a_row(arm: str, seed: int, loss: float) -> dict[str, Any]:
+    """A row as softpick_paper.py writes it, of numbers that are all one."""
+    numbers = dict.fromkeys(("sinks_0.2", "sinks_0.3", "kurtosis", "largest", "sparsity"), 1.0)
+    counts = {"seed": seed, "steps": 4, "tokens": 256, "rows": 2, "row_tokens": 64}
+    losses = dict.fromkeys(paper_table.FORMS, loss) | {"none": loss}
+    settings = {"optimizer": {"lr": 1e-3}}
+    row = {"arm": arm, "losses": losses, "curves": [], "settings": settings, "device": "cpu"}
+    return row | counts | numbers | {"parameters": 123_600_000}
+
+
+def test_rows_of_several_folders_are_told_together(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    folders = [tmp_path / name for name in ("all", "first", "second")]
+    kept = [(1, "softmax", 0, 3.0), (2, "softmax", 1, 5.0), (2, "rectified", 0, 2.0)]
+    for number, arm, seed, loss in kept:
+        folders[number].mkdir(exist_ok=True)
+        path = folders[number] / f"{arm}-{seed}.json"
+        path.write_text(json.dumps(a_row(arm, seed, loss)))
+    monkeypatch.setattr(sys, "argv", ["paper_table.py", *map(str, folders)])
+    paper_table.main()
+    rows = json.loads((folders[0] / "rows.json").read_text())
+    assert [(row["arm"], row["seed"]) for row in rows] == [
+        ("rectified", 0),
+        ("softmax", 0),
+        ("softmax", 1),
+    ]
+    table = (folders[0] / "table.md").read_text()
+    assert "| softmax | 2 | 123.6M | 4.0000 ± 1.4142 | 100.0% ± 0.0% |" in table
+    assert "| rectified | 1 | 123.6M | 2.0000 |" in table and "| 8.16% / 4.56% |" in table
+    assert table.count("lr 0.001") == 1
+    ElementTree.parse(folders[0] / "curves.svg")
+
+
+def test_measured_rows_come_from_all_over_the_texts() -> None:
+    rows = [torch.tensor([number]) for number in range(10)]
+    assert [int(row) for row in paper_measures.evenly(rows, 4)] == [0, 2, 5, 7]
+    assert paper_measures.evenly(rows, 12) == rows
 
 
 def test_the_shape_has_a_hundred_million_parameters() -> None:
