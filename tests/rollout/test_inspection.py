@@ -74,6 +74,27 @@ def test_a_sink_is_found() -> None:
         assert layer.sparsity == pytest.approx(1 - TOKENS / (TOKENS * (TOKENS + 1) / 2))
 
 
+@pytest.mark.parametrize("kind", ["softmax_sinks", "gated_softmax", "scaled_softpick"])
+def test_attention_of_a_half_precise_model_is_computed_in_float32(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    register(kind)
+    model = random_model(tiny_config("llama"), kind)
+    whole = inspect_model(model, ROWS)
+    attend, asked = inspection.attend_to_mask, set()
+
+    def noted(name: str, own: OwnAttention, module: Any, *tensors: Any, **named: Any) -> Any:
+        asked.update(tensor.dtype for tensor in tensors[:3])
+        return attend(name, own, module, *tensors, **named)
+
+    monkeypatch.setattr(inspection, "attend_to_mask", noted)
+    half = inspect_model(model.to(torch.bfloat16), ROWS)
+    assert asked == {torch.float32}, "flash kernels take no values of the width of a row"
+    for one, other in zip(whole, half, strict=True):
+        assert other.first == pytest.approx(one.first, abs=0.02)
+        assert other.kurtosis == pytest.approx(one.kurtosis, rel=0.05)
+
+
 def test_states_are_measured_by_their_moments() -> None:
     model = random_model(tiny_config("llama"))
     [layer, _] = inspect_model(model, ROWS[:1])

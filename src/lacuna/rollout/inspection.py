@@ -233,8 +233,14 @@ def _attend_observed(
     *arguments: Any,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """Computes an own attention by its weights, which are what it makes of values 0 and 1."""
+    """Computes an own attention by its weights, which are what it makes of values 0 and 1.
+
+    It does in float32 at least: kernels for half precision take no values as wide as a row is long.
+    """
     gate = named.pop("attention_gate", None)  # which is of what the weights make
+    dtype = value.dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
     rows, key_heads, keys, _ = key.shape
     ones = torch.eye(keys, dtype=value.dtype, device=value.device)
     ones = ones.expand(rows, key_heads, keys, keys)
@@ -242,7 +248,7 @@ def _attend_observed(
     weights = found.transpose(1, 2)
     observe(module.layer_idx, weights)
     values = value.repeat_interleave(query.shape[1] // key_heads, dim=1)
-    return gated((weights @ values).transpose(1, 2), gate), None
+    return gated((weights @ values).transpose(1, 2).to(dtype), gate), None
 
 
 def _of_weights(weights: Tensor) -> Tensor:
