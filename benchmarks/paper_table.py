@@ -91,7 +91,7 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
         losses = [spread([row["losses"]["none"] for row in own], "{:.4f}")]
         cells = [arm, str(len(own)), f"{own[0]['parameters'] / 1e6:.1f}M", *losses]
         cells += [spread([row[f"sinks_{at}"] for row in own], "{:.1%}") for at in ("0.2", "0.3")]
-        cells += [sinks, spread([row["kurtosis"] for row in own], "{:,.0f}"), kurtosis]
+        cells += [sinks, spread([row["kurtosis"] for row in own], "{:,.1f}"), kurtosis]
         cells += [spread([row["largest"] for row in own], "{:,.1f}")]
         cells += [spread([row["sparsity"] for row in own], "{:.1%}")]
         lines.append(line(cells))
