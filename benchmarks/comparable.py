@@ -46,7 +46,11 @@ SHARED = (
     "training.epochs=*",
 )
 SHARED_WITH = {
-    "transformers": (*SHARED, *(f"model.attention={name}" for name in SOFTMAX)),
+    "transformers": (
+        *SHARED,
+        *(f"model.attention={name}" for name in SOFTMAX),
+        "parallelism.expert_parallel_degree=*",  # it shards experts as everything else
+    ),
     "torchtitan": (
         *SHARED,
         "model.attention=sdpa",
@@ -59,6 +63,7 @@ SHARED_WITH = {
         "float8.precompute*",
         "float8.emulate=*",
         "parallelism.context_parallel_*",
+        "parallelism.expert_parallel_degree=*",
         "parallelism.fsdp_reshard_after_forward=*",
     ),
     "automodel": (
@@ -175,7 +180,11 @@ def require_shape_of_torchtitan(model: Any, is_sharded: bool) -> None:
     """Raises `UserError` for a Hugging Face configuration that torchtitan has no model for."""
     kind = model.model_type
     rope = getattr(model, "rope_parameters", None) or {}
-    rotations = {"llama": ("default", "llama3"), "qwen3": ("default",)}
+    rotations = {
+        "llama": ("default", "llama3"),
+        "qwen3": ("default",),
+        "qwen3_moe": ("default",),
+    }
     if kind not in rotations:
         raise UserError(
             f"bench: --against torchtitan: {kind} models are not among those that its driver "
@@ -203,6 +212,12 @@ def require_shape_of_torchtitan(model: Any, is_sharded: bool) -> None:
             ),
             "it has no sliding windows: use_sliding_window": (
                 getattr(model, "use_sliding_window", False)
+            ),
+            "all its layers have experts: decoder_sparse_step, mlp_only_layers": (
+                kind == "qwen3_moe" and (model.decoder_sparse_step != 1 or model.mlp_only_layers)
+            ),
+            "it has no load-balancing loss: output_router_logits": (
+                getattr(model, "output_router_logits", False)
             ),
         },
     )

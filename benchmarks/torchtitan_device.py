@@ -5,6 +5,7 @@ To be imported before any part of torchtitan. On a GPU it changes nothing.
 
 import importlib
 import platform
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -33,5 +34,21 @@ def _import_for(kind: str, device: Any) -> None:
         importlib.import_module("torchtitan.tools.utils")
 
 
+_histogram = torch.histc
+
+
+def _histogram_of_integers(values: torch.Tensor, *bounds: Any, **named: Any) -> torch.Tensor:
+    """CPUs count numbers with a point only, which routers' choices are not."""
+    return _histogram(values.float(), *bounds, **named).to(values.dtype)
+
+
+def _mend_mixtures() -> None:
+    """Has mixtures of experts count and sort tokens by what CPUs have."""
+    torch.histc = _histogram_of_integers  # type: ignore[assignment]
+    sorting = importlib.import_module("torchtitan.models.moe.utils")
+    sorting.generate_permute_indices = partial(sorting.generate_permute_indices, use_cpu=True)
+
+
 if device_type() == "cpu":
     _import_for("cpu", _CPU)
+    _mend_mixtures()

@@ -11,6 +11,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.tools.logging import init_logger
 from torchtitan.train import Trainer
+from torchtitan_mixtures import mixture_sizes, take_stacks
 from transformers import AutoConfig, PretrainedConfig
 
 from lacuna.parallel.mesh import AXES
@@ -113,10 +115,12 @@ class StepsTrainer(Trainer):
     def _load_weights(self) -> None:
         """Gives the model the weights that lacuna's begins with."""
         weights = make_model(self.task).state_dict()
+        stacks = take_stacks(weights)
         adapter = self.train_spec.state_dict_adapter(self.model_args, None)
         whole = StateDictOptions(full_state_dict=True, strict=True)
-        set_model_state_dict(self.model_parts[0], adapter.from_hf(weights), options=whole)
-        del weights
+        state = adapter.from_hf(weights) | stacks
+        set_model_state_dict(self.model_parts[0], state, options=whole)
+        del weights, stacks, state
         gc.collect()
         if self.task.is_on_gpu:
             torch.cuda.empty_cache()
@@ -143,10 +147,14 @@ class StepsTrainer(Trainer):
 def train_spec(task: Task) -> TrainSpec:
     """torchtitan's own parts for the kind of model, with the task's sizes and rows."""
     config = AutoConfig.from_pretrained(task.folder)
-    families = {"llama": (llama3, llama_sizes), "qwen3": (qwen3, qwen3_sizes)}
-    family, sizes = families[config.model_type]
+    family: Any = llama3 if config.model_type == "llama" else qwen3
     spec: TrainSpec = family.get_train_spec()
-    spec.model_args = {NAME: sizes(config)}
+    sizes = llama_sizes(config) if family is llama3 else qwen3_sizes(config)
+    if config.model_type == "qwen3_moe":
+        # Its kernel that sorts tokens for grouped products needs a GPU.
+        grouped = task.is_on_gpu and task.settings["compute"] == "bfloat16"
+        sizes = replace(sizes, **mixture_sizes(config, grouped))
+    spec.model_args = {NAME: sizes}
     spec.build_dataloader_fn = lambda **_: Rows(task)
     spec.build_tokenizer_fn = None
     return spec
@@ -220,8 +228,8 @@ def job_config(task: Task) -> JobConfig:
     training.gc_freq = settings["gc_freq"]
     for axis in ("dp_replicate", "dp_shard", "cp"):
         setattr(config.parallelism, AXES[axis], settings["layout"][axis])
-    reshard = settings["parallelism"]["fsdp_reshard_after_forward"]
-    config.parallelism.fsdp_reshard_after_forward = reshard
+    for name in ("expert_parallel_degree", "fsdp_reshard_after_forward"):
+        setattr(config.parallelism, name, settings["parallelism"][name])
     for name in ("mode", "selective_ac_option"):
         setattr(config.activation_checkpoint, name, settings["activation_checkpoint"][name])
     if settings["float8"]["enable_float8_linear"]:

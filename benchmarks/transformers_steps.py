@@ -4,21 +4,25 @@ python benchmarks/transformers_steps.py FOLDER
 (in several processes by torchrun; `lacuna bench` starts it by itself)
 """
 
+import gc
 import sys
+import time
 from typing import Any
 
+import torch
 from steps import Task, make_model
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
 
 def main() -> None:
     task = Task(sys.argv[1])
     trainer = StepsTrainer(task)
     trainer.train()
+    experts = trainer.model.config._experts_implementation
     [first] = [row["loss"] for row in trainer.state.log_history if row.get("step") == 1]
     distributed = str(trainer.accelerator.distributed_type)
-    task.write(first, distributed=distributed, arguments=trainer.args.to_dict())
+    task.write(first, distributed=distributed, experts=experts, arguments=trainer.args.to_dict())
 
 
 class StepsTrainer(Trainer):
@@ -26,9 +30,14 @@ class StepsTrainer(Trainer):
 
     def __init__(self, task: Task) -> None:
         self.task = task
+        model = make_model(task)
+        if needs_choice_of_experts(model, task):
+            choose_experts(model, task)
+        given = arguments(task)
+        given._n_gpu = min(given.n_gpu, 1)  # or it has one process share its rows among all GPUs
         super().__init__(
-            model=make_model(task),
-            args=arguments(task),
+            model=model,
+            args=given,
             train_dataset=task.tokens,
             callbacks=[Clock(task)],
         )
@@ -37,6 +46,48 @@ class StepsTrainer(Trainer):
         # Already batched; the model takes labels that are shifted as shift_labels.
         batches = [batch | {"shift_labels": batch["labels"]} for batch in self.task.tokens]
         return DataLoader(batches, batch_size=None, pin_memory=self.task.is_on_gpu)
+
+
+def needs_choice_of_experts(model: PreTrainedModel, task: Task) -> bool:
+    """Whether it is unknown which of transformers' ways to compute with experts is its fastest.
+
+    Grouped products, its default, are fast in bfloat16. Autocast leaves them in float32, where
+    torch multiplies by one expert after the other; sharded weights are cast before.
+    """
+    settings = task.settings
+    mixes = settings["dtype"] != settings["compute"]
+    alone = settings["processes"] == 1
+    return task.is_on_gpu and mixes and alone and type(model)._can_set_experts_implementation()
+
+
+def choose_experts(model: PreTrainedModel, task: Task) -> None:
+    """Sets the faster of grouped products and a loop over experts, by three passes with each."""
+    seconds = {name: seconds_of_passes(model, task, name) for name in ("grouped_mm", "eager")}
+    fastest = min(seconds, key=lambda name: seconds[name])
+    print(f"experts: {fastest} of {seconds} seconds in three passes", flush=True)
+    model.set_experts_implementation(fastest)
+    model.zero_grad()
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+
+
+def seconds_of_passes(model: PreTrainedModel, task: Task, experts: str) -> float:
+    """The time of three passes forward and backward, after one that is not counted."""
+    model.set_experts_implementation(experts)
+    device = task.settings["device"]
+    names = ("input_ids", "position_ids", "labels")
+    given = {name: task.tokens[0][name].to(device) for name in names}
+    began = 0.0
+    for attempt in range(4):
+        if attempt == 1:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+        with torch.autocast(device, getattr(torch, task.settings["compute"])):
+            loss = model(**given, shift_labels=given["labels"]).loss
+        loss.backward()
+    torch.cuda.synchronize()
+    return time.perf_counter() - began
 
 
 class Clock(TrainerCallback):

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import GPT2Config, LlamaConfig, Qwen3Config
+from transformers import GPT2Config, LlamaConfig, Qwen3Config, Qwen3MoeConfig
 
 from runs import refused, write_model
 
@@ -79,6 +79,9 @@ LLAMA = TINY | {"intermediate_size": 128}
             "rope_type = linear",
         ),
         (Qwen3Config(**LLAMA, head_dim=16, use_sliding_window=True), "sliding windows"),
+        (Qwen3MoeConfig(**LLAMA, head_dim=16, decoder_sparse_step=2), "decoder_sparse_step"),
+        (Qwen3MoeConfig(**LLAMA, head_dim=16, mlp_only_layers=[1]), "mlp_only_layers"),
+        (Qwen3MoeConfig(**LLAMA, head_dim=16, output_router_logits=True), "output_router_logits"),
     ],
 )
 def test_models_that_torchtitan_lacks_are_refused(

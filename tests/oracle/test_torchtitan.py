@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen3Config
+from transformers import Qwen3Config, Qwen3MoeConfig
 
 from runs import SOURCE, environment, lacuna, write_model
 
@@ -43,6 +43,7 @@ QWEN3 = {
     "bos_token_id": None,
     "eos_token_id": 256,
 }
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 TWO = ("--cpus", 2, "--training.batch_size", 2)
 SELECTIVE = ("--activation_checkpoint.mode", "selective")
 
@@ -102,6 +103,27 @@ def test_the_steps_of_a_qwen3_have_the_same_losses(
     Qwen3Config(**(QWEN3 | {"tie_word_embeddings": tied})).save_pretrained(model)
     own, peer, _ = losses(world, tmp_path, "--model.config", model, *flags)
     assert peer == pytest.approx(own, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("normalised", "flags"),
+    [
+        (False, ()),
+        (True, (*SELECTIVE, "--activation_checkpoint.selective_ac_option", "op")),
+        (True, (*TWO, "--parallelism.expert_parallel_degree", 2, *SELECTIVE)),
+        (True, ("--compile.enable", "true", "--training.gradient_accumulation_steps", 2)),
+    ],
+)
+def test_the_steps_of_a_mixture_have_the_same_losses(
+    normalised: bool, flags: tuple[object, ...], world: Path, tmp_path: Path
+) -> None:
+    model = write_model(tmp_path / "model")
+    settings = QWEN3 | EXPERTS | {"norm_topk_prob": normalised}
+    Qwen3MoeConfig(**settings).save_pretrained(model)
+    own, peer, measured = losses(world, tmp_path, "--model.config", model, *flags)
+    assert peer == pytest.approx(own, abs=1e-5)
+    spread = 2 if "--parallelism.expert_parallel_degree" in flags else 1
+    assert measured["arguments"]["parallelism"]["expert_parallel_degree"] == spread
 
 
 @pytest.mark.skipif(not find_spec("torchao"), reason="torchao is not installed")
