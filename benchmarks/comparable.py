@@ -75,6 +75,7 @@ SHARED_WITH = {
         "lora.rank=*",
         "lora.alpha=*",
     ),
+    "fla": SHARED,
 }
 
 # What a peer imports, and what pip knows it as. torch brings triton along, but for CPUs.
@@ -82,6 +83,7 @@ PACKAGES = {
     "transformers": {"accelerate": "accelerate"},
     "torchtitan": {"torchtitan": "torchtitan==0.2.2", "triton": "triton"},
     "automodel": {"nemo_automodel": "nemo-automodel==0.7.0"},
+    "fla": {"fla": "flash-linear-attention==0.6.0"},
 }
 
 
@@ -105,6 +107,7 @@ def require_comparable(config: Config, peer: str, processes: int, device: str) -
         "transformers": _require_of_transformers,
         "torchtitan": _require_of_torchtitan,
         "automodel": _require_of_automodel,
+        "fla": _require_of_fla,
     }
     require[peer](config, processes, device)
     missing = [package for package in PACKAGES[peer] if not find_spec(package)]
@@ -174,6 +177,19 @@ def _require_of_automodel(config: Config, processes: int, device: str) -> None:
         ),
     }
     _refuse_first("automodel", wrong)
+
+
+def _require_of_fla(config: Config, processes: int, device: str) -> None:
+    from lacuna.data.tokenizer import load_tokenizer, tokenizer_source
+    from lacuna.model.architecture import is_from_fla, load_model_config
+
+    tokenizer = load_tokenizer(tokenizer_source(config.model), config.model.trust_remote_code)
+    model = load_model_config(config.model, tokenizer)
+    wrong = {
+        f"{model.model_type} models are not fla's": not is_from_fla(model),
+        "its loop is of one process: use one GPU": processes > 1,
+    }
+    _refuse_first("fla", wrong)
 
 
 def require_shape_of_torchtitan(model: Any, is_sharded: bool) -> None:

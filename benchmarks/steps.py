@@ -12,6 +12,8 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from lacuna.config.orphans import end_with_parent
+from lacuna.data.fla_models import register_models
+from lacuna.model.architecture import is_from_fla
 from lacuna.train.bench import spread
 
 RANK = int(os.environ.get("RANK", 0))
@@ -75,12 +77,16 @@ def make_model(task: Task) -> PreTrainedModel:
     settings = task.settings
     dtype = getattr(torch, settings["dtype"])
     trust = settings["trust_remote_code"]
-    options = {"dtype": dtype, "attn_implementation": settings["attention"]}
+    source = settings["weights"] or task.folder
+    register_models(source)
+    config = AutoConfig.from_pretrained(source, trust_remote_code=trust)
+    options = {"dtype": dtype}
+    if not is_from_fla(config):  # whose kernels are its own
+        options["attn_implementation"] = settings["attention"]
     if settings["weights"]:
         return AutoModelForCausalLM.from_pretrained(
             settings["weights"], trust_remote_code=trust, **options
         )
-    config = AutoConfig.from_pretrained(task.folder, trust_remote_code=trust)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, trust_remote_code=trust, **options)
     model.to_empty(device=settings["device"])

@@ -104,3 +104,8 @@ def test_a_peer_that_is_not_installed_is_named_with_its_line(
 ) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "pip install torchtitan==0.2.2 triton" in refusal(world, tmp_path, *WHOLE)
+
+
+def test_models_that_are_not_flas_are_refused_beside_its_loop(world: Path, tmp_path: Path) -> None:
+    words = ("bench", world / "run.toml", "--output", tmp_path, "--against", "fla")
+    assert "llama models are not fla's" in refused(*words)

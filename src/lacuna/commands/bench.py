@@ -13,9 +13,9 @@ The learning rate is constant, and the data are those before any stage of a curr
   --steps N         steps in a window (default: 5)
   --windows N       windows, at least 3 (default: 3); median and spread are over these
   --output FOLDER   where NAME.json and NAME.svg go (default: bench)
-  --against PEER    transformers, torchtitan or automodel: then the same model makes the same steps
-                    in the trainer of that, in processes of its own, and the ratio is printed (from
-                    a clone of the repository, whose folder benchmarks has the peers' drivers)
+  --against PEER    transformers, torchtitan, automodel or fla: then the same model makes the same
+                    steps in the trainer of that, in processes of its own, and the ratio is printed
+                    (from a clone of the repository, whose folder benchmarks has the peers' drivers)
   --balanced-experts  give every expert of a mixture as many tokens by force, in turn, whatever its
                     routers say: for timings alone, since what is trained so is another model
   --gpus N          processes, one per GPU (default: all GPUs, or $NGPU)
@@ -37,7 +37,7 @@ from lacuna.config.errors import require_writable
 from lacuna.config.machine import MetricsConfig
 from lacuna.launch import launch, processes_to_start
 
-PEERS = ("transformers", "torchtitan", "automodel")
+PEERS = ("transformers", "torchtitan", "automodel", "fla")
 DRIVERS = Path(__file__).parents[3] / "benchmarks"
 LEAST_WINDOWS = 3
 
