@@ -1,82 +1,44 @@
 """The rows of the table of benchmarks: models, settings and peers, made without any download."""
 
 import json
-import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from row_models import (
+    GLA_340M,
+    HALF_8B,
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_340M,
+    QWEN3_600M,
+    QWEN3_MOE_1,
+    QWEN3_MOE_2,
+    TINY,
+    TINY_PARTS,
+)
 
 from lacuna.data import corpus
 
 Settings = Mapping[str, Mapping[str, Any]]
 
-LLAMA = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_act": "silu",
-    "rms_norm_eps": 1e-5,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 500000.0},
-    "max_position_embeddings": 262144,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 0,
-}
-LLAMA_1B = LLAMA | {
-    "vocab_size": 128256,
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "num_hidden_layers": 16,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-}
-LLAMA_8B = LLAMA_1B | {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
-HALF_8B = LLAMA_8B | {"num_hidden_layers": 16}
-LLAMA_340M = LLAMA | {
-    "vocab_size": 32000,
-    "hidden_size": 1024,
-    "intermediate_size": 2816,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-}
-QWEN3_600M = LLAMA | {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "rms_norm_eps": 1e-6,
-    "vocab_size": 151936,
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "tie_word_embeddings": True,
-}
-TINY = {
-    "vocab_size": 4096,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
-
 WHOLE_ROWS = {"data": {"dataset": "python-stdlib", "document_mask": False}}
+PACKED = {
+    "data": {"dataset": "python-stdlib"},
+    "training": {"context_len": 4096, "varlen": True},
+}
 BY_OPERATION = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
+EVERY_SECOND = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}
+FOUR = {"training": {"gradient_accumulation_steps": 4}}
+SPREAD = {"parallelism": {"expert_parallel_degree": 2}}
 TENSORWISE = {
     "enable_float8_linear": True,
     "recipe_name": "tensorwise",
     "enable_fsdp_float8_all_gather": True,
     "precompute_float8_dynamic_scale_for_fsdp": True,
 }
-TEMPLATE = (
-    "{% for message in messages %}{% if message.role == 'assistant' %}"
-    "{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ message.content }}{% endif %}{% endfor %}"
-)
 IN_CPU_MEMORY = {"mode": "full", "offload": True, "mlp_chunks": 8}
 
 
@@ -86,7 +48,7 @@ class Row:
 
     Attributes:
         model: its Hugging Face configuration.
-        size: rows of a step on each rank, and tokens in each.
+        size: rows of a micro-batch on each rank, and tokens in each.
         settings: sections of the TOML, beyond those.
         against: the peer beside it, if there is one that makes the same steps.
         conversations: it is trained on conversations instead of Python's library.
@@ -113,12 +75,16 @@ class Row:
             settings["training"] = {"mixed_precision_param": "bfloat16"}
         if "compile" in settings:
             settings["compile"] = {"enable": False}
-        if "parallelism" in settings:
-            against = None  # torchtitan's context parallelism needs GPUs
-        head = {"head_dim": 16} if "head_dim" in self.model else {}
+        if "context_len" in settings.get("training", {}):
+            settings["training"]["context_len"] = 64
+        if "context_parallel_degree" in settings.get("parallelism", {}):
+            against = None  # torchtitan's needs GPUs
+        if against == "transformers" and self.processes > 1:
+            against = None  # it shards nothing on CPUs
+        parts = {name: size for name, size in TINY_PARTS.items() if name in self.model}
         return replace(
             self,
-            model={**self.model, **TINY, **head},
+            model={**self.model, **TINY, **parts},
             size=(min(self.size[0], 2), 128),
             settings=settings,
             against=against,
@@ -151,27 +117,6 @@ def toml(row: Row, folder: str) -> str:
         for name, section in sections.items()
     ]
     return "\n\n".join(lines) + "\n"
-
-
-def write_conversations(folder: str, count: int) -> None:
-    """JSON lines of a question and an answer, about 1,000 tokens together, with their template.
-
-    They are pieces of Python's library.
-    """
-    Path(folder, "template.jinja").write_text(TEMPLATE)
-    generator = random.Random(0)
-    files = corpus.stdlib_files()["train"]
-    text = "".join(Path(file).read_text(errors="replace") for file in files)
-    with open(Path(folder, "conversations.jsonl"), "w") as output:
-        for _ in range(count):
-            start = generator.randrange(len(text) - 8000)
-            middle = start + generator.randint(200, 600)
-            end = middle + generator.randint(1500, 4500)
-            messages = [
-                {"role": "user", "content": text[start:middle]},
-                {"role": "assistant", "content": text[middle:end]},
-            ]
-            output.write(json.dumps({"messages": messages}) + "\n")
 
 
 def _qlora(about: str, tokens: int, rank: int, rows: int, recomputed: Mapping[str, Any]) -> Row:
@@ -287,4 +232,49 @@ ROWS = {
         2,
         {"mode": "full"},
     ),
+    "qwen3-moe": Row(
+        "4 layers of Qwen3-30B-A3B, 1 GPU, 4 x 4 rows of 4,096, recomputation by operation",
+        QWEN3_MOE_1,
+        (4, 4096),
+        WHOLE_ROWS | BY_OPERATION | FOUR,
+        "torchtitan",
+    ),
+    "qwen3-moe-2": Row(
+        "8 layers of it, FSDP 2, experts over 2, 4 x 2 rows of 4,096, every second recomputed",
+        QWEN3_MOE_2,
+        (2, 4096),
+        WHOLE_ROWS | EVERY_SECOND | FOUR | SPREAD,
+        "torchtitan",
+        processes=2,
+    ),
+    "qwen3-moe-trainer": Row(
+        "qwen3-moe in 4 x 1 row of 4,096, nothing recomputed",
+        QWEN3_MOE_1,
+        (1, 4096),
+        WHOLE_ROWS | FOUR,
+        "transformers",
+    ),
+    "qwen3-moe-trainer-bfloat16": Row(
+        "qwen3-moe in 4 x 2 rows, weights and moments in bfloat16, which its grouped products want",
+        QWEN3_MOE_1,
+        (2, 4096),
+        WHOLE_ROWS | {"training": FOUR["training"] | {"dtype": "bfloat16"}},
+        "transformers",
+    ),
+    "qwen3-moe-2-trainer": Row(
+        "8 layers of it, FSDP 2, our experts spread over 2, 2 rows of 4,096, all recomputed",
+        QWEN3_MOE_2,
+        (2, 4096),
+        WHOLE_ROWS | SPREAD | {"activation_checkpoint": {"mode": "full"}},
+        "transformers",
+        processes=2,
+    ),
+    "gla-340m": Row(
+        "flame's 340M with GLA, 1 GPU, its row of 65,536, packed documents of at most 4,096",
+        GLA_340M,
+        (1, 65536),
+        PACKED,
+        "fla",
+    ),
+    "gla-340m-half": Row("gla-340m in rows of 32,768", GLA_340M, (1, 32768), PACKED, "fla"),
 }

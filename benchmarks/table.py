@@ -18,6 +18,7 @@ library. Without ROW all rows that fit the GPUs here; `--list` names them.
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -27,7 +28,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from rows import ROWS, Row, toml, write_conversations
+from row_conversations import write_conversations
+from rows import ROWS, Row, toml
 
 from lacuna.parallel.processes import device_type
 
@@ -119,12 +121,21 @@ def measured(
         log = Path(given.output, f"{name}.log")
         for repeat in range(given.repeats):
             status = run_until(words, ends, log)
+            if status != 0:
+                keep_what_is_left(folder, name, given.output)
             if status is None:
                 return runs, f"stopped after {given.limit_seconds:g} s, in repeat {repeat + 1}"
             if status:
                 return runs, f"failed in repeat {repeat + 1}; the end of {log}:\n{tail(log)}"
             runs.append(json.loads(Path(folder, f"{name}.json").read_text()))
     return runs, None
+
+
+def keep_what_is_left(folder: str, name: str, output: str) -> None:
+    """Copies what a repeat that did not end well has written: our record, and the peer's log."""
+    for file in Path(folder).glob(f"{name}.*"):
+        if file.suffix in (".json", ".log"):
+            shutil.copy(file, Path(output, f"left-{file.name}"))
 
 
 def run_until(words: list[str], ends: float, log: Path) -> int | None:

@@ -9,9 +9,12 @@ import tomllib
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from lacuna.commands import bench
 from lacuna.config import UserError
@@ -21,12 +24,14 @@ from runs import environment
 sys.path.insert(0, str(bench.DRIVERS))
 comparable = importlib.import_module("comparable")
 rows = importlib.import_module("rows")
+conversations = importlib.import_module("row_conversations")
 table = importlib.import_module("table")
 
 PEER = {
     "torchtitan": find_spec("torchtitan") and find_spec("triton"),
     "transformers": True,
     "automodel": find_spec("nemo_automodel"),
+    "fla": False,  # its kernels need a GPU
 }
 
 
@@ -36,9 +41,11 @@ def test_a_row_is_a_run_that_its_peer_can_make(
 ) -> None:
     monkeypatch.setattr(comparable, "find_spec", lambda name: True)
     row = rows.ROWS[name]
+    if row.against == "fla":
+        pytest.importorskip("fla")
     row.write_model(tmp_path)
     if row.conversations:
-        rows.write_conversations(tmp_path, 2)
+        conversations.write_conversations(tmp_path, 2)
     file = tmp_path / "row.toml"
     file.write_text(rows.toml(row, str(tmp_path)))
     config = load_config(str(file), [])
@@ -84,8 +91,43 @@ def test_automodel_in_one_process_needs_adapters_or_weights_as_they_are_computed
         comparable.require_comparable(load_config(str(file), flags), "automodel", 1, "cuda")
 
 
+def test_ways_of_experts_are_timed_and_one_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU, where what is asked of the GPU is nothing."""
+    steps = importlib.import_module("transformers_steps")
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    sizes = {name: size for name, size in rows.TINY_PARTS.items() if name != "head_dim"}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**rows.TINY, **sizes, head_dim=16))
+    ids = torch.arange(32).view(1, -1)
+    settings = {"dtype": "float32", "compute": "bfloat16", "processes": 1, "device": "cpu"}
+    batch = {"input_ids": ids, "labels": ids, "position_ids": ids}
+    task = SimpleNamespace(settings=settings, tokens=[batch], is_on_gpu=True)
+    assert steps.needs_choice_of_experts(model, task)
+    steps.choose_experts(model, task)
+    assert model.config._experts_implementation in ("eager", "grouped_mm")
+    assert all(weight.grad is None for weight in model.parameters())
+    settings["processes"] = 2
+    assert not steps.needs_choice_of_experts(model, task)
+    dense = AutoModelForCausalLM.from_config(Qwen3Config(**rows.TINY, head_dim=16))
+    settings["processes"] = 1
+    assert not steps.needs_choice_of_experts(dense, task)
+
+
+def test_rows_of_flas_loop_have_bounds_and_labels_as_fla_shifts_them() -> None:
+    steps = importlib.import_module("fla_steps")
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7, 8], [9, 10, 11, 12]]),
+        "position_ids": torch.tensor([[0, 1, 2, 0], [0, 1, 0, 1]]),
+        "labels": torch.tensor([[6, 7, -100, -100], [10, -100, 12, -100]]),
+    }
+    row = steps.whole_rows(batch)
+    assert row["input_ids"].tolist() == [[5, 6, 7, 8, 9, 10, 11, 12]]
+    assert row["cu_seqlens"].tolist() == [0, 3, 4, 6, 8]
+    assert row["labels"].tolist() == [[-100, 6, 7, -100, -100, 10, -100, 12]]
+
+
 def test_conversations_have_about_a_thousand_tokens(tmp_path: Path) -> None:
-    rows.write_conversations(tmp_path, 50)
+    conversations.write_conversations(tmp_path, 50)
     tokenizer = rows.corpus.stdlib_tokenizer()
     lines = (tmp_path / "conversations.jsonl").read_text().splitlines()
     lengths = [
@@ -127,6 +169,26 @@ def test_what_takes_too_long_is_stopped(tmp_path: Path) -> None:
     assert table.run_until(words, began + 0.5, tmp_path / "log") is None
     assert time.monotonic() - began < 20
     assert table.run_until([sys.executable, "-c", "exit(3)"], began + 60, tmp_path / "log") == 3
+
+
+def test_what_a_failed_repeat_measured_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the peer fails, our record is there, and its log says why."""
+
+    def fails(words: list[str], ends: float, log: Path) -> int:
+        folder = Path(words[words.index("--output") + 1])
+        (folder / "half-8b.json").write_text("ours")
+        (folder / "half-8b.torchtitan.log").write_text("out of memory")
+        log.write_text("failed")
+        return 1
+
+    monkeypatch.setattr(table, "run_until", fails)
+    given = SimpleNamespace(tiny=True, steps=1, repeats=3, limit_seconds=60.0, output=str(tmp_path))
+    runs, problem = table.measured("half-8b", rows.ROWS["half-8b"].shrunk(), given)
+    assert runs == [] and "failed in repeat 1" in problem
+    assert (tmp_path / "left-half-8b.json").read_text() == "ours"
+    assert (tmp_path / "left-half-8b.torchtitan.log").read_text() == "out of memory"
 
 
 def make(folder: Path, *words: object) -> tuple[int, str]:
