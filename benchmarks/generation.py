@@ -24,7 +24,7 @@ from typing import Any
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
-from rows import QWEN3_600M
+from row_models import QWEN3_600M
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config
 from transformers.generation.continuous_batching.continuous_api import WorkloadHints

@@ -26,7 +26,7 @@ def main() -> None:
     for width, group, window, splits, element, element_size in CASES:
         found = "*fp32" if splits > 1 else f"*{element}"
         types = dict.fromkeys(tensors, f"*{element}") | {"output": found, "lse": found}
-        types |= dict.fromkeys(("key_of_row", "value_of_row", "pages_of_row"), "i32")
+        types |= dict.fromkeys(("value_of_row", "pages_of_row"), "i32")
         types |= {"pages": "*i32", "positions": "*i64", "scale": "fp32"}
         padded = triton.next_power_of_2(width)
         fixed = {"WINDOW": window, "GROUP": group, "QUERIES": 16, "WIDTH": width, "PADDED": padded}

@@ -38,8 +38,8 @@ def attend_in_kernel(
     """
     query = query.contiguous()
     rows, heads, width = query.shape
-    # Parts of one product are read where they are.
-    new = [one if one.stride()[1:] == (width, 1) else one.contiguous() for one in (key, value)]
+    if value.stride()[1:] != (width, 1):  # a part of a wider product is read where it is
+        value = value.contiguous()
     key_heads, size = keys.shape[1:3]
     splits = splits or _splits_for(rows * key_heads, query.device)
     padded = max(triton.next_power_of_2(width), 16)
@@ -49,10 +49,9 @@ def attend_in_kernel(
         parts = query.new_empty(rows, heads, splits, width, dtype=torch.float32)
         found = (parts, query.new_empty(rows, heads, splits, dtype=torch.float32))
     group = heads // key_heads
-    of_rows = [one.stride(0) for one in new]
-    known = (*of_rows, pages, pages.stride(0), positions, scaling * _LOG2_OF_E)
+    known = (value.stride(0), pages, pages.stride(0), positions, scaling * _LOG2_OF_E)
     _attend[(rows, key_heads, splits)](
-        *(query, *new, keys, values, *found, *known),
+        *(query, key.contiguous(), value, keys, values, *found, *known),
         WINDOW=window,
         GROUP=group,
         QUERIES=max(triton.next_power_of_2(group), 16),
@@ -91,7 +90,6 @@ def _attend(
     values,
     output,
     lse,
-    key_of_row,
     value_of_row,
     pages,
     pages_of_row,
@@ -107,9 +105,10 @@ def _attend(
     SPLITS: tl.constexpr,
 ):
     """A split of the pages of one sequence, for the queries of one key head."""
-    of_head = tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-    position = tl.load(positions + tl.program_id(0)).to(tl.int32)
-    table = pages + tl.program_id(0) * pages_of_row
+    row = tl.program_id(0)
+    of_head = row * tl.num_programs(1) + tl.program_id(1)
+    position = tl.load(positions + row).to(tl.int32)
+    table = pages + row * pages_of_row
     numbers = tl.arange(0, QUERIES)
     columns = tl.arange(0, PADDED)
     of_queries = of_head * GROUP + numbers
@@ -117,13 +116,10 @@ def _attend(
     q = tl.load(query + of_queries[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
     highest, total, sums = _nothing_seen(QUERIES, PADDED)
     if tl.program_id(2) == 0:
-        new_key = key + tl.program_id(0) * key_of_row + tl.program_id(1) * WIDTH + columns
-        new_value = value + tl.program_id(0) * value_of_row + tl.program_id(1) * WIDTH + columns
-        place = _page(table, position // SIZE, SIZE * WIDTH) + position % SIZE * WIDTH + columns
-        written = _write_new(new_key, keys + place, columns < WIDTH)
-        highest = tl.sum(q.to(tl.float32) * written[None, :], 1) * scale
-        total += 1.0
-        sums += _write_new(new_value, values + place, columns < WIDTH)[None, :]
+        new = (key + of_head * WIDTH, value + row * value_of_row + tl.program_id(1) * WIDTH)
+        place = _page(table, position // SIZE, SIZE * WIDTH) + position % SIZE * WIDTH
+        found = (highest, total, sums)
+        highest, total, sums = _see_new(q, *new, keys + place, values + place, *found, scale, WIDTH)
     begin, end = _pages_of_split(position, WINDOW, SIZE, SPLITS)
     for number in range(begin * (SIZE // TILE), end * (SIZE // TILE)):
         tile = _page(table, number * TILE // SIZE, SIZE * WIDTH) + number * TILE % SIZE * WIDTH
@@ -153,10 +149,20 @@ def _page(table, number, elements: tl.constexpr):
 
 
 @triton.jit
-def _write_new(new, place, inside):
-    """Writes the key or value of the new token into its page; returns it."""
-    found = tl.load(new, mask=inside, other=0.0)
-    tl.store(place, found, mask=inside)
+def _see_new(q, key, value, keys, values, highest, total, sums, scale, WIDTH: tl.constexpr):
+    """Writes the new token into its page, and attends to it first; returns as `_see_tile` does."""
+    new_key = _write_new(key, keys, q.shape[1], WIDTH)
+    new_value = _write_new(value, values, q.shape[1], WIDTH)
+    highest = tl.sum(q.to(tl.float32) * new_key[None, :], 1) * scale
+    return highest, total + 1.0, sums + new_value[None, :]
+
+
+@triton.jit
+def _write_new(new, place, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """Writes the key or value of the new token; returns it."""
+    columns = tl.arange(0, PADDED)
+    found = tl.load(new + columns, mask=columns < WIDTH, other=0.0)
+    tl.store(place + columns, found, mask=columns < WIDTH)
     return found.to(tl.float32)
 
 
