@@ -36,11 +36,12 @@ def rollout(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> int:
 def test_rollouts_take_the_same_memory_again(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert rollout(model, monkeypatch)
-    reserved = torch.cuda.memory_reserved()
-    for _ in range(5):
-        rollout(model, monkeypatch)
-    assert torch.cuda.memory_reserved() == reserved
+    reserved = []
+    for _ in range(12):
+        assert rollout(model, monkeypatch)
+        reserved.append(torch.cuda.memory_reserved())
+    # The first ones fill what torch keeps by the stream; each of the others once took more.
+    assert reserved[-1] == reserved[5]
 
 
 def test_steps_are_recorded_where_the_embedding_is_in_cpu_memory(
