@@ -27,6 +27,7 @@ from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.parallel.fsdp import local, reshard_after_forward
 from lacuna.parallel.mesh import Layout, Mesh
+from lacuna.parallel.permutation import copied_rows, order_of, summed_rows
 from lacuna.parallel.schedule import splits_backward
 
 EXPERTS = "parallelism.expert_parallel_degree"
@@ -191,14 +192,16 @@ def _send_and_compute(
     """
     count = chosen.shape[1]
     numbers = chosen.flatten()
-    order = numbers.argsort(stable=True)
+    where = order_of(numbers.argsort(stable=True), count)
     sent = torch.bincount(numbers, minlength=own * mesh.size()).view(mesh.size(), own)
     group = mesh.get_group()
     received = all_to_all_single(sent, None, None, group)
     # Both are read at once: the host must know how much to send, and waits for that.
     outgoing, incoming = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    tokens = all_to_all_single_autograd(hidden[order // count], incoming, outgoing, group)
-    scales = all_to_all_single_autograd(weights.reshape(-1, 1)[order], incoming, outgoing, group)
+    copies = copied_rows(hidden, where)
+    tokens = all_to_all_single_autograd(copies, incoming, outgoing, group)
+    copies = copied_rows(weights.reshape(-1, 1), where._replace(times=1))
+    scales = all_to_all_single_autograd(copies, incoming, outgoing, group)
     places = torch.arange(own, device=hidden.device).repeat(mesh.size())
     places = places.repeat_interleave(received.flatten(), output_size=sum(incoming))[:, None]
     if sum(incoming) == 0:
@@ -210,8 +213,7 @@ def _send_and_compute(
     back = all_to_all_single_autograd(outputs, outgoing, incoming, group)
     # Recomputation ends before the next line, and what nobody waits for is never freed.
     wait_tensor(back.detach())
-    summed: Tensor = back[order.argsort()].unflatten(0, (-1, count)).sum(1)
-    return summed
+    return summed_rows(back, where)
 
 
 def _apart(layers: Iterable[nn.Module], mesh: Mesh) -> list[tuple[nn.Module, DeviceMesh]]:
