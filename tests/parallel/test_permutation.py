@@ -8,11 +8,11 @@ from lacuna.parallel.permutation import Order, copied_rows, order_of, summed_row
 
 
 def by_indices(rows: Tensor, where: Order) -> Tensor:
-    return rows[where.order // where.times]
+    return rows[where.order // where.places.shape[1]]
 
 
 def summed_by_indices(copies: Tensor, where: Order) -> Tensor:
-    rows: Tensor = copies[where.order.argsort()].unflatten(0, (-1, where.times)).sum(1)
+    rows: Tensor = copies[where.order.argsort()].unflatten(0, (-1, where.places.shape[1])).sum(1)
     return rows
 
 

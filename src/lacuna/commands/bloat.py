@@ -59,7 +59,7 @@ EXTENSIONS = {
         "parallel/experts.py",
         "parallel/mixtures.py",
     ),
-    "grouped-experts": ("parallel/permutation.py",),
+    "grouped-experts": ("parallel/grouped_experts.py", "parallel/permutation.py"),
     "router-load": (
         "model/balanced_experts.py",
         "model/router_kinds.py",

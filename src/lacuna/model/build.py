@@ -141,15 +141,15 @@ def build_meta_model(
     )
     attention = names[0]
     if device is not None:
-        rows = rows_of(config.row_form)
-        longest = config.longest_piece
-        attention = tried_attention(names, model_config, rows, longest, dtype, layout, device)
-    stored = stored_dtype(config.training, config.lora, device_type)
+        tried = names, model_config, rows_of(config.row_form), config.longest_piece
+        attention = tried_attention(*tried, dtype, layout, device)
     if config.gives_scores:
         from lacuna.model.scores import make_scoring  # an extension
 
         make_scoring(model_config)
-    model = architecture.meta_model(model_config, attention, stored)
+    model = architecture.meta_model(
+        model_config, attention, stored_dtype(config.training, config.lora, device_type)
+    )
     if layout.tp > 1:
         check_split(architecture.decoder_layers(model), model_config)
     check_mixture(model, config.parallelism, config.model, config.metrics, layout)

@@ -200,7 +200,7 @@ def _send_and_compute(
     outgoing, incoming = torch.stack([sent.sum(1), received.sum(1)]).tolist()
     copies = copied_rows(hidden, where)
     tokens = all_to_all_single_autograd(copies, incoming, outgoing, group)
-    copies = copied_rows(weights.reshape(-1, 1), where._replace(times=1))
+    copies = copied_rows(weights.reshape(-1, 1), where.of_each())
     scales = all_to_all_single_autograd(copies, incoming, outgoing, group)
     places = torch.arange(own, device=hidden.device).repeat(mesh.size())
     places = places.repeat_interleave(received.flatten(), output_size=sum(incoming))[:, None]

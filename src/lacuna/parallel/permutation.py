@@ -11,70 +11,71 @@ from torch import Tensor
 
 
 class Order(NamedTuple):
-    """Where `times` copies of each row of [rows, ...] are among all copies.
+    """Where the copies of each row of [rows, ...] are among all copies [rows * times, ...].
 
     Attributes:
-        order: the number of the copy at each place, [rows * times]: copy n is of row n // times.
-        inverse: the place of each copy.
-        times: how many copies there are of each row.
+        order: the number of the copy at each place: copy n is of row n // times.
+        places: where the copies of each row are, [rows, times].
     """
 
     order: Tensor
-    inverse: Tensor
-    times: int
+    places: Tensor
+
+    def of_each(self) -> "Order":
+        """The same order for rows that are the copies."""
+        return Order(self.order, self.places.flatten()[:, None])
 
 
 def order_of(order: Tensor, times: int) -> Order:
     """The order with copies of these numbers, int64, at their places."""
-    places = torch.arange(len(order), device=order.device)
-    return Order(order, torch.empty_like(order).scatter_(0, order, places), times)
+    numbers = torch.arange(len(order), device=order.device)
+    places = torch.empty_like(order).scatter_(0, order, numbers)
+    return Order(order, places.view(len(order) // times, times))
 
 
 def copied_rows(rows: Tensor, where: Order) -> Tensor:
     """The copies [rows * times, ...] of rows [rows, ...], at their places."""
-    copies: Tensor = _Copied.apply(rows, *where)  # type: ignore[no-untyped-call]
+    copies: Tensor = _Copied.apply(rows, *_indices(where))  # type: ignore[no-untyped-call]
     return copies
 
 
 def summed_rows(copies: Tensor, where: Order) -> Tensor:
     """The sum [rows, ...] of the copies of each row, which are [rows * times, ...] at places."""
-    rows: Tensor = _Summed.apply(copies, *where)  # type: ignore[no-untyped-call]
+    rows: Tensor = _Summed.apply(copies, *_indices(where))  # type: ignore[no-untyped-call]
     return rows
 
 
+def _indices(where: Order) -> tuple[Tensor, Tensor]:
+    """The row whose copy is at each place, and the places of the copies of each row."""
+    times = where.places.shape[1]
+    return where.order if times == 1 else where.order // times, where.places
+
+
+# Indices are all that the following are given: compilers fail on a number that they do not know.
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(inverse)
-        ctx.count = count
-        return _copied(rows, order, count)
+    def forward(ctx: Any, rows: Tensor, origins: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        return rows[origins]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        [inverse] = ctx.saved_tensors
-        return _summed(gradients[0], inverse, ctx.count), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        [places] = ctx.saved_tensors
+        return _summed(gradients[0], places), None, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copies: Tensor, order: Tensor, inverse: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(order)
-        ctx.count = count
-        return _summed(copies, inverse, count)
+    def forward(ctx: Any, copies: Tensor, origins: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(origins)
+        return _summed(copies, places)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        [order] = ctx.saved_tensors
-        return _copied(gradients[0], order, ctx.count), None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        [origins] = ctx.saved_tensors
+        return gradients[0][origins], None, None
 
 
-def _copied(rows: Tensor, order: Tensor, count: int) -> Tensor:
-    return rows[order if count == 1 else order // count]
-
-
-def _summed(copies: Tensor, inverse: Tensor, count: int) -> Tensor:
-    by_row = copies[inverse]
-    if count == 1:
-        return by_row
+def _summed(copies: Tensor, places: Tensor) -> Tensor:
     # torch adds in float32, whatever the dtype.
-    return by_row.view(len(inverse) // count, count, *copies.shape[1:]).sum(1)
+    return copies[places[:, 0]] if places.shape[1] == 1 else copies[places].sum(1)

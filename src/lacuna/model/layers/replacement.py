@@ -23,10 +23,15 @@ def replace_layers(
 ) -> None:
     """Quantises layers, has them compute in float8 or in pieces and have adapters, as a run asks.
 
-    That is done in place. `is_packed` says that the model's files are quantised, all but the layers
-    `unquantised`. The `device` that is to compute them must be able to, if it is known. Raises
-    `UserError` for what cannot be replaced so.
+    That is done in place. Experts that transformers would compute by its grouped products are
+    computed by lacuna's own. `is_packed` says that the model's files are quantised, all but the
+    layers `unquantised`. The `device` that is to compute them must be able to, if it is known.
+    Raises `UserError` for what cannot be replaced so.
     """
+    if getattr(model.config.get_text_config(), "_experts_implementation", None) == "grouped_mm":
+        from lacuna.parallel.grouped_experts import install_grouped_experts  # an extension
+
+        install_grouped_experts(model)
     if config.quantization.base != "none":
         from lacuna.model.layers.quantized import quantize_layers
 
@@ -40,8 +45,9 @@ def replace_layers(
         pads = has_uneven_products(lengths, config.row_form, pieces, layout.cp)
         compute_in_float8(model, config.float8, config.training, pads, device)
     if config.lora.rank:
-        dtype = named_dtype(config.training.dtype)
-        _add_adapters(model, config.lora, config.model, dtype, is_packed)
+        _add_adapters(
+            model, config.lora, config.model, named_dtype(config.training.dtype), is_packed
+        )
     if config.activation_checkpoint.mlp_chunks > 1:
         from lacuna.model.pieces import compute_in_pieces
 

@@ -1,0 +1,83 @@
+"""Experts of grouped products, between which tokens are permuted by gathers alone.
+
+It is transformers' "grouped_mm" computed another way, with the same results: gradients of tokens
+and of biases need no accumulation by indices, and no rows are masked, as there are none to mask.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
+
+from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.permutation import copied_rows, order_of, summed_rows
+
+PLAIN = "grouped_mm"  # transformers' name of its own
+GROUPED = "lacuna_grouped_mm"
+
+
+def install_grouped_experts(model: nn.Module) -> None:
+    """Has experts that transformers would compute by its grouped products be computed here.
+
+    That is noted in the model's configuration, in place.
+    """
+    ALL_EXPERTS_FUNCTIONS.register(GROUPED, grouped_experts)
+    for stack in stacks_of([model]):
+        settings: Any = stack.config
+        if settings._experts_implementation == PLAIN:
+            settings._experts_implementation = GROUPED
+
+
+def grouped_experts(
+    self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The weighted sum of the chosen experts' outputs, [tokens, width] as `hidden_states`.
+
+    `top_k_index` and `top_k_weights` are [tokens, k]. `self` has the stacks of all experts.
+    """
+    numbers, order = top_k_index.flatten().sort(stable=True)
+    where = order_of(order, top_k_index.shape[1])
+    experts = torch.arange(self.num_experts, device=numbers.device, dtype=numbers.dtype)
+    ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
+    inner = copied_rows(hidden_states, where)
+    if self.has_gate:
+        inner = self._apply_gate(_product(self, "gate_up_proj", inner, numbers, ends))
+    else:
+        inner = self.act_fn(_product(self, "up_proj", inner, numbers, ends))
+    outputs = _product(self, "down_proj", inner, numbers, ends)
+    if getattr(self, "has_post_expert_norm", False):  # since transformers 5.23 or before
+        outputs = self.post_expert_norm(outputs)
+    weights = copied_rows(top_k_weights.flatten(), where.of_each())
+    return summed_rows(outputs * weights[:, None], where).to(hidden_states.dtype)
+
+
+def _product(experts: Any, name: str, rows: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+    """Rows, which are sorted by the `numbers` of their experts, times these experts' matrices.
+
+    `ends` are where the rows of each expert end.
+    """
+    stack = getattr(experts, name)
+    product: Tensor = _grouped_linear(rows, stack, ends, is_transposed=experts.is_transposed)
+    if not experts.has_bias:
+        return product
+    biases: Tensor = _Biases.apply(  # type: ignore[no-untyped-call]
+        getattr(experts, f"{name}_bias"), numbers
+    )
+    return product + biases
+
+
+class _Biases(torch.autograd.Function):
+    """The bias of each row's expert: its gradient is a product, not a sum of rows in turn."""
+
+    @staticmethod
+    def forward(ctx: Any, biases: Tensor, numbers: Tensor) -> Tensor:
+        ctx.save_for_backward(numbers)
+        ctx.experts = len(biases)
+        return biases[numbers]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        [numbers] = ctx.saved_tensors
+        experts = torch.arange(ctx.experts, device=numbers.device)[:, None]
+        return (numbers == experts).to(gradients[0].dtype) @ gradients[0], None
