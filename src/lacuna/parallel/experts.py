@@ -1,7 +1,7 @@
 """Expert parallelism: a layer's experts are spread over ranks, and tokens travel to them.
 
 Experts are stacks of weights [E, ...] behind transformers' interface of experts' implementations.
-Each rank keeps E / ep of them, and transformers' own code computes with these as if they were all.
+Each rank keeps E / ep of them, and the model computes with these as if they were all.
 Nothing is dropped: a rank computes whatever tokens it is sent.
 """
 
@@ -192,7 +192,7 @@ def _send_and_compute(
     """
     count = chosen.shape[1]
     numbers = chosen.flatten()
-    where = order_of(numbers.argsort(stable=True), count)
+    where = order_of(numbers.int().argsort(stable=True), count)
     sent = torch.bincount(numbers, minlength=own * mesh.size()).view(mesh.size(), own)
     group = mesh.get_group()
     received = all_to_all_single(sent, None, None, group)

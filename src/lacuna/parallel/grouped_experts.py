@@ -36,7 +36,8 @@ def grouped_experts(
 
     `top_k_index` and `top_k_weights` are [tokens, k]. `self` has the stacks of all experts.
     """
-    numbers, order = top_k_index.flatten().sort(stable=True)
+    # GPUs sort by digits, of which int32 has half as many.
+    numbers, order = top_k_index.flatten().int().sort(stable=True)
     where = order_of(order, top_k_index.shape[1])
     experts = torch.arange(self.num_experts, device=numbers.device, dtype=numbers.dtype)
     ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
