@@ -97,7 +97,7 @@ def test_a_model_s_own_loop_is_left_as_it_is(kind: str) -> None:
     assert stack.config._experts_implementation == "eager"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FEW[:2])
 @pytest.mark.parametrize("change", ["adapters", "nf4"])
 def test_changed_stacks_compute_as_with_transformers_own(
