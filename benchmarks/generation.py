@@ -4,6 +4,7 @@ python benchmarks/generation.py [--tiny] [--case even|uneven|kernel] [--only WAY
 
 Weights are random, in bfloat16. `even` has Qwen3 0.6B's shape and 64 sequences of 128 + 512 tokens;
 `uneven` that of 1.7B and 256 completions of 8 to 1,024 tokens; `kernel` is decode attention alone.
+Of the ways, `engine` has one product for layers that take the same input, and `apart` one for each.
 Only tokens that were wanted are counted. Each way has a time limit of its own; what it fails with
 is printed.
 """

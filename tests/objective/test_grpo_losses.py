@@ -53,7 +53,8 @@ def losses(ratio: float, advantage: float, **settings: object) -> tuple[float, f
         (1.5, -2.0, {}, 3.0, 3.0),
         (0.5, -2.0, {}, 1.6, 0.0),
         (0.5, 2.0, {}, -1.0, -1.0),
-        (4.0, -2.0, {"dual_clip": 3.0}, 6.0, 0.0),
+        (4.0, -2.0, {}, 6.0, 0.0),
+        (4.0, -2.0, {"dual_clip": 1e9}, 8.0, 8.0),
         (2.0, -2.0, {"dual_clip": 3.0}, 4.0, 4.0),
         (4.0, 2.0, {"dual_clip": 3.0}, -2.56, 0.0),
         (1.001, 2.0, {"loss": "gspo"}, -2.0008, 0.0),
@@ -66,6 +67,23 @@ def test_losses_of_tokens_are_the_formulas(
     ratio: float, advantage: float, settings: dict, loss: float, gradient: float
 ) -> None:
     assert losses(ratio, advantage, **settings) == pytest.approx((loss, gradient), rel=1e-5)
+
+
+def test_what_a_bound_keeps_from_learning_counts_as_clipped() -> None:
+    logits = torch.zeros(6, 4)
+    ratios = torch.tensor([4.0, 2.0, 0.5, 1.5, 0.5, 4.0])
+    columns = {
+        "labels": torch.tensor([0, 1, 2, 3, 0, 1]),
+        "advantages": torch.tensor([-1.0, -1.0, -1.0, 1.0, 1.0, 0.0]),
+        "old_logprobs": logits.log_softmax(-1)[:, 0] - ratios.log(),
+        "corrections": torch.ones(6),
+        "shares": torch.ones(6),
+    }
+    # The first by dual clip, the third and fourth by the two bounds.
+    assert grpo_sums(logits, columns, GrpoConfig(), 1.0)["clipped"] == 3
+    assert grpo_sums(logits, columns, GrpoConfig(dual_clip=1e9), 1.0)["clipped"] == 2
+    # Which keeps the gradient of bad tokens, and clips others above 5.
+    assert grpo_sums(logits, columns, GrpoConfig(loss="cispo"), 1.0)["clipped"] == 0
 
 
 def expected_gradient(logits: Tensor, sampler: Tensor, reference: Tensor, kind: str) -> Tensor:

@@ -111,7 +111,7 @@ def looked_up_on(device: torch.device, model: PreTrainedModel) -> Iterator[None]
     Each token of each step would wait for the CPU else, and no CUDA graph may do that.
     """
     embedding: Any = model.get_input_embeddings()
-    look_up = vars(embedding).pop("forward", None)
+    look_up = vars(embedding).pop("forward", None)  # which `look_up_on_cpu` has put there
     if look_up is None:
         yield
         return
