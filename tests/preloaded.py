@@ -4,10 +4,12 @@ They are made as quiet as lacuna's first lines make them.
 """
 
 import importlib
+import os
 
-from lacuna.cli import _quiet_libraries
+from lacuna.cli import FOR_LIBRARIES
 
-_quiet_libraries()
+for _name, _value in FOR_LIBRARIES.items():
+    os.environ.setdefault(_name, _value)
 for _name in (
     "lacuna.commands.train",
     "lacuna.commands.generate",

@@ -17,6 +17,16 @@ HELP = ("-h", "--help", "help")
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
+# What libraries read from the environment where the user has set nothing else.
+FOR_LIBRARIES = {
+    # Their progress bars and advice would drown the run's display.
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "TQDM_DISABLE": "1",
+    # Keeps memory from fragmenting, of which long runs die. Must be set before it is first used.
+    "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True",
+}
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs one command and returns its exit status.
@@ -31,9 +41,11 @@ def main(arguments: list[str] | None = None) -> int:
             (rest[0], ["--help"]) if rest[0] in COMMANDS else ("train", ["--help", *rest])
         )
     die_with_launcher()
-    for name, value in thread_settings(int(os.environ.get("LOCAL_WORLD_SIZE", 1))).items():
+    threads = thread_settings(int(os.environ.get("LOCAL_WORLD_SIZE", 1)))
+    for name, value in (threads | FOR_LIBRARIES).items():
         os.environ.setdefault(name, value)
-    _quiet_libraries()
+    # `convert` and `generate` do without torch.distributed on purpose.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     _keep_compiled()
     if command in HELP:
         _print_help()
@@ -93,14 +105,3 @@ def _keep_compiled() -> None:
         os.makedirs(folder, exist_ok=True)
     if os.access(folder, os.W_OK):  # else torch takes a folder for temporary files
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", folder)
-
-
-def _quiet_libraries() -> None:
-    """Silences the libraries' progress bars and advice, which would drown the run's display."""
-    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    # `convert` and `generate` do without torch.distributed on purpose.
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-    # Keeps memory from fragmenting, of which long runs die. Must be set before it is first used.
-    os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")

@@ -38,13 +38,20 @@ def end_children_with_us() -> None:
     Their own children do so too. None of them reacts to Ctrl-C, which a terminal sends to all
     processes: their parent ends them.
     """
-    us = [os.getpid()]
+    forking = threading.local()  # several threads may fork
+
+    # A child that has just begun still has our handlers, which would speak and count for us.
+    def hold_signals() -> None:
+        forking.parent = os.getpid()
+        forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+
+    def let_signals_in() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, forking.mask)
 
     def begin() -> None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        parent = us[0]
-        us[0] = os.getpid()
-        end_with_parent(parent)
+        let_signals_in()
+        end_with_parent(forking.parent)
 
-    os.register_at_fork(after_in_child=begin)
+    os.register_at_fork(before=hold_signals, after_in_parent=let_signals_in, after_in_child=begin)
