@@ -14,7 +14,7 @@ from lacuna.model.balanced_experts import balance_experts
 from lacuna.model.build import build_model
 from lacuna.model.router_kinds import routers_of
 from lacuna.model.router_load import RouterLoad
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.mesh import Layout
 from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import LOSS, Case, configuration, own_batches

@@ -20,7 +20,7 @@ from lacuna.model.build import build_model
 from lacuna.model.router_kinds import biases_of, check_routers
 from lacuna.model.router_load import RouterLoad
 from lacuna.objective.language_modelling import LanguageModelling
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.mesh import Layout
 from lacuna.train.optimizer import build_optimizer, update
 from lacuna.train.step import accumulate_gradients, evaluate, total_counts

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
 from lacuna.model.layers.quantized_stacks import quantize_stacks
 from lacuna.model.layers.stacks import add_stack_adapters
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.grouped_experts import GROUPED, PLAIN, install_grouped_experts
 from tiny import relative_error
 

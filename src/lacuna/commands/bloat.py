@@ -56,6 +56,7 @@ EXTENSIONS = {
     "experts": (
         "model/router.py",
         "model/router_settings.py",
+        "parallel/expert_stacks.py",
         "parallel/experts.py",
         "parallel/mixtures.py",
     ),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from lacuna.config import UserError
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 
 OPTION = "bench: --balanced-experts"
 

@@ -13,7 +13,7 @@ from lacuna.config import UserError
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.probe import runs_by_itself
 from lacuna.model.specimen import LENGTH, specimen_and_layers
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 
 RATE = "model.router_bias_update_rate"
 REPORT = "metrics.router"

@@ -15,7 +15,7 @@ from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import BuiltModel
 from lacuna.model.inputs import Inputs
 from lacuna.model.router_kinds import biases_of, logits_of, routers_of, scores_of
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 
 
 class RouterLoad:

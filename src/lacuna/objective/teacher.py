@@ -115,7 +115,7 @@ def teacher_config(config: Config) -> Config:
 
 def _has_experts(settings: ModelConfig) -> bool:
     """Whether a teacher's layers have stacks of experts, which can be spread over ranks."""
-    from lacuna.parallel.experts import stacks_of
+    from lacuna.parallel.expert_stacks import stacks_of
 
     with explained("distillation.teacher", UserError, mend="choose another teacher"):
         model_config = load_model_config(settings, grown_tokenizer(settings))

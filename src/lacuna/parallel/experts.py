@@ -25,6 +25,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from lacuna.config import UserError, logger
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
+from lacuna.parallel.expert_stacks import MIXED, experts_in, stacks_of
 from lacuna.parallel.fsdp import local, reshard_after_forward
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.permutation import copied_rows, order_of, summed_rows
@@ -32,7 +33,6 @@ from lacuna.parallel.schedule import splits_backward
 
 EXPERTS = "parallelism.expert_parallel_degree"
 _RUN = "run_own_experts"  # what has a module compute with this rank's experts: compiled or not
-_MIXED = "lora_B"  # the factor of a stack's adapter whose columns go round all experts
 
 
 def _sharing(layout: Layout) -> int:
@@ -61,26 +61,6 @@ def expert_mesh(layout: Layout, device_type: str) -> DeviceMesh:
     return init_device_mesh(device_type, sizes, mesh_dim_names=names)[names[1:]]
 
 
-def stacks_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """The parts of `modules` that hold the stacked experts of a layer, spread or not."""
-    parts = (part for module in modules for part in module.modules())
-    return [part for part in parts if hasattr(part, "is_transposed") and _experts_in(part)]
-
-
-def _experts_in(part: nn.Module) -> int:
-    """The number of experts on all ranks whose stacks a module holds; 0 if it holds others too.
-
-    Adapters of the stacks do not count.
-    """
-    leading = {
-        parameter.shape[0] if parameter.ndim else 0
-        for name, parameter in part.named_parameters()
-        if not name.endswith(("lora_A", _MIXED))
-    }
-    alone = len(leading) == 1 and hasattr(part, "num_experts") and not [*part.buffers()]
-    return leading.pop() if alone else 0
-
-
 def check_experts(
     layers: nn.ModuleList, kind: str, layout: Layout, settings: ParallelismConfig
 ) -> None:
@@ -98,7 +78,7 @@ def check_experts(
             f"{EXPERTS}: {kind!r} models have no stacks of experts that transformers lets others "
             "compute with: leave it out."
         )
-    for experts in map(_experts_in, stacks):
+    for experts in map(experts_in, stacks):
         if experts % layout.ep > 0:
             raise UserError(
                 f"{EXPERTS}: {layout.ep} ranks cannot share {experts} experts evenly: choose a "
@@ -118,10 +98,10 @@ def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
     # At every new shape this logger advises to flatten meshes that FSDP needs apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for experts in stacks_of(layers):
-        own = _experts_in(experts) // mesh.size()
+        own = experts_in(experts) // mesh.size()
         for part in experts.modules():
             for name, whole in [*part.named_parameters(recurse=False)]:
-                place = Shard(1 if name == _MIXED else 0)
+                place = Shard(1 if name == MIXED else 0)
                 share = distribute_tensor(whole, mesh, [place], src_data_rank=None)
                 setattr(part, name, nn.Parameter(share, whole.requires_grad))
         setattr(experts, _RUN, _run)
@@ -152,7 +132,7 @@ def _with_own_weights(module: nn.Module, mesh: DeviceMesh, own: int) -> nn.Modul
     worker.__dict__.update(vars(module))
     # Not set as attributes, which would have to be leaves of the graph of gradients.
     parameters: dict[str, Any] = {
-        name: _columns_of_own(weight, mesh, own) if name == _MIXED else local(weight)
+        name: _columns_of_own(weight, mesh, own) if name == MIXED else local(weight)
         for name, weight in module.named_parameters(recurse=False)
     }
     worker._parameters = parameters

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.permutation import copied_rows, order_of, summed_rows
 
 PLAIN = "grouped_mm"  # transformers' name of its own

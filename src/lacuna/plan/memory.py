@@ -22,7 +22,7 @@ from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.parameter_groups import state_bytes, used_groups
 from lacuna.model.vocabulary import embeds_on_cpu
 from lacuna.objective.language_modelling import FrozenModel
-from lacuna.parallel.experts import stacks_of
+from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.mixtures import mixtures_in
