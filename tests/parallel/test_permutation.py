@@ -4,7 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from lacuna.parallel.permutation import Order, copied_rows, order_of, summed_rows
+from lacuna.parallel.permutation import (
+    Order,
+    copied_rows,
+    order_of,
+    order_of_some,
+    summed_rows,
+)
 
 
 def by_indices(rows: Tensor, where: Order) -> Tensor:
@@ -12,8 +18,9 @@ def by_indices(rows: Tensor, where: Order) -> Tensor:
 
 
 def summed_by_indices(copies: Tensor, where: Order) -> Tensor:
-    rows: Tensor = copies[where.order.argsort()].unflatten(0, (-1, where.places.shape[1])).sum(1)
-    return rows
+    count, times = where.places.shape
+    rows = copies.new_zeros(count, *copies.shape[1:])
+    return rows.index_add(0, where.order // times, copies)
 
 
 def with_gradient(function: object, rows: Tensor, where: Order) -> tuple[Tensor, Tensor]:
@@ -40,6 +47,24 @@ def test_rows_and_gradients_are_those_of_indices(count: int, compiled: bool) -> 
             function = torch.compile(ours, fullgraph=True, dynamic=True) if compiled else ours
             found = with_gradient(function, rows, where)
             torch.testing.assert_close(found, with_gradient(theirs, rows, where))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shape", [(5,), ()], ids=["rows", "numbers"])
+def test_copies_that_are_not_there_add_nothing(shape: tuple[int, ...], compiled: bool) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    for tokens, there in ((20, 31), (7, 1)):
+        where = order_of_some(torch.randperm(tokens * 3)[:there], tokens, 3)
+        for of in (where, where.of_each()):
+            for ours, theirs, number in (
+                (copied_rows, by_indices, len(of.places)),
+                (summed_rows, summed_by_indices, there),
+            ):
+                rows = torch.randn(number, *shape)
+                function = torch.compile(ours, fullgraph=True, dynamic=True) if compiled else ours
+                found = with_gradient(function, rows, of)
+                torch.testing.assert_close(found, with_gradient(theirs, rows, of))
 
 
 def test_gradients_of_bfloat16_are_added_in_float32() -> None:

@@ -53,12 +53,11 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "added-losses": ("model/added_losses.py",),
-    "experts": (
-        "model/router.py",
-        "model/router_settings.py",
+    "experts": ("model/router.py", "model/router_settings.py", "parallel/mixtures.py"),
+    "spread-experts": (
         "parallel/expert_stacks.py",
         "parallel/experts.py",
-        "parallel/mixtures.py",
+        "parallel/token_exchange.py",
     ),
     "grouped-experts": ("parallel/grouped_experts.py", "parallel/permutation.py"),
     "router-load": (

@@ -6,19 +6,13 @@ Nothing is dropped: a rank computes whatever tokens it is sent.
 """
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed._functional_collectives import (
-    all_to_all_single,
-    all_to_all_single_autograd,
-    wait_tensor,
-)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 
@@ -27,9 +21,11 @@ from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.parallel.expert_stacks import MIXED, experts_in, stacks_of
 from lacuna.parallel.fsdp import local, reshard_after_forward
+from lacuna.parallel.grouped_experts import GROUPED
 from lacuna.parallel.mesh import Layout, Mesh
-from lacuna.parallel.permutation import copied_rows, order_of, summed_rows
+from lacuna.parallel.permutation import Order, copied_rows, summed_rows
 from lacuna.parallel.schedule import splits_backward
+from lacuna.parallel.token_exchange import send_and_compute
 
 EXPERTS = "parallelism.expert_parallel_degree"
 _RUN = "run_own_experts"  # what has a module compute with this rank's experts: compiled or not
@@ -106,24 +102,43 @@ def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
                 setattr(part, name, nn.Parameter(share, whole.requires_grad))
         setattr(experts, _RUN, _run)
         compute = partial(_compute, experts, mesh, own)
-        spread = partial(_send_and_compute, compute, mesh, own)
+        spread = partial(send_and_compute, compute, mesh.get_group(), own)
         # How many tokens are sent is known only while a layer runs: no compiler can follow.
         setattr(experts, "forward", torch.compiler.disable(spread))  # noqa: B010
 
 
-def _compute(experts: nn.Module, mesh: DeviceMesh, own: int, *arguments: Tensor) -> Tensor:
+def _compute(
+    experts: nn.Module,
+    mesh: DeviceMesh,
+    own: int,
+    tokens: Tensor,
+    where: Order,
+    numbers: Tensor,
+    weights: Tensor,
+) -> Tensor:
     """What the model's own code makes of tokens, with this rank's `own` experts for all."""
     worker = _with_own_weights(experts, mesh, own)
     worker.num_experts = own  # type: ignore[assignment]
     del worker.__dict__["forward"]  # which sends tokens
-    outputs: Tensor = getattr(experts, _RUN)(worker, *arguments)
+    if experts.config._experts_implementation != GROUPED:  # type: ignore[union-attr]
+        numbers = numbers[:, None]  # others know nothing of an order
+    outputs: Tensor = getattr(experts, _RUN)(worker, tokens, where, numbers, weights)
     return outputs
 
 
-def _run(module: nn.Module, *arguments: Tensor) -> Tensor:
+def _run(
+    module: nn.Module, tokens: Tensor, where: Order, numbers: Tensor, weights: Tensor
+) -> Tensor:
+    """The weighted sum of experts' outputs, [tokens, width] as `tokens`.
+
+    `where` has the choices of tokens by the `numbers` of the experts that are chosen; `weights` are
+    [tokens, k].
+    """
+    copies = copied_rows(tokens, where)
+    scales = copied_rows(weights.flatten(), where.of_each()).view_as(numbers)
     # Not by a call, since sharding's hooks, which a copy has too, are for the sharded module.
-    outputs: Tensor = module.forward(*arguments)
-    return outputs
+    outputs: Tensor = module.forward(copies, numbers, scales)
+    return summed_rows(outputs, where).to(tokens.dtype)
 
 
 def _with_own_weights(module: nn.Module, mesh: DeviceMesh, own: int) -> nn.Module:
@@ -154,46 +169,6 @@ def _columns_of_own(weight: Any, mesh: DeviceMesh, own: int) -> Tensor:
     by_expert = whole.unflatten(1, (-1, own * mesh.size()))
     columns: Tensor = by_expert.narrow(2, mesh.get_local_rank() * own, own)
     return columns.flatten(1)
-
-
-def _send_and_compute(
-    compute: Callable[..., Tensor],
-    mesh: DeviceMesh,
-    own: int,
-    hidden: Tensor,
-    chosen: Tensor,
-    weights: Tensor,
-) -> Tensor:
-    """The weighted sum of the chosen experts' outputs, [tokens, width] as `hidden`.
-
-    `chosen` and `weights` are [tokens, k]: the numbers of each token's experts among those of all
-    ranks, and how they are weighted. Tokens are sent in the order of their experts, together with
-    their weights, so that the model's own code weights them wherever it does.
-    """
-    count = chosen.shape[1]
-    numbers = chosen.flatten()
-    where = order_of(numbers.int().argsort(stable=True), count)
-    sent = torch.bincount(numbers, minlength=own * mesh.size()).view(mesh.size(), own)
-    group = mesh.get_group()
-    received = all_to_all_single(sent, None, None, group)
-    # Both are read at once: the host must know how much to send, and waits for that.
-    outgoing, incoming = torch.stack([sent.sum(1), received.sum(1)]).tolist()
-    copies = copied_rows(hidden, where)
-    tokens = all_to_all_single_autograd(copies, incoming, outgoing, group)
-    copies = copied_rows(weights.reshape(-1, 1), where.of_each())
-    scales = all_to_all_single_autograd(copies, incoming, outgoing, group)
-    places = torch.arange(own, device=hidden.device).repeat(mesh.size())
-    places = places.repeat_interleave(received.flatten(), output_size=sum(incoming))[:, None]
-    if sum(incoming) == 0:
-        # One of zeros, weighted by zero, so that this rank has gradients to exchange as others do.
-        tokens = F.pad(tokens, (0, 0, 0, 1))
-        scales = F.pad(scales, (0, 0, 0, 1))
-        places = F.pad(places, (0, 0, 0, 1))
-    outputs = compute(tokens, places, scales)[: sum(incoming)].contiguous()
-    back = all_to_all_single_autograd(outputs, outgoing, incoming, group)
-    # Recomputation ends before the next line, and what nobody waits for is never freed.
-    wait_tensor(back.detach())
-    return summed_rows(back, where)
 
 
 def _apart(layers: Iterable[nn.Module], mesh: Mesh) -> list[tuple[nn.Module, DeviceMesh]]:

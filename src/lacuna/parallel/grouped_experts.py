@@ -34,23 +34,32 @@ def grouped_experts(
 ) -> Tensor:
     """The weighted sum of the chosen experts' outputs, [tokens, width] as `hidden_states`.
 
-    `top_k_index` and `top_k_weights` are [tokens, k]. `self` has the stacks of all experts.
+    `top_k_index` and `top_k_weights` are [tokens, k]; or both are [tokens], and tokens are in the
+    order of the one expert that each has. `self` has the stacks of all experts.
     """
+    if top_k_index.ndim == 1:
+        return _weighted_outputs(self, hidden_states, top_k_index, top_k_weights)
     # GPUs sort by digits, of which int32 has half as many.
     numbers, order = top_k_index.flatten().int().sort(stable=True)
     where = order_of(order, top_k_index.shape[1])
-    experts = torch.arange(self.num_experts, device=numbers.device, dtype=numbers.dtype)
-    ends = torch.searchsorted(numbers, experts, right=True, out_int32=True)
-    inner = copied_rows(hidden_states, where)
-    if self.has_gate:
-        inner = self._apply_gate(_product(self, "gate_up_proj", inner, numbers, ends))
-    else:
-        inner = self.act_fn(_product(self, "up_proj", inner, numbers, ends))
-    outputs = _product(self, "down_proj", inner, numbers, ends)
-    if getattr(self, "has_post_expert_norm", False):  # since transformers 5.23 or before
-        outputs = self.post_expert_norm(outputs)
     weights = copied_rows(top_k_weights.flatten(), where.of_each())
-    return summed_rows(outputs * weights[:, None], where).to(hidden_states.dtype)
+    rows = copied_rows(hidden_states, where)
+    outputs = _weighted_outputs(self, rows, numbers, weights)
+    return summed_rows(outputs, where).to(hidden_states.dtype)
+
+
+def _weighted_outputs(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
+    """What the experts of these `numbers`, by which rows are sorted, make of rows, weighted."""
+    every = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
+    ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
+    if experts.has_gate:
+        inner = experts._apply_gate(_product(experts, "gate_up_proj", rows, numbers, ends))
+    else:
+        inner = experts.act_fn(_product(experts, "up_proj", rows, numbers, ends))
+    outputs = _product(experts, "down_proj", inner, numbers, ends)
+    if getattr(experts, "has_post_expert_norm", False):  # since transformers 5.23 or before
+        outputs = experts.post_expert_norm(outputs)
+    return outputs * weights[:, None]
 
 
 def _product(experts: Any, name: str, rows: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""Rows in another order: those of tokens by their experts, and back.
+"""Rows in another order: those of tokens by their experts or ranks, and back.
 
-Each row is taken a known number of times, so that gradients are taken by the inverse order as well.
-What torch does for rows taken by any indices sorts these, and adds rows one after the other.
+Each row has a known number of copies at most, so that gradients are taken by the inverse order as
+well. What torch does for rows taken by any indices sorts these, and adds rows one after the other.
 """
 
 from typing import Any, NamedTuple
@@ -11,71 +11,94 @@ from torch import Tensor
 
 
 class Order(NamedTuple):
-    """Where the copies of each row of [rows, ...] are among all copies [rows * times, ...].
+    """Where the copies of each row of [rows, ...] are among all copies [copies, ...].
 
     Attributes:
         order: the number of the copy at each place: copy n is of row n // times.
         places: where the copies of each row are, [rows, times].
+        present: which of these there are, [rows, times]; None if all are.
     """
 
     order: Tensor
     places: Tensor
+    present: Tensor | None
 
     def of_each(self) -> "Order":
         """The same order for rows that are the copies."""
-        return Order(self.order, self.places.flatten()[:, None])
+        present = None if self.present is None else self.present.flatten()[:, None]
+        return Order(self.order, self.places.flatten()[:, None], present)
 
 
 def order_of(order: Tensor, times: int) -> Order:
-    """The order with copies of these numbers, int64, at their places."""
-    numbers = torch.arange(len(order), device=order.device)
-    places = torch.empty_like(order).scatter_(0, order, numbers)
-    return Order(order, places.view(len(order) // times, times))
+    """The order of copies with these numbers, int64, of which each row has as many as `times`."""
+    places = _places_of(order, len(order))
+    return Order(order, places.view(-1, times), None)
+
+
+def order_of_some(order: Tensor, rows: int, times: int) -> Order:
+    """The order of copies with these numbers, int64, of which each row has `times` at most."""
+    places = _places_of(order, rows * times)
+    present = torch.zeros_like(places, dtype=torch.bool).scatter_(0, order, True)
+    return Order(order, places.view(rows, times), present.view(rows, times))
+
+
+def _places_of(order: Tensor, count: int) -> Tensor:
+    """The place of each number below `count`; 0 for those that are not there."""
+    places = torch.arange(len(order), device=order.device)
+    return places.new_zeros(count).scatter_(0, order, places)
 
 
 def copied_rows(rows: Tensor, where: Order) -> Tensor:
-    """The copies [rows * times, ...] of rows [rows, ...], at their places."""
+    """The copies [copies, ...] of rows [rows, ...], at their places."""
     copies: Tensor = _Copied.apply(rows, *_indices(where))  # type: ignore[no-untyped-call]
     return copies
 
 
 def summed_rows(copies: Tensor, where: Order) -> Tensor:
-    """The sum [rows, ...] of the copies of each row, which are [rows * times, ...] at places."""
+    """The sum [rows, ...] of the copies of each row, which are [copies, ...] at their places."""
     rows: Tensor = _Summed.apply(copies, *_indices(where))  # type: ignore[no-untyped-call]
     return rows
 
 
-def _indices(where: Order) -> tuple[Tensor, Tensor]:
-    """The row whose copy is at each place, and the places of the copies of each row."""
+def _indices(where: Order) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The row whose copy is at each place, the places of the copies of each row, and which are."""
     times = where.places.shape[1]
-    return where.order if times == 1 else where.order // times, where.places
+    origins = where.order if times == 1 else where.order // times
+    return origins, where.places, where.present
 
 
 # Indices are all that the following are given: compilers fail on a number that they do not know.
 class _Copied(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, origins: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
+    def forward(
+        ctx: Any, rows: Tensor, origins: Tensor, places: Tensor, present: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(places, present)
         return rows[origins]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        [places] = ctx.saved_tensors
-        return _summed(gradients[0], places), None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _summed(gradients[0], *ctx.saved_tensors), None, None, None
 
 
 class _Summed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, copies: Tensor, origins: Tensor, places: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, copies: Tensor, origins: Tensor, places: Tensor, present: Tensor | None
+    ) -> Tensor:
         ctx.save_for_backward(origins)
-        return _summed(copies, places)
+        return _summed(copies, places, present)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         [origins] = ctx.saved_tensors
-        return gradients[0][origins], None, None
+        return gradients[0][origins], None, None, None
 
 
-def _summed(copies: Tensor, places: Tensor) -> Tensor:
+def _summed(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:
+    if present is not None:
+        taken = copies[places]
+        there = present.view(present.shape + (1,) * (taken.ndim - 2))
+        return torch.where(there, taken, 0).sum(1)
     # torch adds in float32, whatever the dtype.
     return copies[places[:, 0]] if places.shape[1] == 1 else copies[places].sum(1)
