@@ -140,6 +140,29 @@ def test_any_layout_of_two_ranks_is_one_process(tmp_path: Path) -> None:
         check_same(one, alone)
 
 
+def test_experts_that_one_rank_has_cast_their_weights_as_sharding_does(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    [alone] = outcomes(tmp_path, [Case(precision="bfloat16")])
+    [exact] = outcomes(tmp_path, [Case()])
+    [sharded, kept] = outcomes(
+        tmp_path,
+        [Case(TWO, precision="bfloat16", offload=True), Case(TWO, precision="bfloat16")],
+    )
+    far = relative_error(alone.gradients, exact.gradients)
+    for one in (sharded, kept):
+        assert {weight.dtype for weight in one.gradients.values()} == {torch.float32}
+        assert one.loss == pytest.approx(alone.loss, rel=1e-3)
+        assert relative_error(one.gradients, alone.gradients) < 1.5 * far
+        assert relative_error(one.gradients, exact.gradients) > far / 10
+
+
+def test_experts_are_updated_in_the_backward_pass_where_that_is_asked_for(tmp_path: Path) -> None:
+    saved("qwen3_moe", tmp_path)
+    [alone] = outcomes(tmp_path, [Case(early_step=True)])
+    for one in outcomes(tmp_path, [Case(TWO, early_step=True)]):
+        assert relative_error(one.updated, alone.updated) < 1e-6
+
+
 def works_after_a_step(folder: Path, cases: list[Case]) -> list[int]:
     """How many collectives nobody has waited for after a step of each case."""
     unwaited = []

@@ -15,8 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from transformers import PreTrainedModel
 
 from lacuna.config import UserError, logger
+from lacuna.config.adapters import QuantizationConfig
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.parallel.expert_stacks import MIXED, experts_in, stacks_of
@@ -24,6 +26,7 @@ from lacuna.parallel.fsdp import local, reshard_after_forward
 from lacuna.parallel.grouped_experts import GROUPED
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.permutation import Order, copied_rows, summed_rows
+from lacuna.parallel.precision import casts_by_itself, compute_dtype
 from lacuna.parallel.schedule import splits_backward
 from lacuna.parallel.token_exchange import send_and_compute
 
@@ -89,20 +92,37 @@ def check_experts(
             )
 
 
-def spread_experts(layers: Iterable[nn.Module], mesh: DeviceMesh) -> None:
-    """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are."""
+def spread_experts(
+    layers: Iterable[nn.Module],
+    model: PreTrainedModel,
+    mesh: Mesh,
+    training: TrainingConfig,
+    quantization: QuantizationConfig,
+) -> None:
+    """Leaves this rank, in place, its share of the layers' experts; tokens go to where they are.
+
+    Experts that no other rank has are not sharded (`is_here_alone`), and cast their weights on use.
+    """
     # At every new shape this logger advises to flatten meshes that FSDP needs apart.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    assert mesh.experts is not None
+    over = mesh.experts["ep"]
+    kind = over.device_type
+    alone = mesh.experts.size() == over.size() and not training.enable_cpu_offload
+    dtype = None
+    if alone and not casts_by_itself(model, training, quantization, kind):
+        dtype = compute_dtype(training, kind)
     for experts in stacks_of(layers):
-        own = experts_in(experts) // mesh.size()
+        own = experts_in(experts) // over.size()
         for part in experts.modules():
             for name, whole in [*part.named_parameters(recurse=False)]:
                 place = Shard(1 if name == MIXED else 0)
-                share = distribute_tensor(whole, mesh, [place], src_data_rank=None)
+                share = distribute_tensor(whole, over, [place], src_data_rank=None)
                 setattr(part, name, nn.Parameter(share, whole.requires_grad))
         setattr(experts, _RUN, _run)
-        compute = partial(_compute, experts, mesh, own)
-        spread = partial(send_and_compute, compute, mesh.get_group(), own)
+        setattr(experts, "is_here_alone", alone)  # noqa: B010
+        compute = partial(_compute, experts, over, own, dtype)
+        spread = partial(send_and_compute, compute, over.get_group(), own)
         # How many tokens are sent is known only while a layer runs: no compiler can follow.
         setattr(experts, "forward", torch.compiler.disable(spread))  # noqa: B010
 
@@ -111,13 +131,17 @@ def _compute(
     experts: nn.Module,
     mesh: DeviceMesh,
     own: int,
+    dtype: torch.dtype | None,
     tokens: Tensor,
     where: Order,
     numbers: Tensor,
     weights: Tensor,
 ) -> Tensor:
-    """What the model's own code makes of tokens, with this rank's `own` experts for all."""
-    worker = _with_own_weights(experts, mesh, own)
+    """What the model's own code makes of tokens, with this rank's `own` experts for all.
+
+    Their weights are cast to `dtype`, where there is one.
+    """
+    worker = _with_own_weights(experts, mesh, own, dtype)
     worker.num_experts = own  # type: ignore[assignment]
     del worker.__dict__["forward"]  # which sends tokens
     if experts.config._experts_implementation != GROUPED:  # type: ignore[union-attr]
@@ -141,18 +165,20 @@ def _run(
     return summed_rows(outputs, where).to(tokens.dtype)
 
 
-def _with_own_weights(module: nn.Module, mesh: DeviceMesh, own: int) -> nn.Module:
+def _with_own_weights(
+    module: nn.Module, mesh: DeviceMesh, own: int, dtype: torch.dtype | None
+) -> nn.Module:
     """A copy of a module and its parts that has plain weights: those of this rank's experts."""
     worker: nn.Module = object.__new__(type(module))  # `copy` fails for what FSDP shards
     worker.__dict__.update(vars(module))
     # Not set as attributes, which would have to be leaves of the graph of gradients.
-    parameters: dict[str, Any] = {
-        name: _columns_of_own(weight, mesh, own) if name == MIXED else local(weight)
-        for name, weight in module.named_parameters(recurse=False)
-    }
+    parameters: dict[str, Any] = {}
+    for name, weight in module.named_parameters(recurse=False):
+        part = _columns_of_own(weight, mesh, own) if name == MIXED else local(weight)
+        parameters[name] = part if dtype is None else part.to(dtype)
     worker._parameters = parameters
     worker._modules = {
-        name: _with_own_weights(part, mesh, own) for name, part in module.named_children()
+        name: _with_own_weights(part, mesh, own, dtype) for name, part in module.named_children()
     }
     return worker
 
@@ -172,7 +198,7 @@ def _columns_of_own(weight: Any, mesh: DeviceMesh, own: int) -> Tensor:
 
 
 def _apart(layers: Iterable[nn.Module], mesh: Mesh) -> list[tuple[nn.Module, DeviceMesh]]:
-    """The parts of layers that are gathered by themselves, inner first, and over what.
+    """The parts of layers that are not on all ranks as these are, inner first, and where they are.
 
     These are experts that are spread, and mixtures of experts in layers that are split.
     """
@@ -196,8 +222,9 @@ def parts_apart(
     """
     found = []
     for part, over in _apart(layers, mesh):
-        layout = replace(mesh.layout, dp_shard=over.shape[-1], cp=1)
-        found.append((part, over, reshard_after_forward(parallelism, training, layout)))
+        if not getattr(part, "is_here_alone", False):
+            layout = replace(mesh.layout, dp_shard=over.shape[-1], cp=1)
+            found.append((part, over, reshard_after_forward(parallelism, training, layout)))
     return found
 
 

@@ -59,14 +59,15 @@ def shard_model(
     """Shards `model` in place, unit by unit (`_units`).
 
     Gradients come out summed over ranks (the caller divides the loss by the tokens of the whole
-    step) and are accumulated in float32.
+    step) and are accumulated in float32. Parts that no other rank has (`is_here_alone`) stay as
+    they are.
     """
     kind = mesh.named.device_type
-    own = None
-    if not casts_by_itself(model, training, quantization, kind):
-        own = compute_dtype(training, kind)
+    casts = casts_by_itself(model, training, quantization, kind)
+    own = None if casts else compute_dtype(training, kind)
     precision = MixedPrecisionPolicy(own, named_dtype(training.mixed_precision_reduce))
     offload = CPUOffloadPolicy(kind == "cuda") if training.enable_cpu_offload else OffloadPolicy()
+    alone = [part for part in model.modules() if getattr(part, "is_here_alone", False)]
     for unit, over, again in _units(model, layers, mesh, parallelism, training):
         sharded = fully_shard(
             unit,
@@ -74,6 +75,7 @@ def shard_model(
             reshard_after_forward=again,
             mp_policy=precision,
             offload_policy=offload,
+            ignored_params={weight for part in alone for weight in part.parameters()},
         )
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no other

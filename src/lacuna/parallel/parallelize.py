@@ -52,7 +52,7 @@ def parallelize(
     if mesh.experts is not None:
         from lacuna.parallel.experts import spread_experts  # an extension
 
-        spread_experts(own, mesh.experts["ep"])
+        spread_experts(own, model, mesh, training, quantization)
     if compiled:
         _compile_layers(own, mesh, recomputed)
     recompute(own, recomputed)
