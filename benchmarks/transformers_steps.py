@@ -61,7 +61,11 @@ def needs_choice_of_experts(model: PreTrainedModel, task: Task) -> bool:
 
 
 def choose_experts(model: PreTrainedModel, task: Task) -> None:
-    """Sets the faster of grouped products and a loop over experts, by three passes with each."""
+    """Sets the faster of grouped products and a loop over experts, by three passes with each.
+
+    The model is moved to where the steps will be made: weights of files are opened on the CPU.
+    """
+    model.to(task.settings["device"])
     seconds = {name: seconds_of_passes(model, task, name) for name in ("grouped_mm", "eager")}
     fastest = min(seconds, key=lambda name: seconds[name])
     print(f"experts: {fastest} of {seconds} seconds in three passes", flush=True)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 from lacuna.commands import bench
 from lacuna.config import UserError
@@ -111,6 +111,26 @@ def test_ways_of_experts_are_timed_and_one_is_taken(monkeypatch: pytest.MonkeyPa
     dense = AutoModelForCausalLM.from_config(Qwen3Config(**rows.TINY, head_dim=16))
     settings["processes"] = 1
     assert not steps.needs_choice_of_experts(dense, task)
+
+
+def test_ways_of_experts_are_timed_where_the_steps_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    steps = importlib.import_module("transformers_steps")
+    for name in ("empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    sizes = {name: size for name, size in rows.TINY_PARTS.items() if name != "head_dim"}
+    model = AutoModelForCausalLM.from_config(Qwen3MoeConfig(**rows.TINY, **sizes, head_dim=16))
+    found = []
+
+    def note(model: PreTrainedModel, *_: object) -> float:
+        found.append(model.device.type)
+        return 1.0
+
+    monkeypatch.setattr(steps, "seconds_of_passes", note)
+    # Files of weights are opened on the CPU, whatever computes the steps.
+    steps.choose_experts(model, SimpleNamespace(settings={"device": "meta"}))
+    assert found == ["meta", "meta"]
 
 
 def test_rows_of_flas_loop_have_bounds_and_labels_as_fla_shifts_them() -> None:
