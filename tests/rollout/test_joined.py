@@ -139,6 +139,35 @@ def test_code_that_does_not_take_parts_of_a_product_gets_none(
     assert state_of(model) == before
 
 
+@pytest.mark.parametrize("way", ["by keyword", "changed in place"])
+def test_layers_whose_input_is_given_otherwise_or_changed_are_left(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the code of a user's own model may do."""
+    model = casting_model("llama", torch.bfloat16, torch.float32)
+    mlp = model.model.layers[1].mlp
+
+    def by_keyword(x: torch.Tensor) -> torch.Tensor:
+        return mlp.down_proj(mlp.act_fn(mlp.gate_proj(input=x)) * mlp.up_proj(input=x))
+
+    def changed_in_place(x: torch.Tensor) -> torch.Tensor:
+        gate = mlp.act_fn(mlp.gate_proj(x))
+        return mlp.down_proj(gate * mlp.up_proj(x.mul_(0.5)))
+
+    monkeypatch.setattr(mlp, "forward", by_keyword if way == "by keyword" else changed_in_place)
+    groups = groups_of(model)
+    names = [ATTENTION, FEED_FORWARD]
+    assert (
+        groups
+        == [
+            [f"model.layers.{number}.{name}" for name in own]
+            for number in range(2)
+            for own in names
+        ][:3]
+    )
+    assert_same(said_by(model, groups), said_by(model, []))
+
+
 def test_rollouts_join_and_leave_a_model_as_it_was_whatever_happens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

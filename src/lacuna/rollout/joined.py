@@ -121,10 +121,15 @@ def _pass(model: PreTrainedModel, device: torch.device) -> None:
 
 
 def _called_with_one(model: PreTrainedModel, device: torch.device) -> list[list[str]]:
-    calls: list[tuple[str, str, Tensor]] = []
+    calls: list[tuple[str, str, Tensor, int]] = []
 
     def note(name: str, unit: str) -> Any:
-        return lambda _, inputs: calls.append((name, unit, inputs[0]))  # and keeps the input
+        def keep(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            for hidden in inputs:  # there is none where the input is given by its keyword
+                # One that is changed in place between two layers is not one input.
+                calls.append((name, unit, hidden, hidden._version))
+
+        return keep
 
     hooks = []
     unit = ""
@@ -142,11 +147,11 @@ def _called_with_one(model: PreTrainedModel, device: torch.device) -> list[list[
         for hook in hooks:
             hook.remove()
     groups: dict[tuple[Any, ...], list[str]] = {}
-    called = [name for name, _, _ in calls]
-    for name, own_unit, hidden in calls:
+    called = [name for name, *_ in calls]
+    for name, own_unit, hidden, version in calls:
         if called.count(name) == 1:
             has_bias = model.get_submodule(name)._parameters["bias"] is not None
-            groups.setdefault((id(hidden), own_unit, has_bias), []).append(name)
+            groups.setdefault((id(hidden), version, own_unit, has_bias), []).append(name)
     return [names for names in groups.values() if len(names) > 1]
 
 
