@@ -7,12 +7,14 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model import merged_attention  # noqa: F401, which defines an operation
 from lacuna.model.architecture import decoder_layers
+from lacuna.parallel.grouped_experts import install_grouped_experts
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.recompute import KEPT, PRODUCTS, recompute
 from layouts import Case, check_same, outcomes
@@ -113,6 +115,33 @@ def test_what_is_recomputed_is_not_kept() -> None:
     )
     assert full < half < none
     assert full < none / 3
+
+
+class CountingGroupedProducts(TorchDispatchMode):
+    """Counts the grouped products that are computed."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        self.count += operation.name().startswith("aten::_grouped_mm")
+        return operation(*given, **(named or {}))
+
+
+def grouped_products(settings: ActivationCheckpointConfig) -> int:
+    """How many products of experts a forward and a backward pass compute."""
+    model = random_model(tiny_config("qwen3_moe")).bfloat16().train()
+    install_grouped_experts(model)
+    recompute(decoder_layers(model), settings)
+    with CountingGroupedProducts() as counting:
+        output: Any = model(input_ids=torch.arange(32)[None] % 60, use_cache=False)
+        output.logits.sum().backward()
+    return counting.count
+
+
+def test_no_product_of_experts_is_computed_again_by_operation() -> None:
+    none = grouped_products(ActivationCheckpointConfig())
+    assert none > 0
+    assert grouped_products(BY_OPERATION) == none < grouped_products(FULL)
 
 
 def test_operations_whose_results_are_kept_are_those_of_torch_and_of_our_attentions() -> None:

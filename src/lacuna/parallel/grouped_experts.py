@@ -1,7 +1,8 @@
 """Experts of grouped products, between which tokens are permuted by gathers alone.
 
-It is transformers' "grouped_mm" computed another way, with the same results: gradients of tokens
-and of biases need no accumulation by indices, and no rows are masked, as there are none to mask.
+It is transformers' "grouped_mm" computed another way, with the same results but for rounding:
+gradients of tokens and of biases need no accumulation by indices, no rows are masked, as there are
+none to mask, and weights are multiplied with what is narrow.
 """
 
 from typing import Any
@@ -49,23 +50,36 @@ def grouped_experts(
 
 
 def _weighted_outputs(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-    """What the experts of these `numbers`, by which rows are sorted, make of rows, weighted."""
+    """What the experts of these `numbers`, by which rows are sorted, make of rows, weighted.
+
+    What the last matrices are given is weighted instead of what they make, which is as much: that
+    is less to do, and gradients of weights then need nothing of what they make.
+    """
     every = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
     ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
+    scales = weights[:, None]
     if experts.has_gate:
         inner = experts._apply_gate(_product(experts, "gate_up_proj", rows, numbers, ends))
     else:
         inner = experts.act_fn(_product(experts, "up_proj", rows, numbers, ends))
-    outputs = _product(experts, "down_proj", inner, numbers, ends)
     if getattr(experts, "has_post_expert_norm", False):  # since transformers 5.23 or before
-        outputs = experts.post_expert_norm(outputs)
-    return outputs * weights[:, None]
+        outputs = _product(experts, "down_proj", inner, numbers, ends)
+        return experts.post_expert_norm(outputs) * scales  # type: ignore[no-any-return]
+    inner = (inner * scales).to(inner.dtype)
+    return _product(experts, "down_proj", inner, numbers, ends, scales)
 
 
-def _product(experts: Any, name: str, rows: Tensor, numbers: Tensor, ends: Tensor) -> Tensor:
+def _product(
+    experts: Any,
+    name: str,
+    rows: Tensor,
+    numbers: Tensor,
+    ends: Tensor,
+    scales: Tensor | None = None,
+) -> Tensor:
     """Rows, which are sorted by the `numbers` of their experts, times these experts' matrices.
 
-    `ends` are where the rows of each expert end.
+    `ends` are where the rows of each expert end. Biases are added, times `scales` if there are any.
     """
     stack = getattr(experts, name)
     product: Tensor = _grouped_linear(rows, stack, ends, is_transposed=experts.is_transposed)
@@ -74,7 +88,7 @@ def _product(experts: Any, name: str, rows: Tensor, numbers: Tensor, ends: Tenso
     biases: Tensor = _Biases.apply(  # type: ignore[no-untyped-call]
         getattr(experts, f"{name}_bias"), numbers
     )
-    return product + biases
+    return product + (biases if scales is None else (biases * scales).to(biases.dtype))
 
 
 class _Biases(torch.autograd.Function):

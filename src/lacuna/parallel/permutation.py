@@ -86,13 +86,13 @@ class _Summed(torch.autograd.Function):
     def forward(
         ctx: Any, copies: Tensor, origins: Tensor, places: Tensor, present: Tensor | None
     ) -> Tensor:
-        ctx.save_for_backward(origins)
+        # Saved for the backward pass, it would have recomputation go on until here.
+        ctx.origins = origins
         return _summed(copies, places, present)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        [origins] = ctx.saved_tensors
-        return gradients[0][origins], None, None, None
+        return gradients[0][ctx.origins], None, None, None
 
 
 def _summed(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:

@@ -38,9 +38,8 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
     if settings.mode not in ("full", "selective"):
         return
     by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    every = 1
-    if settings.mode == "selective" and not by_operation:
-        every = int(settings.selective_ac_option)
+    by_number = settings.mode == "selective" and not by_operation
+    every = int(settings.selective_ac_option) if by_number else 1
     for layer in layers[every - 1 :: every]:
         contexts = {"context_fn": _contexts_of(layer)} if by_operation else {}
         layer.forward = _with_checkpointing(layer.forward, contexts)
@@ -67,16 +66,17 @@ def _with_checkpointing(
 def _saving_policy(products: Sequence[str]) -> Callable[..., CheckpointPolicy]:
     """A policy that saves what takes longest to compute again.
 
-    That is attention, communication, and every second of the `products`. The forward pass and its
-    repetition count their products apart.
+    That is attention, communication, and every second of the `products`. Those of experts, which
+    are two, are counted apart: the first is kept. So are the forward pass and its repetition.
     """
-    keep_product = {repeated: itertools.cycle((True, False)) for repeated in (True, False)}
+    kinds = itertools.product((True, False), repeat=2)
+    keep_product = {kind: itertools.cycle((True, False)) for kind in kinds}
 
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = operation.name()
         kept = name.startswith(KEPT)
         if name in products:
-            kept = next(keep_product[context.is_recompute])
+            kept = next(keep_product[name == _GROUPED, context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
