@@ -365,6 +365,23 @@ def test_missing_local_files_are_named_with_the_nearest(folder):
     assert "data.sources: " in error_of(text=source)
 
 
+@pytest.mark.parametrize(
+    ("task", "setting"),
+    [
+        ("", "--model.name_or_path"),
+        ("", "--model.config"),
+        ("", "--model.tokenizer_path"),
+        ("--job.task grpo", "--rewards.functions"),
+        ("--job.task ppo --rewards.functions exact", "--ppo.critic"),
+        ("--job.task distill", "--distillation.teacher"),
+    ],
+)
+def test_a_model_that_can_only_be_a_folder_and_is_absent_is_told_of(folder, task, setting):
+    (folder / "outputs/sft").mkdir(parents=True)
+    for name in ("outputs/sft/hf", "./sft", f"{folder}/outputs/sft/hf/"):
+        assert f"{setting[2:]}: {name} does not exist; " in error_of(f"{task} {setting} {name}")
+
+
 def test_files_that_may_be_elsewhere_are_left_to_the_reader(folder):
     (folder / "corpus").mkdir()
     (folder / "corpus/a.jsonl").write_text("")

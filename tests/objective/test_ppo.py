@@ -378,8 +378,9 @@ def test_a_critic_that_is_not_what_it_should_be_is_refused(
     began = ("--checkpoint.initial_load_path", seed / "checkpoint" / "step-0")
     said = train(world, tmp_path / "run", *ppo(prompts, "--ppo.beta", 0, *began), status=2)
     assert "ppo.critic: the run begins with the weights of a checkpoint" in said
-    own = ppo(prompts, "--ppo.critic", tmp_path / "nowhere")
-    said = train(world, tmp_path / "run", *own, status=2)
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    said = train(world, tmp_path / "run", *ppo(prompts, "--ppo.critic", empty), status=2)
     assert "ppo.critic: no tokenizer can be loaded" in said and "that has a tokenizer" in said
 
 

@@ -135,7 +135,11 @@ def _curriculum_problems(
 def _missing_paths(config: Config, sources: tuple[Source, ...]) -> Iterator[str]:
     """Paths that can only be local (not the Hub's, no address, no pattern) and are not there."""
     for setting, path in _named_paths(config, sources):
-        is_local = path.startswith(("/", "./", "../", "~")) or path.endswith(_ENDINGS)
+        is_local = (
+            path.startswith(("/", "./", "../", "~"))
+            or path.endswith(_ENDINGS)
+            or path.rstrip("/").count("/") > 1  # a Hub id has one
+        )
         if is_local and "://" not in path and not has_magic(path) and not os.path.exists(path):
             yield f"{setting}: {path} does not exist; {nearby(Path(path))}"
 
@@ -145,9 +149,15 @@ def _named_paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[
 
     Data files are among them only where the dataset is local, and not where it is on the Hub.
     """
-    yield "model.name_or_path", config.model.name_or_path or ""
-    yield "model.config", config.model.config or ""
-    yield "model.tokenizer_path", config.model.tokenizer_path or ""
+    models = {
+        "model.name_or_path": config.model.name_or_path,
+        "model.config": config.model.config,
+        "model.tokenizer_path": config.model.tokenizer_path,
+        "ppo.critic": config.ppo.critic,
+        "distillation.teacher": config.distillation.teacher,
+    }
+    yield from ((setting, path or "") for setting, path in models.items())
+    yield from (("rewards.functions", name) for name in config.rewards.functions)
     yield "checkpoint.initial_load_path", os.path.abspath(config.checkpoint.initial_load_path or "")
     setting = "data.sources" if config.data.sources else "data.data_files"
     named = [(setting, source) for source in sources]
