@@ -149,15 +149,15 @@ def _named_paths(config: Config, sources: tuple[Source, ...]) -> Iterator[tuple[
 
     Data files are among them only where the dataset is local, and not where it is on the Hub.
     """
-    models = {
-        "model.name_or_path": config.model.name_or_path,
-        "model.config": config.model.config,
-        "model.tokenizer_path": config.model.tokenizer_path,
-        "ppo.critic": config.ppo.critic,
-        "distillation.teacher": config.distillation.teacher,
-    }
-    yield from ((setting, path or "") for setting, path in models.items())
-    yield from (("rewards.functions", name) for name in config.rewards.functions)
+    models = [
+        ("model.name_or_path", config.model.name_or_path),
+        ("model.config", config.model.config),
+        ("model.tokenizer_path", config.model.tokenizer_path),
+        ("ppo.critic", config.ppo.critic),
+        ("distillation.teacher", config.distillation.teacher),
+        *(("rewards.functions", name) for name in config.rewards.functions),
+    ]
+    yield from ((setting, path or "") for setting, path in models)
     yield "checkpoint.initial_load_path", os.path.abspath(config.checkpoint.initial_load_path or "")
     setting = "data.sources" if config.data.sources else "data.data_files"
     named = [(setting, source) for source in sources]
