@@ -9,9 +9,11 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import CurriculumConfig, DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data import BatchSizes, Loader, build_loader
+from lacuna.data.sources import open_source
 
 LEVELS = [5, 3.5, 9, 1, 7, 2, 8, 4, 6, 0]
 PACKINGS = {"concatenate": 0, "best_fit": 1, "none": 0}
@@ -88,6 +90,16 @@ def test_what_was_begun_is_counted_by_the_documents_own_numbers(
     assert np.flatnonzero(loader.documents_begun()).tolist() == sorted(np.argsort(LEVELS)[:3])
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_a_column_that_prompts_do_not_have_is_refused(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"data.{kind}"
+    prompts = datasets.Dataset.from_list([{"prompt": "a", "level": 1}])
+    prompts.to_json(path) if kind == "jsonl" else prompts.to_parquet(path)
+    source = Source(dataset=str(path))
+    with pytest.raises(UserError, match="difficulty_column: no column levl; it has prompt, level"):
+        open_source(source, DataConfig(), ChatConfig(), numbers=("levl",), whole=True)
+
+
 def test_a_column_that_cannot_be_sorted_by_is_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -99,8 +111,9 @@ def test_a_column_that_cannot_be_sorted_by_is_refused(
         loader_of(path, tokenizer, difficulty_column="hard")
     datasets.Dataset.from_json(str(path)).to_parquet(tmp_path / "data.parquet")
     for kind in ("jsonl", "parquet"):
-        with pytest.raises(UserError, match="easy"):
+        with pytest.raises(UserError, match="easy") as error:
             loader_of(tmp_path / f"data.{kind}", tokenizer)
+        assert "curriculum.difficulty_column" in str(error.value)
     (tmp_path / "mixed.jsonl").write_text('{"text": "a", "level": 1}\n')
     config = Config(
         data=DataConfig(

@@ -41,12 +41,18 @@ def used_columns(
     chat: ChatConfig | None,
     preference: PreferenceConfig | None,
     numbers: Sequence[str],
+    whole: bool = False,
 ) -> list[str]:
-    """Those of all `columns` that are used; the first of them holds the texts or tokens."""
+    """Those of all `columns` that are used; the first of them holds the texts or tokens.
+
+    With `whole` all are used. Raises `UserError` where one that is asked for is not among them.
+    """
     known = ", ".join(columns)
     for name in numbers:
         if name not in columns:
             raise UserError(f"curriculum.difficulty_column: no column {name}; it has {known}.")
+    if whole:
+        return columns
     if chat is not None:
         _, used = columns_of_rows(columns, chat, preference)
         return [*used.values(), *numbers]

@@ -97,17 +97,17 @@ def open_source(
         cause: BaseException = error
         if isinstance(error, DatasetGenerationError) and error.__cause__ is not None:
             cause = error.__cause__
-        raise UserError(f"{name}: {_why_not_opened(cause)}") from error
+        raise UserError(f"{name}: {_why_not_opened(cause, numbers)}") from error
 
 
-def _why_not_opened(cause: BaseException) -> str:
-    """Why a source cannot be opened, and what to do."""
+def _why_not_opened(cause: BaseException, numbers: Sequence[str]) -> str:
+    """Why a source with columns of `numbers` cannot be opened, and what to do."""
     if is_damage(cause):
         return damage_message(cause)
     said = " ".join(str(cause).split())
     if isinstance(cause, UserError):
         return said
-    mend = (
+    mend = ("name a column of numbers by curriculum.difficulty_column, or " if numbers else "") + (
         "check data.dataset or validation.dataset, name, split, folder, files, and if the Hub can "
         "be reached"
     )
@@ -140,9 +140,7 @@ def _open_documents(
         text_column = None  # files of text have only one column
 
     def columns_of(found: list[str]) -> list[str]:
-        if whole:
-            return found
-        return used_columns(found, text_column, chat, preference, numbers)
+        return used_columns(found, text_column, chat, preference, numbers, whole)
 
     if reads_lines:
         builder = _line_reader(builder, split, columns_of, whole or chat is not None, numbers)
