@@ -67,7 +67,13 @@ def test_tools_are_shown_and_kept(chatty) -> None:
 
 @pytest.mark.parametrize("row", [{"text": "a"}, {"messages": [assistant("a")]}, {"messages": []}])
 def test_a_row_without_a_question_is_refused(row, chatty) -> None:
-    with pytest.raises(UserError, match=r"^row 1: has no question: .*chat.columns"):
+    with pytest.raises(UserError, match=r"^row 1: asks nothing: .*chat.columns"):
+        question_of(row, "row 1", CHAT, chatty)
+
+
+@pytest.mark.parametrize("row", [{"prompt": 3}, {"messages": 3}])
+def test_a_column_that_is_neither_text_nor_a_conversation_is_named(row, chatty) -> None:
+    with pytest.raises(UserError, match=rf"^row 1, column {min(row)}: should be a list, not 3"):
         question_of(row, "row 1", CHAT, chatty)
 
 

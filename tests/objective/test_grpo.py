@@ -272,7 +272,7 @@ def test_prompts_that_leave_no_room_are_refused(world: Path, prompts: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("row", "message"), [({"text": "a"}, "has no question"), ({"prompt": ""}, "prompt is empty")]
+    ("row", "message"), [({"text": "a"}, "asks nothing"), ({"prompt": ""}, "prompt is empty")]
 )
 def test_rows_without_a_prompt_are_refused(
     row: dict[str, str], message: str, world: Path, prompts: Path, tmp_path: Path

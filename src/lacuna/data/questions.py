@@ -108,11 +108,15 @@ def question_of(
     tools = own_tools or tools or None
     messages: list[dict[str, Any]] = []
     if "messages" in found:
-        messages = read_messages(row[found["messages"]], place, settings)
+        messages = read_messages(
+            row[found["messages"]], f"{place}, column {found['messages']}", settings
+        )
     elif isinstance(row.get(found.get("prompt", "")), str):
         messages = [{"role": "user", "content": row[found["prompt"]]}]
     elif "prompt" in found:
-        messages = read_messages(row[found["prompt"]], place, settings)
+        messages = read_messages(
+            row[found["prompt"]], f"{place}, column {found['prompt']}", settings
+        )
     elif "instruction" in found:
         asked = read(row[found["instruction"]], str, place)
         values = {"instruction": asked, "output": ""}
@@ -121,7 +125,7 @@ def question_of(
         messages.pop()
     if not messages:
         raise UserError(
-            f"{place}: has no question: give rows with messages, a prompt or an instruction, or "
+            f"{place}: asks nothing: give rows with messages, a prompt or an instruction, or "
             "say by chat.columns which column is which, such as prompt=question."
         )
     messages = behind_system(messages, read_system(row, found, place))
