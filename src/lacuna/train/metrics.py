@@ -45,7 +45,7 @@ PEAK_TFLOPS = {
     "MI250X": 191.5,
 }
 
-# What the terminal shows of a row, where it is known and not 0.
+# What the terminal shows of a row, where it is known and, but for NEWS_AT_0, not 0.
 SHOWN = {
     "loss": "loss {:.4f}",
     "grad_norm": "norm {:.2f}",
@@ -73,6 +73,15 @@ SHOWN = {
     "divergence": "divergence {:.4f}",
     "val_reward_margin": "margin {:.3f}",
     "val_reward_accuracy": "{:.1%} of pairs right",
+    "score_margin": "margin {:.3f}",
+    "score_accuracy": "{:.1%} of pairs right",
+    "val_score_margin": "margin {:.3f}",
+    "val_score_accuracy": "{:.1%} of pairs right",
+}
+NEWS_AT_0 = {
+    key
+    for key in SHOWN
+    if key.endswith(("loss", "reward", "accuracy", "margin")) or key == "val_pass_at_1"
 }
 
 
@@ -198,7 +207,11 @@ class MetricWriter(ExitStack):
                 self._board.add_scalar(key, value, step)
         if self._wandb is not None:
             self._wandb.log(numbers, step=step)
-        texts = [text.format(numbers[key]) for key, text in SHOWN.items() if numbers.get(key)]
+        texts = [
+            text.format(numbers[key])
+            for key, text in SHOWN.items()
+            if numbers.get(key) or key in NEWS_AT_0 & numbers.keys()
+        ]
         style = "cyan" if {"val_loss", "val_reward"} & row.keys() else None
         self.console.print(f"step {step:>6}  {'  '.join(texts)}", soft_wrap=True, style=style)
 
