@@ -6,9 +6,11 @@ import math
 import random
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lacuna.config import OutageError
 from lacuna.config.reinforcement import RewardsConfig, RolloutConfig
 from lacuna.rollout.environment import find_environment
 from lacuna.rollout.rewards import score
@@ -70,10 +72,10 @@ def test_a_run_has_the_example_of_the_documentation_for_an_environment(
 class Worth:
     """An environment that is over."""
 
-    def __init__(self, worth: float | None) -> None:
+    def __init__(self, worth: Any) -> None:
         self.worth = worth
 
-    def reward(self) -> float | None:
+    def reward(self) -> Any:
         return self.worth
 
 
@@ -92,6 +94,13 @@ def test_the_last_answer_is_judged_and_functions_of_ones_own_are_given_all() -> 
     found = score(find_rewards(settings, lambda name: None), answers, settings)
     assert found["exact"] == [1, 0, 1] and found[own] == [6, 2, 1]
     assert found["environment"] == pytest.approx([0.5, math.nan, math.nan], nan_ok=True)
+
+
+def test_a_text_is_no_number_that_an_environment_may_say() -> None:
+    answers = [Answered({}, "row 1", "7", 3, ("add",), Worth("0.5"))]
+    settings = RewardsConfig(functions=("environment",))
+    with pytest.raises(OutageError, match="it returned '0.5', which is no number"):
+        score(find_rewards(settings, lambda name: None), answers, settings)
 
 
 def write_lessons(path: Path) -> None:

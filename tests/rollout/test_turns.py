@@ -218,7 +218,7 @@ def test_asynchronous_replies_are_awaited_together_and_those_too_late_are_left_o
         (Leaving, {}, r"fails on row .*\(it called sys.exit\(3\)\)"),
         (Stuck, {}, r"fails on row 2 after '.*' \(it takes longer than rewards.timeout_seconds"),
         (Unmade, {}, r"fails on row 0 after .*KeyError: 'no such room'.*on_error = skip"),
-        (Odd, {"reply": "yes"}, "its reply: should be a list, not 'yes'"),
+        (Odd, {"reply": "yes"}, r" \(its reply: should be a list, not 'yes'\)"),
         (Odd, {"reply": []}, "no message: return None where the conversation is over"),
         (Odd, {"reply": [{"role": "user"}]}, "its reply, message 1, content: should be text"),
         (Odd, {"reply": [{"role": "assistant", "content": "a"}]}, "for which the model speaks"),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 
-from lacuna.config import OutageError, logger
+from lacuna.config import OutageError, UserError, logger
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout.asking import (
     Overdue,
@@ -121,6 +121,6 @@ def shortened(text: str) -> str:
 
 def told(error: BaseException) -> str:
     """What a failure is, for a message."""
-    if isinstance(error, Overdue | WrongScores | Unheard):
+    if isinstance(error, Overdue | WrongScores | Unheard | UserError):
         return str(error)
     return f"{type(error).__name__}: {error}"

@@ -116,8 +116,8 @@ def of_environment(answer: Answered, settings: RewardsConfig) -> float:
     """What the environment says that the conversation is worth; nan where it has failed."""
     if answer.environment is None:
         return math.nan
-    worth = answer.environment.reward()
-    return math.nan if worth is None else float(worth)
+    worth: float | None = answer.environment.reward()
+    return math.nan if worth is None else worth
 
 
 # Their names, and whether they are the share of tests that code passes.
