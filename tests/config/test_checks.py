@@ -208,12 +208,6 @@ def error_of(flags="", **kwargs):
             "expert_parallel_degree",
             "activation_checkpoint.mlp_chunks",
         ),
-        (
-            "--parallelism.expert_parallel_degree 2 --activation_checkpoint.mode selective "
-            "--activation_checkpoint.selective_ac_option op",
-            "expert_parallel_degree",
-            "activation_checkpoint.selective_ac_option",
-        ),
     ],
 )
 def test_contradiction_names_both_settings(flags, first, second):

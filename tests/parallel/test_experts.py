@@ -54,6 +54,7 @@ def saved(kind: str, folder: Path) -> Path:
 
 
 EVERY_LAYER = ActivationCheckpointConfig(mode="selective", selective_ac_option="1")
+BY_OPERATION = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
 RING = {"context_parallel_rotate_method": "alltoall"}
 
 
@@ -109,6 +110,7 @@ ON_TWO = {
     "offloaded": Case(TWO, 2, offload=True),
     "recomputed": Case(TWO, 2, recompute=ActivationCheckpointConfig(mode="full")),
     "every layer recomputed": Case(TWO, 2, recompute=EVERY_LAYER),
+    "by operation": Case(TWO, 2, recompute=BY_OPERATION),
     "cp": Case(Layout(cp=2, ep=2), 2),
     "ring": Case(Layout(cp=2, ring=True, ep=2), 2, parallelism=RING),
 }
@@ -116,6 +118,8 @@ SPLIT = {
     "whole": Case(Layout(tp=2)),
     "spread": Case(Layout(tp=2, ep=2)),
     "recomputed": Case(Layout(tp=2, ep=2), 2, recompute=ActivationCheckpointConfig(mode="full")),
+    "by operation": Case(Layout(tp=2), 2, recompute=BY_OPERATION),
+    "spread, by operation": Case(Layout(tp=2, ep=2), 2, recompute=BY_OPERATION),
     "ZeRO-2": Case(Layout(tp=2), 2, zero_stage=2),
 }
 ON_FOUR = {
@@ -175,8 +179,9 @@ def works_after_a_step(folder: Path, cases: list[Case]) -> list[int]:
 def test_recomputation_leaves_no_collective_behind(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     kept = Case(TWO, 2, recompute=ActivationCheckpointConfig(mode="selective"))
-    cases = [ON_TWO["recomputed"], ON_TWO["every layer recomputed"], kept]
-    assert run_ranks(2, works_after_a_step, tmp_path, cases) == [[0] * 3] * 2
+    cases = [*(ON_TWO[name] for name in ("recomputed", "every layer recomputed", "by operation"))]
+    cases.append(kept)
+    assert run_ranks(2, works_after_a_step, tmp_path, cases) == [[0] * 4] * 2
 
 
 @pytest.mark.slow

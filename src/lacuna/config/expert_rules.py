@@ -18,16 +18,6 @@ EXPERT_RULES = (
         lambda config: _is_spread(config) and config.activation_checkpoint.mlp_chunks > 1,
         "pieces are not sent to other ranks; use one of the two",
     ),
-    Rule(
-        (_DEGREE, "activation_checkpoint.selective_ac_option"),
-        lambda config: (
-            _is_spread(config)
-            and config.activation_checkpoint.mode == "selective"
-            and config.activation_checkpoint.selective_ac_option == "op"
-        ),
-        "what is kept cannot be found again among spread experts; set a number of layers, or "
-        "activation_checkpoint.mode = full",
-    ),
     *rule_for_each(
         _COUNTED,
         "parallelism.tensor_parallel_degree",

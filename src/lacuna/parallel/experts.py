@@ -6,7 +6,7 @@ Nothing is dropped: a rank computes whatever tokens it is sent.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from lacuna.parallel.grouped_experts import GROUPED
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.permutation import Order, copied_rows, summed_rows
 from lacuna.parallel.precision import casts_by_itself, compute_dtype
+from lacuna.parallel.recompute import is_by_operation, keeping_operations, with_checkpointing
 from lacuna.parallel.schedule import splits_backward
 from lacuna.parallel.token_exchange import send_and_compute
 
@@ -92,7 +93,45 @@ def check_experts(
             )
 
 
-def spread_experts(
+def prepare_mixtures(
+    layers: Sequence[nn.Module],
+    model: PreTrainedModel,
+    mesh: Mesh,
+    training: TrainingConfig,
+    quantization: QuantizationConfig,
+    recomputed: ActivationCheckpointConfig,
+) -> None:
+    """Spreads the layers' experts where that is asked for, and has parts of layers recompute.
+
+    Both is done in place. Where operations are kept (`is_by_operation`), torch finds them by the
+    order of all in a layer. In layers with parts that are gathered by themselves, or between which
+    tokens are exchanged, operations come in another order in the backward pass, so that what has
+    products is recomputed part by part there.
+    """
+    if mesh.experts is not None:
+        _spread_experts(layers, model, mesh, training, quantization)
+    if not is_by_operation(recomputed):
+        return
+    for layer in layers:
+        if _apart([layer], mesh):
+            setattr(layer, "recomputes_parts", True)  # noqa: B010
+            for part in _parts_with_products(layer, stacks_of([layer])):
+                name = _RUN if hasattr(part, _RUN) else "forward"
+                forward = getattr(part, name)
+                setattr(part, name, with_checkpointing(forward, context_fn=keeping_operations))
+
+
+def _parts_with_products(whole: nn.Module, stacks: Sequence[nn.Module]) -> Iterator[nn.Module]:
+    """The parts that compute several products: stacks of experts, and largest parts beside them."""
+    for part in whole.children():
+        has_products = sum(weight.ndim > 1 for weight in part.parameters()) > 1
+        if part in stacks or (has_products and not stacks_of([part])):
+            yield part
+        else:
+            yield from _parts_with_products(part, stacks)
+
+
+def _spread_experts(
     layers: Iterable[nn.Module],
     model: PreTrainedModel,
     mesh: Mesh,
@@ -228,28 +267,20 @@ def parts_apart(
     return found
 
 
-def compile_in_parts(
-    layers: Iterable[nn.Module], mesh: Mesh, recomputed: ActivationCheckpointConfig
-) -> list[nn.Module]:
+def compile_in_parts(layers: Iterable[nn.Module], mesh: Mesh) -> list[nn.Module]:
     """Has the layers with parts that are gathered by themselves be compiled around these, in place.
 
-    So are these parts, but for the exchange of tokens. Returns the other layers. Recomputation must
-    go around this, so that what is computed anew is compiled as well, and saves the same tensors.
+    So are these parts, but for the exchange of tokens. Returns the other layers. Recomputation of
+    whole layers must go around this, so that what is computed anew is compiled as well, and saves
+    the same tensors.
     """
     whole = [layer for layer in layers if not _apart([layer], mesh)]
     others = [layer for layer in layers if layer not in whole]
-    if others and recomputed.mode == "selective" and recomputed.selective_ac_option == "op":
-        # Operations within compiled parts would be taken for others: gradients were wrong.
-        logger.info(
-            "layers with experts are not compiled: activation_checkpoint.selective_ac_option keeps "
-            "the results of single operations"
-        )
-        return whole
     for layer in others:
         # Sharding's hooks of the parts break the graph, and Dynamo goes on within what they call.
         setattr(layer, "forward", torch.compile(layer.forward))  # noqa: B010
     for experts in stacks_of(others) if mesh.experts is not None else ():
-        setattr(experts, _RUN, torch.compile(_run, dynamic=True, fullgraph=True))
+        setattr(experts, _RUN, torch.compile(getattr(experts, _RUN), dynamic=True, fullgraph=True))
     if others:
         logger.info("layers with experts are compiled in parts, between which tokens are exchanged")
     return whole

@@ -49,12 +49,12 @@ def parallelize(
         split_layers(own, model.config, mesh.tensor)
         if parallelism.enable_async_tensor_parallel:
             overlap_communication(mesh.tensor)
-    if mesh.experts is not None:
-        from lacuna.parallel.experts import spread_experts  # an extension
+    if mesh.layout.tp * mesh.layout.ep > 1:
+        from lacuna.parallel.experts import prepare_mixtures  # an extension
 
-        spread_experts(own, model, mesh, training, quantization)
+        prepare_mixtures(own, model, mesh, training, quantization, recomputed)
     if compiled:
-        _compile_layers(own, mesh, recomputed)
+        _compile_layers(own, mesh)
     recompute(own, recomputed)
     for stage in stages:
         if recomputed.offload:
@@ -73,9 +73,7 @@ def parallelize(
     return stages
 
 
-def _compile_layers(
-    layers: list[nn.Module], mesh: Mesh, recomputed: ActivationCheckpointConfig
-) -> None:
+def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
     """Has layers be compiled, in place, before they are made to recompute their activations.
 
     Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay
@@ -86,6 +84,6 @@ def _compile_layers(
     if mesh.layout.tp * mesh.layout.ep > 1:
         from lacuna.parallel.experts import compile_in_parts  # an extension
 
-        layers = compile_in_parts(layers, mesh, recomputed)
+        layers = compile_in_parts(layers, mesh)
     for layer in layers:
         layer.compile(fullgraph=True)

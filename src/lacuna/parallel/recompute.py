@@ -31,43 +31,48 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
     """Has layers recompute their activations as the settings say, in place.
 
     A layer's forward is replaced instead of wrapping the layer, so that parameters keep their
-    names.
+    names. Layers whose parts recompute by operation (`recomputes_parts`) are left as they are.
     """
     if settings.mode == "memory_budget":
         torch._functorch.config.activation_memory_budget = settings.memory_budget
     if settings.mode not in ("full", "selective"):
         return
-    by_operation = settings.mode == "selective" and settings.selective_ac_option == "op"
-    by_number = settings.mode == "selective" and not by_operation
+    by_number = settings.mode == "selective" and not is_by_operation(settings)
     every = int(settings.selective_ac_option) if by_number else 1
+    kept = {"context_fn": keeping_operations} if is_by_operation(settings) else {}
     for layer in layers[every - 1 :: every]:
-        contexts = {"context_fn": _contexts_of(layer)} if by_operation else {}
-        layer.forward = _with_checkpointing(layer.forward, contexts)
+        if not hasattr(layer, "recomputes_parts"):
+            layer.forward = with_checkpointing(layer.forward, **kept)
 
 
-def _contexts_of(layer: nn.Module) -> Callable[[], Any]:
-    # transformers adds the biases of experts to grouped products in place, so that what was kept
-    # would not be what the product made.
-    adds_biases = any(getattr(part, "has_bias", False) for part in layer.modules())
-    products = [name for name in PRODUCTS if not (adds_biases and name == _GROUPED)]
-    return lambda: create_selective_checkpoint_contexts(_saving_policy(products))
+def is_by_operation(settings: ActivationCheckpointConfig) -> bool:
+    """Whether the results of some operations are kept, and all others computed again."""
+    return settings.mode == "selective" and settings.selective_ac_option == "op"
 
 
-def _with_checkpointing(
-    forward: Callable[..., Any], contexts: dict[str, Any]
-) -> Callable[..., Any]:
+def keeping_operations() -> Any:
+    """The `context_fn` that keeps what takes longest to compute again."""
+    return create_selective_checkpoint_contexts(_saving_policy())
+
+
+def with_checkpointing(forward: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
+    """A function that keeps its inputs, and what is `kept` besides, and computes the rest again.
+
+    That is a `context_fn` of torch's selective checkpointing, or nothing.
+    """
+
     # It is no `partial`, which would not compile as one graph.
     def repeatable(*arguments: Any, **named: Any) -> Any:
-        return checkpoint(forward, *arguments, use_reentrant=False, **contexts, **named)
+        return checkpoint(forward, *arguments, use_reentrant=False, **kept, **named)
 
     return repeatable
 
 
-def _saving_policy(products: Sequence[str]) -> Callable[..., CheckpointPolicy]:
+def _saving_policy() -> Callable[..., CheckpointPolicy]:
     """A policy that saves what takes longest to compute again.
 
-    That is attention, communication, and every second of the `products`. Those of experts, which
-    are two, are counted apart: the first is kept. So are the forward pass and its repetition.
+    That is attention, communication, and every second product. Those of experts, which are two, are
+    counted apart: the first is kept. So are the forward pass and its repetition.
     """
     kinds = itertools.product((True, False), repeat=2)
     keep_product = {kind: itertools.cycle((True, False)) for kind in kinds}
@@ -75,7 +80,7 @@ def _saving_policy(products: Sequence[str]) -> Callable[..., CheckpointPolicy]:
     def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
         name = operation.name()
         kept = name.startswith(KEPT)
-        if name in products:
+        if name in PRODUCTS:
             kept = next(keep_product[name == _GROUPED, context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

@@ -260,6 +260,7 @@ LAYOUTS = {
         Case(Layout(cp=2)),
         pipelined(Layout(pp=2), 4),
         Case(SPREAD, 2, recompute=FULL),
+        Case(SPREAD, 2, recompute=BY_OPERATION),
         Case(SPREAD, compiled=True),
         Case(SPREAD, offload=True),
         Case(Layout(cp=2, ep=2)),
