@@ -55,7 +55,10 @@ def test_copies_that_are_not_there_add_nothing(shape: tuple[int, ...], compiled:
     torch._dynamo.reset()
     torch.manual_seed(0)
     for tokens, there in ((20, 31), (7, 1)):
-        where = order_of_some(torch.randperm(tokens * 3)[:there], tokens, 3)
+        order = torch.randperm(tokens * 3)
+        present = torch.zeros(tokens * 3, dtype=torch.bool)
+        present[order[:there]] = True
+        where = order_of_some(order, present.view(tokens, 3)).of_those_present(there)
         for of in (where, where.of_each()):
             for ours, theirs, number in (
                 (copied_rows, by_indices, len(of.places)),

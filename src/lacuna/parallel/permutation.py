@@ -28,24 +28,29 @@ class Order(NamedTuple):
         present = None if self.present is None else self.present.flatten()[:, None]
         return Order(self.order, self.places.flatten()[:, None], present)
 
+    def of_those_present(self, count: int) -> "Order":
+        """The same order without the copies that are not there; `count` says how many are."""
+        return self._replace(order=self.order[:count])
+
 
 def order_of(order: Tensor, times: int) -> Order:
     """The order of copies with these numbers, int64, of which each row has as many as `times`."""
-    places = _places_of(order, len(order))
-    return Order(order, places.view(-1, times), None)
+    return Order(order, _places_in(order).view(-1, times), None)
 
 
-def order_of_some(order: Tensor, rows: int, times: int) -> Order:
-    """The order of copies with these numbers, int64, of which each row has `times` at most."""
-    places = _places_of(order, rows * times)
-    present = torch.zeros_like(places, dtype=torch.bool).scatter_(0, order, True)
-    return Order(order, places.view(rows, times), present.view(rows, times))
+def order_of_some(order: Tensor, present: Tensor) -> Order:
+    """The order of copies with these numbers, int64, of which not all are `present` [rows, times].
+
+    Those that are not come last. They are part of it until `of_those_present` leaves them out.
+    """
+    places = _places_in(order).view_as(present)
+    return Order(order, places.masked_fill(~present, 0), present)
 
 
-def _places_of(order: Tensor, count: int) -> Tensor:
-    """The place of each number below `count`; 0 for those that are not there."""
+def _places_in(order: Tensor) -> Tensor:
+    """The place of each number."""
     places = torch.arange(len(order), device=order.device)
-    return places.new_zeros(count).scatter_(0, order, places)
+    return torch.empty_like(order).scatter_(0, order, places)
 
 
 def copied_rows(rows: Tensor, where: Order) -> Tensor:

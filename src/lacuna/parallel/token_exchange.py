@@ -43,22 +43,25 @@ def send_and_compute(
     own, and weights [tokens, k]; it returns the weighted sums of its own experts' outputs.
     """
     ranks = torch.arange(group.size(), device=chosen.device)
-    choices = (chosen // own)[:, :, None].eq(ranks).sum(1)
+    # Of each token at each rank, [tokens, ranks, k]: the numbers of its experts among those there.
+    numbers = chosen[:, None] - own * ranks[:, None]
+    numbers = torch.where((numbers >= 0) & (numbers < own), numbers, own).int()
+    choices = (numbers < own).sum(2)
     is_sent = choices > 0
     sent = torch.stack([is_sent.sum(0), choices.sum(0)], 1)
     received = all_to_all_single(sent, None, None, group)
     # Copy `token * ranks + rank` goes to that rank. What is sent nowhere comes last.
     order = torch.where(is_sent, ranks, len(ranks)).flatten().argsort(stable=True)
-    sizes = _read(sent, received)
-    where = order_of_some(order[: sum(sizes.outgoing)], *is_sent.shape)
-    numbers = chosen[where.order // len(ranks)] - own * (where.order % len(ranks))[:, None]
-    is_there = (numbers >= 0) & (numbers < own)
+    where = order_of_some(order, is_sent)
+    numbers = numbers.flatten(0, 1)[order]
+    sizes = _read(sent, received)  # waits: all that need not know sizes comes before
 
+    copies = sum(sizes.outgoing)
+    where = where.of_those_present(copies)
     tokens = _send(copied_rows(hidden, where), sizes, group)
     scales = _send(copied_rows(weights, where), sizes, group)
-    numbers = torch.where(is_there, numbers, own).int()
-    numbers = all_to_all_single(numbers, sizes.incoming, sizes.outgoing, group)
-    outputs = _compute_by_expert(compute, tokens, numbers, scales, sizes.choices)
+    numbers = all_to_all_single(numbers[:copies], sizes.incoming, sizes.outgoing, group)
+    outputs = _compute_by_expert(compute, own, tokens, numbers, scales, sizes.choices)
     back = all_to_all_single_autograd(outputs, sizes.outgoing, sizes.incoming, group)
     # Recomputation ends before the next line, and what nobody waits for is never freed.
     wait_tensor(back.detach())
@@ -81,6 +84,7 @@ def _send(copies: Tensor, sizes: _Sizes, group: dist.ProcessGroup) -> Tensor:
 
 def _compute_by_expert(
     compute: Callable[[Tensor, Order, Tensor, Tensor], Tensor],
+    own: int,
     tokens: Tensor,
     numbers: Tensor,
     weights: Tensor,
@@ -88,7 +92,7 @@ def _compute_by_expert(
 ) -> Tensor:
     """What `compute` makes of tokens, of whose `numbers` [tokens, k] as many as `choices` are own.
 
-    The others are above all own ones.
+    These are below `own`, and all others are `own`.
     """
     count = len(tokens)
     if count == 0:
@@ -96,5 +100,5 @@ def _compute_by_expert(
         tokens, numbers, weights = (F.pad(one, (0, 0, 0, 1)) for one in (tokens, numbers, weights))
         choices = numbers.numel()
     by_expert, order = numbers.flatten().sort(stable=True)
-    where = order_of_some(order[:choices], *numbers.shape)
+    where = order_of_some(order, numbers < own).of_those_present(choices)
     return compute(tokens, where, by_expert[:choices], weights)[:count].contiguous()
