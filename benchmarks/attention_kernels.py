@@ -208,6 +208,7 @@ def tune(given: Namespace, width: int, device: str) -> None:
     if device == "cuda":
         candidates = [*product((128,), (32, 64, 128), (8,), (2, 3))]
         candidates += product((128, 64), (32, 64), (4,), (2, 3))
+        candidates += product((128, 64), (16, 32), (8,), (2,))  # registers hold these of 256
     for name, which in tables.items():
         table = getattr(softpick_kernels, name)
         best = (float("inf"), table[width])

@@ -1,5 +1,7 @@
 """The recipe of parallelism: what is done to a model on the meta device, in order."""
 
+import logging
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -81,6 +83,8 @@ def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
     lengths) than the 8 graphs that torch allows.
     """
     torch._dynamo.config.recompile_limit = 64
+    # It warns wherever operations are kept that others may change in place, as none here does.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     if mesh.layout.tp * mesh.layout.ep > 1:
         from lacuna.parallel.experts import compile_in_parts  # an extension
 

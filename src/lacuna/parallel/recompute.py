@@ -17,14 +17,15 @@ from lacuna.config.machine import ActivationCheckpointConfig
 # The names of operations, or how these begin.
 _GROUPED = "aten::_grouped_mm"
 PRODUCTS = ("aten::mm", "aten::addmm", _GROUPED, "aten::_scaled_mm")
-_ATTENTION = (
+KEPT = (  # attention and communication
     "aten::_scaled_dot_product_",
     "torch_attn::_varlen_attn",
     "lacuna::merged_attention",
     "lacuna::ring_attention",
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::all_to_all_single",
 )
-_COMMUNICATION = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
-KEPT = (*_ATTENTION, *(f"_c10d_functional::{name}" for name in _COMMUNICATION))
 
 
 def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig) -> None:

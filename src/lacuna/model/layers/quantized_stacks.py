@@ -5,7 +5,6 @@ spread over ranks and saved one by one. The products are those of the model's ow
 that exist only while a layer computes: nothing dequantised is kept for the backward pass.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -132,8 +131,6 @@ def stacks_in(module: nn.Module) -> list[str]:
 
 def quantize_stacks(module: nn.Module, form: str) -> None:
     """Has a module compute with quantised stacks, in place."""
-    # Compiled layers are warned of in-place operations here, of which there are none.
-    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     names = stacks_in(module)
     stacks = {name: stored_parameter(module, name) for name in names}
     change_stacks(
