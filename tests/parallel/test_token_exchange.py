@@ -12,8 +12,6 @@ EXPERTS = 6
 WIDTH = 3
 CHOICES = 3
 
-Found = tuple[int, dict[str, Tensor]]
-
 
 def inputs_of(rank: int, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     """Hidden states, the numbers of the experts that are chosen, and their weights."""
