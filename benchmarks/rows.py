@@ -20,7 +20,7 @@ from row_models import (
     TINY_PARTS,
 )
 
-from lacuna.data import corpus
+from lacuna.config.documents import BUILT_IN
 
 Settings = Mapping[str, Mapping[str, Any]]
 
@@ -98,7 +98,7 @@ def toml(row: Row, folder: str) -> str:
     """The configuration of a row, whose files are in `folder`."""
     batch_size, seq_len = row.size
     sections: dict[str, dict[str, Any]] = {
-        "model": {"config": str(Path(folder, "model.json")), "tokenizer_path": corpus.NAME},
+        "model": {"config": str(Path(folder, "model.json")), "tokenizer_path": BUILT_IN},
         "training": {"batch_size": batch_size, "seq_len": seq_len},
         "optimizer": {"lr": 1e-4},
         "metrics": {"enable_tensorboard": False},

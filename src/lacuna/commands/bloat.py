@@ -25,6 +25,7 @@ EXTENSIONS = {
         "model/layers/stacks.py",
         "model/layers/loftq.py",
     ),
+    "built-in-text": ("data/corpus.py",),
     "GGUF-read": ("data/gguf.py", "data/gguf_tokenizer.py"),
     "GGUF-written": ("formats/gguf.py", "formats/gguf_fields.py"),
     "conversion": ("commands/convert.py", "formats/opening.py", "formats/convert.py"),

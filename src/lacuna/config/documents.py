@@ -14,6 +14,8 @@ from pydantic import (
 from lacuna.config.errors import UserError
 from lacuna.config.fields import Names, Path, Paths, Section, Shares, Texts, packaged
 
+# The name of the text that every Python brings along, and of the tokenizer that is trained on it.
+BUILT_IN = "python-stdlib"
 # Datasets that are readers of local files; data_files names these.
 READERS = ("json", "text", "parquet", "csv", "arrow")
 

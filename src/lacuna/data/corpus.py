@@ -9,10 +9,8 @@ from tokenizers import ByteLevelBPETokenizer
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import logger
+from lacuna.config.documents import BUILT_IN
 from lacuna.data.cache import made_once
-
-# The dataset and the tokenizer of this name are the ones of this module.
-NAME = "python-stdlib"
 
 _LEFT_OUT = {
     "site-packages",
@@ -47,7 +45,7 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
     digest = hashlib.sha256(b"\0".join(texts)).hexdigest()[:16]
 
     def train(file: str) -> None:
-        logger.info("training the %s tokenizer, once, into %s", NAME, Path(file).parent)
+        logger.info("training the %s tokenizer, once, into %s", BUILT_IN, Path(file).parent)
         step = max(1, sum(map(len, texts)) // _TRAINING_BYTES)
         sample = [text.decode(errors="replace") for text in texts[::step]]
         trained = ByteLevelBPETokenizer()
@@ -56,7 +54,7 @@ def stdlib_tokenizer() -> PreTrainedTokenizerFast:
         )
         trained.save(file)
 
-    file = made_once(f"{NAME}-{_VOCABULARY}-{digest}.json", train)
+    file = made_once(f"{BUILT_IN}-{_VOCABULARY}-{digest}.json", train)
     tokenizer: PreTrainedTokenizerFast = PreTrainedTokenizerFast(
         tokenizer_file=str(file), eos_token=_END, pad_token=_END
     )

@@ -19,9 +19,9 @@ from yaml import YAMLError
 
 from lacuna.config import UserError
 from lacuna.config.conversations import ChatConfig
-from lacuna.config.documents import READERS, DataConfig, Source
+from lacuna.config.documents import BUILT_IN, READERS, DataConfig, Source
 from lacuna.config.objectives import PreferenceConfig
-from lacuna.data import corpus, files
+from lacuna.data import files
 from lacuna.data.columns import columns_of_rows, first_columns, used_columns
 from lacuna.data.faults import damage_message, is_damage, with_retries
 from lacuna.data.folders import differing_types_explained, refuse_unread_files
@@ -203,8 +203,10 @@ def _require_whole_numbers(feature: Any) -> None:
 
 def _dataset_builder(source: Source, split: str) -> DatasetBuilder:
     """What `datasets` makes of a source: its files by split, and the kind of their records."""
-    if source.dataset == corpus.NAME:
-        return datasets.load_dataset_builder("text", data_files=corpus.stdlib_files())
+    if source.dataset == BUILT_IN:
+        from lacuna.data.corpus import stdlib_files  # an extension
+
+        return datasets.load_dataset_builder("text", data_files=stdlib_files())
     kind, options = infer_module_for_data_files_list([source.dataset])
     folder = None
     if Path(source.dataset).is_dir():

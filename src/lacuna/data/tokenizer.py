@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lacuna.config import UserError, explained
+from lacuna.config.documents import BUILT_IN
 from lacuna.config.sections import ModelConfig
-from lacuna.data import corpus
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
 
@@ -26,12 +26,14 @@ def load_tokenizer(name_or_path: str, trust_remote_code: bool = False) -> PreTra
 
     Raises UserError when there is none of that name.
     """
-    if name_or_path == corpus.NAME:
-        return corpus.stdlib_tokenizer()
+    if name_or_path == BUILT_IN:
+        from lacuna.data.corpus import stdlib_tokenizer  # an extension
+
+        return stdlib_tokenizer()
     absent = f"no tokenizer can be loaded from {name_or_path}"
     mend = (
         "set model.tokenizer_path to a Hub id, to a folder that holds a tokenizer, or to "
-        f"{corpus.NAME}"
+        f"{BUILT_IN}"
     )
     unfit = f"transformers refuses the configuration in {name_or_path}"
     errors = (StrictDataclassError, ArithmeticError, AttributeError, TypeError)
