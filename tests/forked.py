@@ -101,6 +101,9 @@ def _become_lacuna(words: Sequence[str], environment: dict[str, str], folder: Pa
     torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if "HF_DATASETS_CACHE" in environment:
         sys.modules["datasets"].config.HF_DATASETS_CACHE = Path(environment["HF_DATASETS_CACHE"])
+    # As a new process has it. Ours came along: data workers would import all libraries again, and
+    # outlive us.
+    multiprocessing.set_start_method(None, force=True)
     sys.stdin = open(0, closefd=False)  # noqa: SIM115 (for as long as the process lives)
     sys.argv = ["lacuna", *words]
     runpy.run_module("lacuna", run_name="__main__", alter_sys=True)

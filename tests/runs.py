@@ -313,6 +313,16 @@ def processes_naming(text: str) -> list[int]:
     return found
 
 
+def processes_in(folder: Path) -> list[int]:
+    """The living processes whose working folder it is: those of a run that was started there."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # a zombie has none
+            if (entry / "cwd").samefile(folder):
+                found.append(int(entry.name))
+    return found
+
+
 @contextlib.contextmanager
 def ended(process: Process) -> Iterator[Process]:
     """Within it the process may run; afterwards it has ended."""

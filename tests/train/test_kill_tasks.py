@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_kill import assert_same_end, kill_until_done
+from test_kill import SOME, assert_same_end, kill_until_done
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from runs import (
@@ -96,6 +96,6 @@ def test_a_task_killed_at_random_ends_as_the_straight_run(world: Path, tmp_path:
     killed = tmp_path / "killed"
     together(
         lambda: train(world, straight, *flags, "--cpus", 2),
-        lambda: kill_until_done(world, killed, 2, "async", flags, 3),
+        lambda: kill_until_done(world, killed, 2, "async", flags, SOME),
     )
     assert_same_end(killed, straight)
