@@ -20,12 +20,12 @@ TOKEN = "hf_OnlyTheHubMayKnowThis"
 class FakeHub:
     """What was sent: repositories made, commits as (message, files), tags.
 
-    A `status` other than 200 refuses everything.
+    A `status` other than 200 refuses everything. No commit is answered before there is `until`.
     """
 
     address: str = ""
     status: int = 200
-    seconds: float = 0.0
+    until: Path | None = None
     made: list[str] = field(default_factory=list)
     commits: list[tuple[str, dict[str, bytes]]] = field(default_factory=list)
     tags: list[str] = field(default_factory=list)
@@ -44,7 +44,8 @@ class FakeHub:
                 ]
             }
         if "/commit/" in path:
-            time.sleep(self.seconds)
+            while self.until is not None and not self.until.exists():
+                time.sleep(0.02)
             lines = [json.loads(line) for line in sent.splitlines()]
             files = [line["value"] for line in lines if line["key"] == "file"]
             contents = {file["path"]: base64.b64decode(file["content"]) for file in files}

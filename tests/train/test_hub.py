@@ -39,6 +39,7 @@ def sent(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Sent:
 @pytest.fixture(scope="module")
 def more(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Sent:
     """The same of kinds that take longer."""
+    folder = tmp_path_factory.mktemp("hub")
     wait = ("--checkpoint.hf_upload_background", "false")
     kinds = {
         "two ranks": (
@@ -52,9 +53,10 @@ def more(world: Path, tmp_path_factory: pytest.TempPathFactory) -> Sent:
             (*UPLOAD, "--checkpoint.hf_upload_format", "dcp", "--checkpoint.async_mode=async"),
         ),
         "at the end": ({}, True, (*UPLOAD, "--checkpoint.hf_upload_when", "end")),
-        "slow": ({"seconds": 30.0}, True, (*UPLOAD, "--checkpoint.interval", 1)),
+        # Until the run has made its last steps.
+        "slow": ({"until": folder / "slow" / "hf"}, True, (*UPLOAD, "--checkpoint.interval", 1)),
     }
-    return sent_by(world, tmp_path_factory.mktemp("hub"), kinds)
+    return sent_by(world, folder, kinds)
 
 
 def sent_by(
