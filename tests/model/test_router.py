@@ -257,6 +257,14 @@ def test_settings_ask_for_it_or_leave_it_out(tmp_path: Path) -> None:
     )
 
 
+def test_experts_are_counted_in_the_model_and_not_in_the_small_one_that_is_tried() -> None:
+    own = small_config(configuration_class("qwen3_moe"), output_router_logits=True)
+    own.num_experts = 64
+    router = router_of(own)
+    assert router is not None
+    assert router.experts == 64
+
+
 def test_a_model_without_routers_is_refused_by_the_settings_name(tmp_path: Path) -> None:
     random_model(tiny_config("llama")).save_pretrained(tmp_path)
     with pytest.raises(

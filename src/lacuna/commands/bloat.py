@@ -54,7 +54,12 @@ EXTENSIONS = {
         "rollout/answers.py",
     ),
     "added-losses": ("model/added_losses.py",),
-    "experts": ("model/router.py", "model/router_settings.py", "parallel/mixtures.py"),
+    "experts": (
+        "model/few_experts.py",
+        "model/router.py",
+        "model/router_settings.py",
+        "parallel/mixtures.py",
+    ),
     "spread-experts": (
         "parallel/expert_stacks.py",
         "parallel/experts.py",

@@ -19,10 +19,12 @@ def construct_model(
     attention: str | None,
     dtype: torch.dtype,
     real: Set[str] = frozenset(),
+    draw_matrices: bool = True,
 ) -> PreTrainedModel:
     """Makes a model by transformers' own code on the CPU.
 
     It has its buffers, but of its parameters only those named `real`: all others take no memory.
+    Without `draw_matrices` what has more than one dimension may have any values.
     """
     registered: list[nn.Parameter] = []
     kept: set[int] = set()
@@ -31,6 +33,8 @@ def construct_model(
         if len(registered) not in kept and not made.is_meta:
             made = nn.Parameter(made.to("meta"), made.requires_grad)
             # This keeps transformers from drawing numbers that nobody will see.
+            made._is_hf_initialized = True  # type: ignore[attr-defined]
+        elif made.ndim > 1 and not draw_matrices:
             made._is_hf_initialized = True  # type: ignore[attr-defined]
         registered.append(made)
         return made

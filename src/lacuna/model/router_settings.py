@@ -7,6 +7,7 @@ from transformers import PretrainedConfig
 from lacuna.config import UserError, logger
 from lacuna.config.sections import ModelConfig
 from lacuna.model.architecture import ROUTER_COEFFICIENTS
+from lacuna.model.few_experts import most_experts
 from lacuna.model.inputs import Inputs
 from lacuna.model.probe import runs_by_itself
 from lacuna.model.router import Router
@@ -77,4 +78,5 @@ def find_router(
             f"({theirs:.6f}, not {ours:.6f}): set it to false to train without it."
         )
     logger.info("load-balancing loss: times %g", weight)
-    return Router(weight, router.chosen, router.experts)
+    left_out = most_experts(model_config) - most_experts(model.config)
+    return Router(weight, router.chosen, router.experts + left_out)

@@ -4,7 +4,7 @@ import copy
 import math
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.model.architecture import decoder_layers, meta_model
@@ -14,6 +14,7 @@ from lacuna.model.rotation import fix_rotations
 _CPU = torch.device("cpu")
 LENGTH = 28
 _VOCABULARY = 64
+_DRAWN = 1_000_003  # a prime number: no row of a matrix is another one's
 
 # Settings of a distance beyond which a token sees others differently, and the distance tried.
 _LIMITS = (
@@ -45,7 +46,8 @@ def specimen(
 ) -> PreTrainedModel:
     """A model in small, float32 on `device`, in evaluation mode, with weights that all matter.
 
-    It has the layers up to the last one of a new kind, and layers of one kind share their weights.
+    It has the layers up to the last one of a new kind, few experts, and layers of one kind share
+    their weights.
     The weights are drawn larger than those of new models, which would hide much. `longest` is a
     run's longest position.
     """
@@ -61,6 +63,10 @@ def specimen_and_layers(
 ) -> tuple[PreTrainedModel, nn.ModuleList]:
     """The same model, with at `least` so many layers, and the list of its layers."""
     small = _shorten_config(model_config)
+    if any("expert" in name for name in vars(small.get_text_config())):
+        from lacuna.model.few_experts import with_few_experts  # an extension
+
+        small = with_few_experts(small)
     shadow = meta_model(small, attention, torch.float32)
     first_of = _first_of_each_kind(shadow)
     layers = decoder_layers(shadow)
@@ -71,7 +77,7 @@ def specimen_and_layers(
     real = {name for name, _ in shadow.named_parameters()}
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model = construct_model(small, attention, torch.float32, real)
+        model = construct_model(small, attention, torch.float32, real, draw_matrices=False)
     layers = decoder_layers(model)
     del layers[count:]
     for layer, first in zip(layers, first_of, strict=False):
@@ -79,7 +85,7 @@ def specimen_and_layers(
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for weight in model.parameters():
-            drawn = torch.randn(weight.shape, generator=generator)
+            drawn = _numbers(weight.shape, generator)
             if weight.ndim > 1:
                 weight.copy_(drawn / math.sqrt(weight.shape[-1]))
             else:
@@ -87,6 +93,13 @@ def specimen_and_layers(
     fix_rotations(model, longest)
     model.to(device)  # type: ignore[arg-type]  # transformers' `to` is typed as no method
     return model.eval(), layers
+
+
+def _numbers(shape: torch.Size, generator: torch.Generator) -> Tensor:
+    """Normal numbers. Large tensors repeat them, at other places of their rows: to draw is slow."""
+    drawn = torch.randn(min(shape.numel(), _DRAWN), generator=generator)
+    times = math.ceil(shape.numel() / _DRAWN)
+    return drawn.repeat(times)[: shape.numel()].view(shape)
 
 
 def _shorten_config(model_config: PretrainedConfig) -> PretrainedConfig:

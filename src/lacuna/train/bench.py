@@ -237,18 +237,19 @@ def _profile(run: Run) -> dict[str, Any]:
                 train_step(run, False)
             synchronize()
     gc.enable()
-    events = profiler.events() or []
+    # `profiler.events()` makes a tree of operations, which takes a minute for large models.
+    recorded = profiler.profiler.kineto_results.events()
     [whole] = [
-        event.time_range
-        for event in events
-        if event.name == _PROFILED and event.device_type == DeviceType.CPU
+        event
+        for event in recorded
+        if event.name() == _PROFILED and event.device_type() == DeviceType.CPU
     ]
-    intervals = recorded_intervals(events, device)
-    counted, busy = time_by_class(intervals, whole.start, whole.end)
-    scale = 1e6 * PROFILED_STEPS
+    intervals = recorded_intervals(recorded, device)
+    counted, busy = time_by_class(intervals, whole.start_ns(), whole.end_ns())
+    scale = 1e9 * PROFILED_STEPS
     return {
         "steps": PROFILED_STEPS,
-        "step_seconds": (whole.end - whole.start) / scale,
+        "step_seconds": (whole.end_ns() - whole.start_ns()) / scale,
         "seconds": {name: time / scale for name, time in counted.items()},
         "busy_seconds": {name: time / scale for name, time in busy.items()},
     }

@@ -6,8 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
-from torch._C._autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent
+from torch._C._autograd import DeviceType, _KinetoEvent
 
 IDLE = "idle"
 # Class -> what the names of its kernels and operations contain. The first that fits counts; where
@@ -31,7 +30,7 @@ _RANGES = ("autograd::", "torch::autograd::", "FSDP::", "Optimizer.")
 
 
 class Interval(NamedTuple):
-    """When something of a class ran, in microseconds of any one clock."""
+    """When something of a class ran, in nanoseconds of any one clock."""
 
     start: float
     end: float
@@ -74,16 +73,17 @@ def time_by_class(
     return counted, busy
 
 
-def recorded_intervals(events: Iterable[FunctionEvent], device: torch.device) -> list[Interval]:
+def recorded_intervals(events: Iterable[_KinetoEvent], device: torch.device) -> list[Interval]:
     """The kernels among a profiler's events; on a CPU the operations."""
     wanted = DeviceType.CUDA if device.type == "cuda" else DeviceType.CPU
     intervals = []
     for event in events:
-        name = event.name
-        if event.device_type != wanted or event.is_user_annotation or name.startswith(_RANGES):
+        name = event.name()
+        is_range = event.is_user_annotation() or name.startswith(_RANGES)
+        if event.device_type() != wanted or is_range:
             continue
         kind = kernel_class(name)
         if device.type == "cpu" and "::" not in name and kind != "communication":
             continue  # a range around operations
-        intervals.append(Interval(event.time_range.start, event.time_range.end, kind))
+        intervals.append(Interval(event.start_ns(), event.end_ns(), kind))
     return intervals
