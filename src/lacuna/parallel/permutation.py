@@ -101,9 +101,26 @@ class _Summed(torch.autograd.Function):
 
 
 def _summed(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _added(copies, places, present)
     if present is not None:
         taken = copies[places]
         there = present.view(present.shape + (1,) * (taken.ndim - 2))
         return torch.where(there, taken, 0).sum(1)
     # torch adds in float32, whatever the dtype.
     return copies[places[:, 0]] if places.shape[1] == 1 else copies[places].sum(1)
+
+
+def _added(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:
+    """The same for compilers, which make one pass over the copies of this.
+
+    What they make of a sum over the few copies of each row reads these far more slowly.
+    """
+    total = torch.zeros((), dtype=torch.float32, device=copies.device)
+    for number, place in enumerate(places.unbind(1)):
+        taken = copies[place].float()
+        if present is not None:
+            there = present[:, number]
+            taken = torch.where(there.view(-1, *(1,) * (taken.ndim - 1)), taken, 0)
+        total = total + taken
+    return total.to(copies.dtype)
