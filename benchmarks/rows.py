@@ -30,8 +30,8 @@ PACKED = {
     "training": {"context_len": 4096, "varlen": True},
 }
 BY_OPERATION = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
-EVERY_SECOND = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"}}
 FOUR = {"training": {"gradient_accumulation_steps": 4}}
+TWO = {"training": {"gradient_accumulation_steps": 2}}
 SPREAD = {"parallelism": {"expert_parallel_degree": 2}}
 TENSORWISE = {
     "enable_float8_linear": True,
@@ -240,10 +240,10 @@ ROWS = {
         "torchtitan",
     ),
     "qwen3-moe-2": Row(
-        "8 layers of it, FSDP 2, experts over 2, 4 x 2 rows of 4,096, every second recomputed",
+        "8 layers of it, FSDP 2, experts over 2, 2 x 4 rows of 4,096, recomputation by operation",
         QWEN3_MOE_2,
-        (2, 4096),
-        WHOLE_ROWS | EVERY_SECOND | FOUR | SPREAD,
+        (4, 4096),
+        WHOLE_ROWS | BY_OPERATION | TWO | SPREAD,
         "torchtitan",
         processes=2,
     ),
