@@ -1,6 +1,8 @@
 """Which samples a step trains on does not depend on ranks, workers or restarts."""
 
+import multiprocessing
 import os
+import sys
 import time
 from itertools import islice
 from pathlib import Path
@@ -131,6 +133,24 @@ def test_the_number_of_workers_changes_nothing(
 ) -> None:
     expected = run(mixed(folders, way), tokenizer, world=1)
     assert torch.equal(run(mixed(folders, way, workers), tokenizer, world=1, micro=4), expected)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others fork no threads")
+def test_workers_are_forked_whatever_python_would_do(
+    folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """What is forked ends with a killed run; what Python 3.14's server starts does not."""
+    before = multiprocessing.get_start_method(allow_none=True)
+    multiprocessing.set_start_method("forkserver", force=True)
+    try:
+        loader = loader_of(mixed(folders, WAYS["cache"], workers=2), tokenizer, rank=0, world=1)
+        next(iter(loader))
+        assert [type(one).__name__ for one in multiprocessing.active_children()] == 2 * [
+            "ForkProcess"
+        ]
+        loader.close()
+    finally:
+        multiprocessing.set_start_method(before, force=True)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,13 @@ from lacuna.data.packing import Batch
 from lacuna.data.plan import RowPlan, make_row_plan
 from lacuna.data.rows import documents_begun, rows_from_the_start
 from lacuna.data.tokenize import add_broken
-from lacuna.data.workers import start_worker, stop_workers, workers_for_lanes, workers_for_table
+from lacuna.data.workers import (
+    start_method,
+    start_worker,
+    stop_workers,
+    workers_for_lanes,
+    workers_for_table,
+)
 
 
 class Loader:
@@ -123,6 +129,7 @@ class Loader:
             batch_size=None,
             collate_fn=tuple,
             num_workers=self._workers,
+            multiprocessing_context=start_method(self._workers),
             prefetch_factor=prefetch,
             worker_init_fn=start_worker,
             # Without a generator of its own, every start would draw from that of dropout.

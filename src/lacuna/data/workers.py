@@ -3,6 +3,7 @@
 import atexit
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -36,6 +37,15 @@ def workers_for_lanes(wanted: int | None, period: int) -> int:
         wanted = min(_MOST_WORKERS, max(1, spare))
     divisors = [count for count in range(1, wanted + 1) if period % count == 0]
     return max(divisors, default=0)
+
+
+def start_method(workers: int) -> str | None:
+    """How so many workers are started; None where that is Python's choice, or there are none.
+
+    On Linux they are forked. Python 3.14 would have a server start them, which outlives a run that
+    is killed, and its workers with it.
+    """
+    return "fork" if workers and sys.platform == "linux" else None
 
 
 def start_worker(_number: int) -> None:
