@@ -29,6 +29,7 @@ from lacuna.model.own_attention import register
 from lacuna.parallel.partial_attention import Part
 
 WARM_UP = 3
+MOST_SUMS = 128  # registers of a thread, of 255, that hold what is summed up
 Row = dict[str, Any]
 
 
@@ -193,6 +194,20 @@ def measure(given: Namespace, width: int, device: str) -> list[Row]:
     return rows
 
 
+def may_fit(name: str, candidate: tuple[int, ...], width: int) -> bool:
+    """Whether a kernel of these sizes may fit shared memory and registers, reckoned roughly.
+
+    Triton says so only after it has compiled a kernel, which takes seconds for wide heads.
+    """
+    block, step, warps, stages = candidate
+    kept = block if name == "FORWARD" else 2 * block
+    shared_bytes = 2 * width * (kept + 2 * stages * step)
+    sums = 2 * block if name == "OF_KEYS" else block
+    registers = sums * width / (32 * warps)
+    device = torch.cuda.get_device_properties()
+    return shared_bytes <= device.shared_memory_per_block_optin and registers <= MOST_SUMS
+
+
 def tune(given: Namespace, width: int, device: str) -> None:
     """Sets, for this process, the fastest sizes of blocks of each kernel, and prints them."""
     from lacuna.model import softpick_kernels
@@ -212,7 +227,8 @@ def tune(given: Namespace, width: int, device: str) -> None:
     for name, which in tables.items():
         table = getattr(softpick_kernels, name)
         best = (float("inf"), table[width])
-        for candidate in [table[width], *candidates]:
+        tried = [one for one in candidates if device == "cpu" or may_fit(name, one, width)]
+        for candidate in [table[width], *tried]:
             table[width] = candidate
             try:
                 taken = both_passes(ours, tensors, max(given.repeats // 4, 1), device)[which]
