@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen3Config, Qwe
 from lacuna.commands import bench
 from lacuna.config import UserError
 from lacuna.config.parse import load_config
+from lacuna.data.corpus import stdlib_tokenizer
 from runs import environment
 
 sys.path.insert(0, str(bench.DRIVERS))
@@ -148,7 +149,7 @@ def test_rows_of_flas_loop_have_bounds_and_labels_as_fla_shifts_them() -> None:
 
 def test_conversations_have_about_a_thousand_tokens(tmp_path: Path) -> None:
     conversations.write_conversations(tmp_path, 50)
-    tokenizer = rows.corpus.stdlib_tokenizer()
+    tokenizer = stdlib_tokenizer()
     lines = (tmp_path / "conversations.jsonl").read_text().splitlines()
     lengths = [
         sum(len(tokenizer.encode(one["content"])) for one in json.loads(line)["messages"])

@@ -6,9 +6,11 @@ import torch
 from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
 from lacuna.model.few_experts import most_experts
 from lacuna.model.specimen import LENGTH, specimen
+from lacuna.parallel.expert_stacks import stacks_of
 
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 MANY = 64
+WIDE = 192
 CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 GROUPS = {"n_group": 8, "num_expert_group": 8, "topk_group": 4}
 
@@ -19,13 +21,16 @@ def mixtures() -> list[str]:
 
 
 @pytest.mark.parametrize("kind", mixtures())
-def test_a_mixture_in_small_has_few_experts_and_chooses_among_them(kind: str) -> None:
+def test_a_mixture_in_small_has_few_narrow_experts_and_chooses_among_them(kind: str) -> None:
     config = small_config(configuration_class(kind))
     text_config = config.get_text_config()
     few = most_experts(config)
     for name in COUNTS:
         if getattr(text_config, name, None) == few:
             setattr(text_config, name, MANY)
+    for name, value in vars(text_config).items():
+        if name.endswith(("intermediate_size", "ffn_hidden_size", "ffn_dim")) and value in (24, 48):
+            setattr(text_config, name, WIDE)
     for name in CHOSEN:
         if getattr(text_config, name, None) == 2:
             setattr(text_config, name, 8)
@@ -35,6 +40,8 @@ def test_a_mixture_in_small_has_few_experts_and_chooses_among_them(kind: str) ->
     assert most_experts(config) == MANY
     model = specimen(config)
     assert 16 <= most_experts(model.config) <= MANY // 2
+    stacks = stacks_of([model])
+    assert {stack.down_proj.numel() / len(stack.down_proj) / 32 for stack in stacks} == {128}
     assert most_experts(config) == MANY, "the run's own configuration is as it was"
     with torch.no_grad():
         output = model(input_ids=torch.arange(3, 3 + LENGTH)[None], use_cache=False)
