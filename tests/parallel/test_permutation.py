@@ -76,3 +76,16 @@ def test_gradients_of_bfloat16_are_added_in_float32() -> None:
     copied_rows(rows, where).backward(torch.ones(300, 2, dtype=torch.bfloat16))
     assert rows.grad is not None
     assert rows.grad.tolist() == [[300, 300]]  # added in bfloat16, ones would end at 256
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_compiled_sums_are_as_exact_as_others(dtype: torch.dtype) -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    where = order_of(torch.randint(4, (20 * 8,)).argsort(stable=True), 8)
+    copies = torch.randn(20 * 8, 5, dtype=torch.float64).to(dtype)
+    compiled = torch.compile(summed_rows, fullgraph=True, dynamic=True)
+    exact = summed_by_indices(copies.double(), where)
+    found = compiled(copies, where)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-15)

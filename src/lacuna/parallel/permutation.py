@@ -116,9 +116,10 @@ def _added(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:
 
     What they make of a sum over the few copies of each row reads these far more slowly.
     """
-    total = torch.zeros((), dtype=torch.float32, device=copies.device)
+    dtype = torch.promote_types(copies.dtype, torch.float32)
+    total = torch.zeros((), dtype=dtype, device=copies.device)
     for number, place in enumerate(places.unbind(1)):
-        taken = copies[place].float()
+        taken = copies[place].to(dtype)
         if present is not None:
             there = present[:, number]
             taken = torch.where(there.view(-1, *(1,) * (taken.ndim - 1)), taken, 0)
