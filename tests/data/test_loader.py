@@ -135,7 +135,7 @@ def test_the_number_of_workers_changes_nothing(
     assert torch.equal(run(mixed(folders, way, workers), tokenizer, world=1, micro=4), expected)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="others fork no threads")
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is Python's choice")
 def test_workers_are_forked_whatever_python_would_do(
     folders: tuple[Path, Path], tokenizer: PreTrainedTokenizerFast
 ) -> None:

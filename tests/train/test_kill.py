@@ -40,8 +40,13 @@ MOMENTS: dict[int, dict[str, tuple[Moment, ...]]] = {
     2: {
         "disabled": (("writing", None), ("exporting", 0)),
         "async": (
-            *(("start-up", None), ("writing", 1), ("deleting", 0), ("any time", None)),
-            *(("step", 0), ("deleting", None), ("exporting", 1)),
+            ("start-up", None),
+            ("writing", 1),
+            ("deleting", 0),
+            ("any time", None),
+            ("step", 0),
+            ("deleting", None),
+            ("exporting", 1),
         ),
     },
 }

@@ -57,6 +57,8 @@ def with_few_experts(model_config: PretrainedConfig) -> PretrainedConfig:
     groups = settings.get("n_group", 1)
     least = max(_FEW, 2 * max(chosen, default=1), _IN_A_GROUP * groups)
     wanted = _Experts(min(own.number, groups * math.ceil(least / groups)), min(own.width, _NARROW))
+    if wanted == own:
+        return model_config
     small = copy.deepcopy(model_config)
     for name, value in settings.items():
         if "expert" in name and value == own.number:

@@ -237,7 +237,7 @@ def _profile(run: Run) -> dict[str, Any]:
                 train_step(run, False)
             synchronize()
     gc.enable()
-    # `profiler.events()` makes a tree of operations, which takes a minute for large models.
+    # `profiler.events()` makes a tree of operations: 16 s for 300,000 of them, where this takes 1.
     recorded = profiler.profiler.kineto_results.events()
     [whole] = [
         event
