@@ -45,7 +45,7 @@ GIVEN_ALL_SETTINGS = {
     # for runs, teachers and references alike. Each step of a recipe is given its own.
     "data/plan.py": ("make_row_plan",),
     "data/loader.py": ("build_loader", "build_validation"),
-    "model/build.py": ("build_meta_model", "build_model", "build_frozen"),
+    "model/build.py": ("build_meta_model", "build_model", "_fill", "build_frozen"),
     "model/layers/replacement.py": ("replace_layers",),
     "formats/opening.py": ("_model_with_empty_adapters",),
     # They make other settings of a whole run: of a stage, of a teacher, of what is measured.

@@ -12,16 +12,18 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from every_model import configuration_class, small_config
 from lacuna.config import Config, UserError
+from lacuna.config.adapters import LoraConfig
 from lacuna.config.documents import ValidationConfig
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
-from lacuna.config.sections import TrainingConfig
+from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import build_model
 from lacuna.model.checks import check_layout, check_lengths, check_ties
 from lacuna.model.layers.bits import dequantize, quantize
 from lacuna.model.layers.lora import add_adapters
 from lacuna.model.layers.wrapping import plain_tensor
-from lacuna.model.vocabulary import embeds_on_cpu, look_up_on_cpu
+from lacuna.model.vocabulary import embeddings_on_cpu, look_up_on_cpu
+from lacuna.model.weights import fill_model
 from lacuna.parallel.fsdp import is_alone, local
 from lacuna.parallel.mesh import Layout, build_mesh
 from tiny import CPU, random_model, relative_error, run_ranks, tiny_config, tokenizer_of_words
@@ -100,7 +102,7 @@ def test_one_gpu_has_no_frozen_embedding_beside_quantised_weights() -> None:
         )
         add_adapters(model, config.lora, torch.float32)
         alone = is_alone(config.training, Layout(dp_shard=shards))
-        return embeds_on_cpu(model, base, alone, device)
+        return bool(embeddings_on_cpu(model, base, alone, device))
 
     assert decided()
     assert not decided(base="none") and not decided(device="cpu") and not decided(shards=2)
@@ -127,6 +129,16 @@ def test_rows_that_are_looked_up_on_the_cpu_are_those_of_the_embedding(device: s
         and found.device == expected.device
         and found.equal(expected)
     )
+
+
+def test_an_embedding_that_stays_in_cpu_memory_is_never_elsewhere() -> None:
+    model = meta_model(tiny_config("llama"), "sdpa", torch.float32)
+    path = "model.embed_tokens"
+    nowhere = torch.device("meta")
+    settings = ModelConfig(), LoraConfig(), TrainingConfig()
+    fill_model(model, set(), *settings, nowhere, fill=False, on_cpu={path})
+    on_cpu = [name for name, one in model.named_parameters() if one.device.type == "cpu"]
+    assert on_cpu == [f"{path}.weight"]
 
 
 def _places(folder: Path, device: str, **settings: Any) -> set[str]:
@@ -170,8 +182,10 @@ def _graphs(folder: Path, **settings: Any) -> int:
 @pytest.mark.parametrize("modules", [(), ("embed_tokens",)])
 def test_adapters_have_no_more_graphs_compiled(tmp_path: Path, modules: tuple[str, ...]) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
-    assert run_ranks(1, _graphs, tmp_path) == [2]
-    assert run_ranks(1, partial(_graphs, lora={"rank": 4, "modules": modules}), tmp_path) == [2]
+    plain = run_ranks(1, _graphs, tmp_path)
+    assert plain == [4], "of a layer and of the last norm, learning and not"
+    adapted = run_ranks(1, partial(_graphs, lora={"rank": 4, "modules": modules}), tmp_path)
+    assert adapted == plain
 
 
 def _quantized(folder: Path, shards: int, **lora: Any) -> PreTrainedModel:

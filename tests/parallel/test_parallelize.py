@@ -35,3 +35,27 @@ def test_a_compiled_model_takes_batches_of_more_kinds_than_torch_would() -> None
         run_ranks(1, _losses_of_many_kinds, compiled) for compiled in (True, False)
     )
     torch.testing.assert_close(compiled, eager)
+
+
+def _dtypes_kept_by_the_last_norm(compiled: bool) -> set[torch.dtype]:
+    config = Config(compile={"enable": compiled})
+    norm = sharded_model(tiny_config("llama"), config).model.norm.bfloat16()
+    hidden = torch.randn(1, 8, len(norm.weight), dtype=torch.bfloat16, requires_grad=True)
+    kept: set[torch.dtype] = set()
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.numel() >= hidden.numel():
+            kept.add(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        norm(hidden)
+    return kept
+
+
+def test_a_compiled_model_keeps_nothing_in_float32_for_its_last_norm() -> None:
+    (compiled,), (eager,) = (
+        run_ranks(1, _dtypes_kept_by_the_last_norm, compiled) for compiled in (True, False)
+    )
+    assert torch.float32 in eager
+    assert compiled == {torch.bfloat16}

@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from lacuna.config import Config, in_curriculum_stage, logger
-from lacuna.config.adapters import LoraConfig, QuantizationConfig
 from lacuna.config.machine import Float8Config, ParallelismConfig
-from lacuna.config.sections import ModelConfig, TrainingConfig
+from lacuna.config.sections import TrainingConfig
 from lacuna.data import Batch
 from lacuna.model import architecture
 from lacuna.model.attention_choice import attention_choices
@@ -39,7 +38,7 @@ from lacuna.model.probe_shares import tried_attention
 from lacuna.model.rotation import fix_rotations
 from lacuna.model.specimen import specimen
 from lacuna.model.vocabulary import (
-    embeds_on_cpu,
+    embeddings_on_cpu,
     freeze_rows,
     look_up_on_cpu,
     require_gradients_of_embedded,
@@ -192,8 +191,7 @@ def build_model(
     stages = parallelize(
         model, layers, mesh, parallelism, recomputed, compiled, training, config.quantization
     )
-    _fill(model, trained, config.model, config.lora, training, config.longest_piece, device, fill)
-    _change_weight_use(model, training, config.quantization, mesh.layout, device.type)
+    _fill(model, trained, config, mesh.layout, device, fill)
     if config.lora.rank and compiled and mesh.layout.pp == 1:
         require_gradients_of_embedded(model)
     for stage in stages:
@@ -215,22 +213,29 @@ def build_model(
 def _fill(
     model: PreTrainedModel,
     trained: set[str],
-    base: ModelConfig,
-    lora: LoraConfig,
-    training: TrainingConfig,
-    longest: int,
+    config: Config,
+    layout: Layout,
     device: torch.device,
     fill: bool,
 ) -> None:
     """Gives a model memory and, in place, all that it begins with: weights, rotations, adapters.
 
-    Without `fill` weights and adapters remain unknown.
+    Without `fill` weights and adapters remain unknown. Where sharding does not cast the weights, it
+    casts them itself, and an embedding that is to stay in CPU memory is looked up there.
     """
-    fill_model(model, trained, base, lora, training, device, fill)
-    for description in fix_rotations(model, longest):
+    training = config.training
+    alone = is_alone(training, layout)
+    on_cpu = embeddings_on_cpu(model, config.quantization.base, alone, device.type)
+    fill_model(model, trained, config.model, config.lora, training, device, fill, on_cpu)
+    for description in fix_rotations(model, config.longest_piece):
         logger.info("rotations of %s", description)
-    if fill and lora.rank:
-        begin_adapters(model, trained, lora, base.name_or_path, training.seed, device)
+    if fill and config.lora.rank:
+        source = config.model.name_or_path
+        begin_adapters(model, trained, config.lora, source, training.seed, device)
+    if alone or casts_by_itself(model, training, config.quantization, device.type):
+        compute_in(model, compute_dtype(training, device.type))
+    for path in on_cpu:
+        look_up_on_cpu(model.get_submodule(path))
 
 
 def install_fastest_kernels(
@@ -252,24 +257,6 @@ def _after_update(model: PreTrainedModel, settings: Float8Config, mesh: Mesh) ->
     from lacuna.model.layers.float8 import gather_filled
 
     return gather_filled(model, settings, mesh)
-
-
-def _change_weight_use(
-    model: PreTrainedModel,
-    training: TrainingConfig,
-    quantization: QuantizationConfig,
-    layout: Layout,
-    device_type: str,
-) -> None:
-    """Has a filled model cast its weights where sharding does not do that, in place.
-
-    An embedding that is to stay in CPU memory is looked up there.
-    """
-    alone = is_alone(training, layout)
-    if alone or casts_by_itself(model, training, quantization, device_type):
-        compute_in(model, compute_dtype(training, device_type))
-    if embeds_on_cpu(model, quantization.base, alone, device_type):
-        look_up_on_cpu(model.get_input_embeddings())
 
 
 def build_frozen(

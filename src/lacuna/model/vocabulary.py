@@ -1,7 +1,8 @@
-"""The rows of a vocabulary: in which memory they are, and which of them learn."""
+"""The rows of a vocabulary: in which memory they are, which of them learn, and new ones."""
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,19 +12,19 @@ from lacuna.model.architecture import vocabulary_weights
 from lacuna.parallel.fsdp import local, own_part
 
 
-def embeds_on_cpu(model: PreTrainedModel, base: str, alone: bool, device_type: str) -> bool:
-    """Whether the embedding stays in CPU memory: on a single GPU, frozen beside quantised weights.
+def embeddings_on_cpu(model: PreTrainedModel, base: str, alone: bool, device_type: str) -> set[str]:
+    """The path of the embedding if it stays in CPU memory.
 
-    `base` is `quantization.base`, and `alone` says that nothing is sharded. An embedding that is
-    also the head does not stay there.
+    It does on a single GPU, frozen beside quantised weights. `base` is `quantization.base`, and
+    `alone` says that nothing is sharded. An embedding that is also the head does not stay there.
     """
-    if device_type != "cuda" or base == "none" or not alone:
-        return False
     embedding = model.get_input_embeddings()
-    if type(embedding) is not nn.Embedding:
-        return False
+    if device_type != "cuda" or base == "none" or not alone or type(embedding) is not nn.Embedding:
+        return set()
     head = getattr(model.get_output_embeddings(), "weight", None)
-    return head is not embedding.weight and not embedding.weight.requires_grad
+    if head is embedding.weight or embedding.weight.requires_grad:
+        return set()
+    return {path for path, module in model.named_modules() if module is embedding}
 
 
 def look_up_on_cpu(embedding: nn.Module) -> None:
@@ -60,3 +61,16 @@ def _zero_gradients(rows: Tensor, weight: Tensor) -> None:
     """Zeroes the gradients of these rows, so that AdamW without decay leaves them as they are."""
     assert weight.grad is not None, "it was accumulated before this is called"
     local(weight.grad).masked_fill_(rows, 0)
+
+
+def grow_rows(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
+    """Reads a weight of a vocabulary and gives it `rows` rows.
+
+    The rows of the ids `added`, and those that the file lacks, are the mean of the first `known`.
+    """
+    read = stored[...]
+    blocks = read[:known].split(4096)  # so that few rows at a time are float64
+    mean = sum(block.double().sum(0) for block in blocks) / len(read[:known])
+    grown = torch.cat([read, read.new_empty(max(rows - len(read), 0), *read.shape[1:])])
+    grown[[*added, *range(len(read), rows)]] = mean.to(read.dtype)
+    return grown

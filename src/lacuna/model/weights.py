@@ -39,6 +39,7 @@ from lacuna.model.kind import is_scoring
 from lacuna.model.layers.lora import PARTS, adapted_modules
 from lacuna.model.layers.wrapping import stored_parameter, wrapped_modules
 from lacuna.model.leftovers import check_files
+from lacuna.model.vocabulary import grow_rows
 from lacuna.parallel.fsdp import local, own_part
 from lacuna.parallel.precision import stored_dtype
 
@@ -51,11 +52,12 @@ def fill_model(
     training: TrainingConfig,
     device: torch.device,
     fill: bool,
+    on_cpu: Set[str] = frozenset(),
 ) -> None:
     """Gives a sharded meta model, in place, its memory, its buffers, and with `fill` its weights.
 
-    Weights come from the files of `source`, or are drawn. Offloaded ones are on the CPU.
-    All parameters but those `trained` are frozen.
+    Weights come from the files of `source`, or are drawn. Offloaded ones are on the CPU, and so are
+    the modules of the paths `on_cpu`. All parameters but those `trained` are frozen.
     """
     home = torch.device("cpu") if training.enable_cpu_offload else device
     dtype = stored_dtype(training, lora, device.type)
@@ -73,9 +75,12 @@ def fill_model(
 
             begin_learned(model, str(source.name_or_path), home)
         places = {"": home} | dict.fromkeys(buffers & stored, device)
+        places |= dict.fromkeys(on_cpu, torch.device("cpu"))
         load_weights(model, shadow, source, places, device)
     else:
         model.to_empty(device=home)
+        for path in on_cpu:
+            model.get_submodule(path).to_empty(device="cpu")
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     if all(name in names for pair in model.all_tied_weights_keys.items() for name in pair):
         share_tied_parameters(model)  # unless this rank's pipeline stages have but one end of it
@@ -83,7 +88,8 @@ def fill_model(
         place_buffers(model, shadow, buffers - stored, device)
     else:
         place_buffers(model, shadow, buffers, device)
-        draw_weights(model, shadow, stored, device, training.seed)
+        if fill:
+            draw_weights(model, shadow, stored, device, training.seed)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trained)  # splitting and loading made new ones
 
@@ -170,19 +176,6 @@ def _same_origin(source: str, other: str) -> bool:
     return bool(torch.dist(expected, directions(theirs)) <= expected.norm() / 2)
 
 
-def _grow_rows(stored: Any, rows: int, known: int, added: Set[int]) -> Tensor:
-    """Reads a weight of a vocabulary and gives it `rows` rows.
-
-    The rows of the ids `added`, and those that the file lacks, are the mean of the first `known`.
-    """
-    read = stored[...]
-    blocks = read[:known].split(4096)  # so that few rows at a time are float64
-    mean = sum(block.double().sum(0) for block in blocks) / len(read[:known])
-    grown = torch.cat([read, read.new_empty(max(rows - len(read), 0), *read.shape[1:])])
-    grown[[*added, *range(len(read), rows)]] = mean.to(read.dtype)
-    return grown
-
-
 def load_weights(
     model: PreTrainedModel,
     shadow: PreTrainedModel,
@@ -253,7 +246,7 @@ def _slices_to_load(shadow: PreTrainedModel, settings: ModelConfig) -> dict[str,
         }
         for key, stored in slices.items():
             if tuple(key.split(".")[-2:]) in ends:
-                slices[key] = _grow_rows(stored, rows, known, added)
+                slices[key] = grow_rows(stored, rows, known, added)
     if is_scoring(shadow.config):
         from lacuna.model.scores import with_new_scores  # an extension
 

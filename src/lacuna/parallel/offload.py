@@ -58,8 +58,6 @@ class _Keeper:
         tensor = self._fetch(kept)
         kept.fetched = None
         self.device.current_stream().wait_stream(self.stream)
-        if tensor.is_cuda:
-            tensor.record_stream(self.device.current_stream())
         if kept.previous is not None:
             self._fetch(kept.previous)
         return tensor
@@ -67,8 +65,13 @@ class _Keeper:
     def _fetch(self, kept: _Offloaded) -> Tensor:
         """Begins to copy a tensor back to its device, unless that has begun."""
         if kept.fetched is None:
+            # Of the memory that computation uses: that of another stream would be kept beside it.
+            kept.fetched = torch.empty_like(kept.host, device=kept.device)
+            self.stream.wait_stream(self.device.current_stream())
             with self.device.stream(self.stream):
-                kept.fetched = kept.host.to(kept.device, non_blocking=True)
+                kept.fetched.copy_(kept.host, non_blocking=True)
+            if kept.fetched.is_cuda:
+                kept.fetched.record_stream(self.stream)
         return kept.fetched
 
 

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from lacuna.config.adapters import QuantizationConfig
 from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, ParallelismConfig
 from lacuna.config.sections import TrainingConfig
+from lacuna.parallel.backbone import backbone
 from lacuna.parallel.fsdp import is_alone, shard_model
 from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.recompute import recompute
@@ -57,6 +58,8 @@ def parallelize(
         prepare_mixtures(own, model, mesh, training, quantization, recomputed)
     if compiled:
         _compile_layers(own, mesh)
+        for stage in stages:
+            _compile_norms(stage.module, mesh)
     recompute(own, recomputed)
     for stage in stages:
         if recomputed.offload:
@@ -91,3 +94,15 @@ def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
         layers = compile_in_parts(layers, mesh)
     for layer in layers:
         layer.compile(fullgraph=True)
+
+
+def _compile_norms(module: PreTrainedModel, mesh: Mesh) -> None:
+    """Has norms that stand beside the layers, as the last one does, be compiled, in place.
+
+    Else their float32 numbers would be kept for the backward pass. Split norms are left alone.
+    """
+    if mesh.layout.tp > 1:
+        return
+    for norm in backbone(module).children():
+        if type(norm).__name__.endswith("Norm"):
+            norm.compile(fullgraph=True)

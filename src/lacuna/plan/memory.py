@@ -20,7 +20,7 @@ from lacuna.model.layers.stacks import LoraStacks
 from lacuna.model.layers.wrapping import stored_parameter
 from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.parameter_groups import state_bytes, used_groups
-from lacuna.model.vocabulary import embeds_on_cpu
+from lacuna.model.vocabulary import embeddings_on_cpu
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
@@ -211,7 +211,7 @@ def estimate_memory(
     kept = _kept_values(model, in_flight, layout.tp, compiled, config.activation_checkpoint)
     head = text.vocab_size * text.hidden_size
     weights = sizes.shard * (learns * master + (1 - learns) * stored)
-    if embeds_on_cpu(model, config.quantization.base, alone, device):
+    if embeddings_on_cpu(model, config.quantization.base, alone, device):
         weights -= head * stored
     learns_head = cast(Any, model).get_output_embeddings().weight.requires_grad
     chunk = CHUNK_BYTES if learns_head else CHUNK_BYTES // 4

@@ -27,7 +27,10 @@ def seed_draws(seed: int) -> None:
     """Seeds whatever a model may draw from; transformers' own way would import peft."""
     random.seed(seed)
     np.random.seed(seed)
-    torch.manual_seed(seed)
+    # Not `torch.manual_seed`, which notes the stack for every kind of device that is not used.
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(seed)
 
 
 def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> dict[str, Tensor]:
