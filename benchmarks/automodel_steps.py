@@ -10,12 +10,13 @@ transformers' own model (`force_hf`); the weights and the rows are the task's.
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import automodel_device  # noqa: F401  (before AutoModel's own parts)
 import torch
 from nemo_automodel import NeMoAutoModelForCausalLM
+from nemo_automodel._transformers import auto_model
 from nemo_automodel.components._peft.lora import PeftConfig
 from nemo_automodel.components.config.loader import ConfigNode
 from nemo_automodel.components.loss.chunked_ce import ChunkedCrossEntropy
@@ -25,6 +26,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.utils.data import IterableDataset
+from transformers.initialization import no_init_weights
 
 from lacuna.parallel.processes import stop_process
 
@@ -35,6 +37,7 @@ def main() -> None:
     for name, value in (alone | {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}).items():
         os.environ.setdefault(name, value)
     task = Task(sys.argv[1])
+    auto_model._init_model = without_first_values(auto_model._init_model)
     recipe = StepsRecipe(task)
     recipe.setup()
     recipe.load_weights()
@@ -42,6 +45,19 @@ def main() -> None:
     arguments = described(recipe_settings(task))
     task.write(recipe.losses[0], losses=recipe.losses, arguments=arguments)
     stop_process()
+
+
+def without_first_values(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes a model as `make` does, but draws nothing.
+
+    In a single process it would draw on the CPU, for minutes, what the weights of the task replace.
+    """
+
+    def made(*arguments: Any, **named: Any) -> Any:
+        with no_init_weights():
+            return make(*arguments, **named)
+
+    return made
 
 
 class Rows(IterableDataset[dict[str, Tensor]]):
