@@ -3,10 +3,14 @@
 from functools import partialmethod
 from itertools import product
 
+import pytest
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM
 
+from every_model import configuration_class, model_types, small_config
 from lacuna.config import Config
+from lacuna.parallel.parallelize import norms_to_compile
 from tiny import VOCABULARY, run_ranks, sharded_model, tiny_config
 
 
@@ -59,3 +63,17 @@ def test_a_compiled_model_keeps_nothing_in_float32_for_its_last_norm() -> None:
     )
     assert torch.float32 in eager
     assert compiled == {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_the_norms_of_every_kind_of_model_are_compiled_as_one_graph() -> None:
+    seen: set[type[nn.Module]] = set()
+    for kind in model_types():
+        model = AutoModelForCausalLM.from_config(small_config(configuration_class(kind)))
+        for norm in norms_to_compile(model):
+            if type(norm) not in seen:
+                seen.add(type(norm))
+                hidden = torch.randn(1, 4, model.config.get_text_config().hidden_size)
+                found = torch.compile(norm, backend="eager", fullgraph=True)(hidden)
+                torch.testing.assert_close(found, norm(hidden))
+    assert len(seen) > 40

@@ -59,7 +59,9 @@ def parallelize(
     if compiled:
         _compile_layers(own, mesh)
         for stage in stages:
-            _compile_norms(stage.module, mesh)
+            if mesh.layout.tp == 1:  # split norms have hooks
+                for norm in norms_to_compile(stage.module):
+                    norm.compile(fullgraph=True)
     recompute(own, recomputed)
     for stage in stages:
         if recomputed.offload:
@@ -96,13 +98,13 @@ def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
         layer.compile(fullgraph=True)
 
 
-def _compile_norms(module: PreTrainedModel, mesh: Mesh) -> None:
-    """Has norms that stand beside the layers, as the last one does, be compiled, in place.
+def norms_to_compile(module: PreTrainedModel) -> list[nn.Module]:
+    """The norms beside the layers, as the last one is, that keep less where they are compiled.
 
-    Else their float32 numbers would be kept for the backward pass. Split norms are left alone.
+    Else their float32 numbers are kept for the backward pass. Those of torch keep none.
     """
-    if mesh.layout.tp > 1:
-        return
-    for norm in backbone(module).children():
-        if type(norm).__name__.endswith("Norm"):
-            norm.compile(fullgraph=True)
+    return [
+        norm
+        for norm in backbone(module).children()
+        if type(norm).__name__.endswith("Norm") and not isinstance(norm, nn.LayerNorm | nn.RMSNorm)
+    ]

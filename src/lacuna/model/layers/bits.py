@@ -54,16 +54,16 @@ def _code_values(bits: int, device: torch.device) -> Tensor:
 
 def _quantize_blocks(values: Tensor, size: int, bits: int) -> tuple[Tensor, Tensor]:
     """The codes of `values` [n] in so many bits, and the scale of each block of `size` values."""
-    blocks = nn.functional.pad(values, (0, -len(values) % size)).view(-1, size)
-    scales = blocks.abs().amax(1)
     levels = _code_values(bits, values.device)
     edges = (levels[1:] + levels[:-1]) / 2
     codes = []
-    at_once = 2**24 // size  # else the codes of a large weight, as int32, would fill the memory
-    for block, scale in zip(blocks.split(at_once), scales.split(at_once), strict=True):
-        relative = block / scale.clamp(min=1e-38)[:, None]
+    scales = []
+    for some in values.split(2**24):  # all of a large weight in float32 would fill the memory
+        blocks = nn.functional.pad(some.float(), (0, -len(some) % size)).view(-1, size)
+        scales.append(blocks.abs().amax(1))
+        relative = blocks / scales[-1].clamp(min=1e-38)[:, None]
         codes.append(torch.bucketize(relative, edges, out_int32=True).to(torch.uint8))
-    return torch.cat(codes).flatten()[: len(values)], scales
+    return torch.cat(codes).flatten()[: len(values)], torch.cat(scales)
 
 
 def packed_sizes(form: str, shape: Sequence[int]) -> list[int]:
@@ -84,12 +84,13 @@ def packed_sizes(form: str, shape: Sequence[int]) -> list[int]:
 
 def quantize(weight: Tensor, form: str) -> Tensor:
     """Packs a weight [rows, columns] in nf4 or int8: uint8 [sum of `packed_sizes`]."""
-    values = weight.detach().float()
+    weight = weight.detach()
     if form == "int8":
+        values = weight.float()
         scales = values.abs().amax(1)
         codes = (values * (127 / scales.clamp(min=1e-38))[:, None]).round_().to(torch.int8)
         return join_packed(scales, codes)
-    codes, scales = _quantize_blocks(values.flatten(), BLOCK, bits=4)
+    codes, scales = _quantize_blocks(weight.flatten(), BLOCK, bits=4)
     codes = nn.functional.pad(codes, (0, len(codes) % 2))
     offset = scales.mean()[None]
     coded, groups = _quantize_blocks(scales - offset, GROUP, bits=8)
