@@ -7,6 +7,7 @@ well. What torch does for rows taken by any indices sorts these, and adds rows o
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -103,12 +104,14 @@ class _Summed(torch.autograd.Function):
 def _summed(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:
     if torch.compiler.is_compiling():
         return _added(copies, places, present)
-    if present is not None:
-        taken = copies[places]
-        there = present.view(present.shape + (1,) * (taken.ndim - 2))
-        return torch.where(there, taken, 0).sum(1)
-    # torch adds in float32, whatever the dtype.
-    return copies[places[:, 0]] if places.shape[1] == 1 else copies[places].sum(1)
+    if places.shape[1] == 1 and present is None:
+        return copies[places[:, 0]]
+    # One pass that adds in float32, whatever the dtype.
+    weights = None if present is None else present.to(copies.dtype)
+    rows = F.embedding_bag(
+        places, copies.unsqueeze(-1).flatten(1), mode="sum", per_sample_weights=weights
+    )
+    return rows.view(len(places), *copies.shape[1:])
 
 
 def _added(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:
