@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from curves import Curve, drawn
 from table import line, middle, run_until, tail
 
 from lacuna import recipes
@@ -217,56 +218,18 @@ def write_results(
     (folder / "speed.svg").write_text(picture(result["runs"], pairs))
 
 
-WIDTH, HEIGHT, LEFT, BOTTOM = 720, 420, 60, 50
-
-
 def picture(runs: list[dict[str, Any]], pairs: list[dict[str, Any]]) -> str:
     """An SVG of validation losses over the seconds of training, and of what was to be reached."""
-    longest = max(run["seconds"] for run in runs)
-    losses = [one["val_loss"] for run in runs for one in run["validations"]]
-    lowest = min(losses)
-    # The first validations are so high that nothing else could be told apart beside them.
-    highest = min(max(losses), lowest + 0.35 * (max(losses) - lowest))
-
-    def x(seconds: float) -> float:
-        return LEFT + seconds / longest * (WIDTH - LEFT - 20)
-
-    def y(loss: float) -> float:
-        return 20 + (highest - loss) / (highest - lowest) * (HEIGHT - BOTTOM - 40)
-
-    drawn = [f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>']
-    for part in range(6):
-        seconds, loss = longest * part / 5, lowest + (highest - lowest) * part / 5
-        drawn += [
-            text(x(seconds), HEIGHT - BOTTOM + 18, f"{seconds:.3g}", "middle"),
-            text(LEFT - 8, y(loss) + 4, f"{loss:.3f}", "end"),
-            stroke([(LEFT, y(loss)), (WIDTH - 20, y(loss))], "#dddddd", 1),
-        ]
-    drawn.append(text(WIDTH / 2, HEIGHT - 12, "seconds of training", "middle"))
-    for run in runs:
-        shown = [one for one in run["validations"] if one["val_loss"] <= highest]
-        points = [(x(one["seconds"]), y(one["val_loss"])) for one in shown]
-        drawn.append(stroke(points, COLOURS[run["recipe"]], 1.8))
-    for pair in pairs:
-        drawn.append(
-            stroke([(LEFT, y(pair["val_loss"])), (WIDTH - 20, y(pair["val_loss"]))], "#888888", 1)
+    curves = [
+        Curve(
+            f"speed_{run['recipe']}",
+            COLOURS[run["recipe"]],
+            [(one["seconds"], one["val_loss"]) for one in run["validations"]],
         )
-    for number, name in enumerate(RECIPES):
-        drawn.append(text(WIDTH - 30, 36 + 18 * number, f"speed_{name}", "end", COLOURS[name]))
-    drawn.append(text(WIDTH - 30, 36 + 18 * len(RECIPES), "AdamW's lowest", "end", "#888888"))
-    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
-    inner = "\n".join(drawn)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n{inner}\n</svg>\n'
-
-
-def stroke(points: Sequence[tuple[float, float]], colour: str, width: float) -> str:
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{width}"/>'
-
-
-def text(x: float, y: float, words: str, anchor: str, colour: str = "#333333") -> str:
-    font = f'font-family="sans-serif" font-size="13" text-anchor="{anchor}" fill="{colour}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {font}>{words}</text>'
+        for run in runs
+    ]
+    marks = [pair["val_loss"] for pair in pairs]
+    return drawn(curves, "seconds of training", marks, "AdamW's lowest")
 
 
 if __name__ == "__main__":

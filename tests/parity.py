@@ -20,8 +20,9 @@ from lacuna.config.objectives import DistillationConfig, PreferenceConfig
 from lacuna.config.reinforcement import GrpoConfig, PpoConfig
 from lacuna.parallel.mesh import Layout
 from layouts import Case, pipelined
-from tasks import STEPS, Losses, Task, four_layers, steps_of, write_weights
+from tasks import Losses, Task, four_layers, steps_of, write_weights
 
+STEPS = 5
 ARCHITECTURES = ("llama", "llama_tied", "qwen3", "gemma3", "gpt2")
 RING = {"context_parallel_rotate_method": "alltoall"}
 OFFLOADED = ActivationCheckpointConfig(mode="full", offload=True)
@@ -180,7 +181,7 @@ def write_models(architecture: str, folder: Path) -> tuple[Path, Path]:
 
 def column(model: Path, task: Task, cases: dict[str, Case]) -> dict[str, str]:
     """The cells of one task of one model, by layout."""
-    alone, *others = steps_of(model, [(case, task) for case in (Case(), *cases.values())])
+    alone, *others = steps_of(model, [(case, task) for case in (Case(), *cases.values())], STEPS)
     assert not isinstance(alone, str), alone
     return {
         name: found if isinstance(found, str) else difference(found, alone)

@@ -26,7 +26,8 @@ from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import FOUR_LAYERS, LENGTH, SEQUENCES, Case, configuration, own_batches
 from tiny import CPU, VOCABULARY, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
 
-STEPS = 5
+STEPS = 3
+"""Of a task: by the first update, and by what the optimizer kept of it."""
 Losses = list[tuple[float, float]]
 """Loss and gradient norm of each step."""
 
@@ -107,8 +108,8 @@ def samples_of(number: int) -> list[Sample]:
     return samples
 
 
-def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
-    """Trains this rank's share of the steps, or says why that is refused."""
+def train_steps(model: Path, case: Case, task: Task, count: int) -> Losses | str:
+    """Trains this rank's share of so many steps, or says why that is refused."""
     config = configuration(model, replace(case, **task.changes))
     config = settings_of(config, task)
     rows = SEQUENCES // case.layout.data_parallel // case.accumulation
@@ -143,7 +144,7 @@ def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
     try:
         objective.check(config, tokenizer_of_words())
         built = build_model(config, tokenizer_of_words(), mesh, CPU)
-        steps = chain.from_iterable(map(batches_of, range(STEPS)))
+        steps = chain.from_iterable(map(batches_of, range(count)))
         second = objective.prepare(built, lambda: steps)
     except UserError as error:
         return str(error)
@@ -153,7 +154,7 @@ def train_steps(model: Path, case: Case, task: Task) -> Losses | str:
     names = (*objective.loss.names, *(learner.names if learner else ()))
     optimizer = build_optimizer(built.model, config.optimizer)
     results = []
-    for step in range(STEPS):
+    for step in range(count):
         batches = laid_out(step) if is_own else batches_of(step)
         batches = objective.annotate(built, batches, objective.loss)
         counts = total_counts(built, batches)
@@ -181,16 +182,16 @@ def settings_of(config: Config, task: Task) -> Config:
     return config.model_copy(update=changes)
 
 
-def train_all(model: Path, cases: list[tuple[Case, Task]]) -> list[Losses | str]:
-    return [train_steps(model, case, task) for case, task in cases]
+def train_all(model: Path, cases: list[tuple[Case, Task]], count: int) -> list[Losses | str]:
+    return [train_steps(model, case, task, count) for case, task in cases]
 
 
-def steps_of(model: Path, cases: list[tuple[Case, Task]]) -> list[Losses | str]:
+def steps_of(model: Path, cases: list[tuple[Case, Task]], count: int = STEPS) -> list[Losses | str]:
     """What each case came to; cases of equally many ranks share their processes."""
     found: dict[int, Losses | str] = {}
     ranks_of = [case.layout.data_parallel * case.layout.sharing for case, _ in cases]
     for ranks in sorted(set(ranks_of)):
         places = [place for place, count in enumerate(ranks_of) if count == ranks]
-        results = run_ranks(ranks, train_all, model, [cases[place] for place in places])[0]
+        results = run_ranks(ranks, train_all, model, [cases[place] for place in places], count)[0]
         found |= dict(zip(places, results, strict=True))
     return [found[place] for place in range(len(cases))]

@@ -33,6 +33,7 @@ EXTENSIONS = {
     "uploads": ("train/hub.py",),
     "streams": ("data/stream.py",),
     "branches": ("train/branch.py",),
+    "closing-hints": ("train/hints.py",),
     "curriculum": ("train/curriculum.py",),
     "profiling": ("train/profiling.py",),
     "imports": ("imports.py",),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from lacuna.config import UserError
 from lacuna.data import Batch
@@ -48,6 +49,9 @@ def shared_attention(
 States = Callable[[PreTrainedModel, nn.ModuleList, Batch], Tensor]
 
 AttentionInterface.register(SHARED, shared_attention)
+
+# The attentions that were exact, by all that they depend on.
+_found: dict[tuple[Any, ...], str] = {}
 
 
 def require_shareable(
@@ -120,11 +124,21 @@ def tried_attention(
     layout: Layout,
     device: torch.device,
 ) -> str:
-    """The first of these attentions with which a small model, also in shares, is exact."""
+    """The first of these attentions with which a small model, also in shares, is exact.
+
+    What was found once is known from then on: a reference or a critic is often the same model.
+    """
+    functions = tuple(ALL_ATTENTION_FUNCTIONS.get(name) for name in names)
+    settings = type(model_config), repr(vars(model_config)), rows, longest, dtype
+    tried = *names, *functions, *settings, layout.cp > 1, layout.pp > 1, device
+    if tried in _found:
+        return _found[tried]
     if is_from_fla(model_config):
         from lacuna.model.linear_attention import find_bounds  # an extension
 
-        return find_bounds(names, model_config, rows, longest, device, dtype, layout)
-    attention = find_attention(names, model_config, rows, longest, device, dtype)
-    require_shareable(model_config, layout, rows, longest, device)
+        attention = find_bounds(names, model_config, rows, longest, device, dtype, layout)
+    else:
+        attention = find_attention(names, model_config, rows, longest, device, dtype)
+        require_shareable(model_config, layout, rows, longest, device)
+    _found[tried] = attention
     return attention

@@ -63,7 +63,8 @@ def specimen_and_layers(
 ) -> tuple[PreTrainedModel, nn.ModuleList]:
     """The same model, with at `least` so many layers, and the list of its layers."""
     small = _shorten_config(model_config)
-    if any("expert" in name for name in vars(small.get_text_config())):
+    # What begins with _ are transformers' own notes, which every model has.
+    if any("expert" in name and name[0] != "_" for name in vars(small.get_text_config())):
         from lacuna.model.few_experts import with_few_experts  # an extension
 
         small = with_few_experts(small)

@@ -30,7 +30,6 @@ from lacuna.parallel.processes import (
     start_process,
     stop_process,
 )
-from lacuna.train.hints import closing_hints
 from lacuna.train.resume import require_same_run, shown_settings
 from lacuna.train.setup import Run
 from lacuna.train.start import goes_back
@@ -183,6 +182,8 @@ def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
     written = f"{adapted}written in {config.checkpoint.export_dtype} (checkpoint.export_dtype)"
     console.print(f"The model: {model}, {written}.", soft_wrap=True, markup=False)
     if run.process.rank == 0:
+        from lacuna.train.hints import closing_hints  # an extension
+
         hints = closing_hints(config, run.loader.plan.sources, run.process)
         console.print(hints, soft_wrap=True, markup=False)
 
