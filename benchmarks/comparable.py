@@ -171,6 +171,10 @@ def _require_of_automodel(config: Config, processes: int, device: str) -> None:
         "it recomputes all or by operation: set activation_checkpoint.selective_ac_option = op": (
             recomputed.mode == "selective" and recomputed.selective_ac_option != "op"
         ),
+        "its adapters change in place what recomputation by operation keeps, and torch raises an "
+        "error: set activation_checkpoint.mode = full": (
+            recomputed.mode == "selective" and bool(config.lora.rank)
+        ),
         f"in one process it casts nothing to {computed}: use several, or adapters, or set "
         f"training.dtype = {computed}": (
             processes == 1 and not config.lora.rank and config.training.dtype != computed

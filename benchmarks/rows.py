@@ -30,6 +30,7 @@ PACKED = {
     "training": {"context_len": 4096, "varlen": True},
 }
 BY_OPERATION = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
+RECOMPUTED = {"activation_checkpoint": {"mode": "full"}}
 FOUR = {"training": {"gradient_accumulation_steps": 4}}
 TWO = {"training": {"gradient_accumulation_steps": 2}}
 SPREAD = {"parallelism": {"expert_parallel_degree": 2}}
@@ -39,6 +40,7 @@ TENSORWISE = {
     "enable_fsdp_float8_all_gather": True,
     "precompute_float8_dynamic_scale_for_fsdp": True,
 }
+LARGE = 120.0  # GiB, of which a GPU of 141 GB has more, and one of 80 less
 IN_CPU_MEMORY = {"mode": "full", "offload": True, "mlp_chunks": 8}
 
 
@@ -52,6 +54,7 @@ class Row:
         settings: sections of the TOML, beyond those.
         against: the peer beside it, if there is one that makes the same steps.
         conversations: it is trained on conversations instead of Python's library.
+        gib: memory that each GPU must have, if one of 80 GB has too little.
     """
 
     about: str
@@ -61,10 +64,13 @@ class Row:
     against: str | None = None
     processes: int = 1
     conversations: bool = False
+    gib: float = 0.0
 
     def fits(self) -> bool:
-        """Whether this machine has as many GPUs as it takes."""
-        return torch.cuda.device_count() >= self.processes
+        """Whether this machine has as many GPUs as it takes, and as large."""
+        if torch.cuda.device_count() < self.processes:
+            return False
+        return torch.cuda.get_device_properties(0).total_memory >= self.gib * 2**30
 
     def shrunk(self) -> "Row":
         """The same on the smallest model and rows, for CPUs."""
@@ -206,10 +212,10 @@ ROWS = {
         conversations=True,
     ),
     "lora-8b": Row(
-        "LoRA of Llama 3 8B's shape, rank 16, 2 rows of 4,096, recomputation by operation",
+        "LoRA of Llama 3 8B's shape, rank 16, 2 rows of 4,096, all recomputed",
         LLAMA_8B,
         (2, 4096),
-        WHOLE_ROWS | BY_OPERATION | {"lora": {"rank": 16, "alpha": 32}},
+        WHOLE_ROWS | RECOMPUTED | {"lora": {"rank": 16, "alpha": 32}},
         "automodel",
     ),
     "qlora-8b-40k": _qlora(
@@ -230,7 +236,7 @@ ROWS = {
         2048,
         8,
         2,
-        {"mode": "full"},
+        {"mode": "full", "offload": True, "mlp_chunks": 2},
     ),
     "qwen3-moe": Row(
         "4 layers of Qwen3-30B-A3B, 1 GPU, 4 x 4 rows of 4,096, recomputation by operation",
@@ -246,6 +252,23 @@ ROWS = {
         WHOLE_ROWS | BY_OPERATION | TWO | SPREAD,
         "torchtitan",
         processes=2,
+    ),
+    "qwen3-moe-2-kept": Row(
+        "qwen3-moe-2, nothing recomputed, for GPUs of 141 GB",
+        QWEN3_MOE_2,
+        (4, 4096),
+        WHOLE_ROWS | TWO | SPREAD,
+        "torchtitan",
+        processes=2,
+        gib=LARGE,
+    ),
+    "qwen3-moe-2-large": Row(
+        "8 layers of it, 2 x 8 rows, nothing recomputed, ZeRO-1, for GPUs of 141 GB",
+        QWEN3_MOE_2,
+        (8, 4096),
+        WHOLE_ROWS | TWO | {"parallelism": SPREAD["parallelism"] | {"zero_stage": 1}},
+        processes=2,
+        gib=LARGE,
     ),
     "qwen3-moe-trainer": Row(
         "qwen3-moe in 4 x 1 row of 4,096, nothing recomputed",
@@ -265,7 +288,7 @@ ROWS = {
         "8 layers of it, FSDP 2, our experts spread over 2, 2 rows of 4,096, all recomputed",
         QWEN3_MOE_2,
         (2, 4096),
-        WHOLE_ROWS | SPREAD | {"activation_checkpoint": {"mode": "full"}},
+        WHOLE_ROWS | SPREAD | RECOMPUTED,
         "transformers",
         processes=2,
     ),

@@ -64,6 +64,7 @@ def test_a_row_is_a_run_that_its_peer_can_make(
         ({"parallelism": {"data_parallel_replicate_degree": 2}}, "data_parallel_replicate_degree"),
         ({"quantization": {"base": "nf4"}, "lora": {"rank": 4}}, "quantization.base=nf4"),
         ({"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout=0.1"),
+        ({"lora": {"rank": 4}} | rows.BY_OPERATION, "change in place"),
         ({"parallelism": {"tensor_parallel_degree": 2}}, "tensor_parallel_degree=2"),
     ],
 )
@@ -88,7 +89,8 @@ def test_automodel_in_one_process_needs_adapters_or_weights_as_they_are_computed
     file.write_text(rows.toml(rows.ROWS["llama-1b-automodel"], str(tmp_path)))
     with pytest.raises(UserError, match="casts nothing to bfloat16"):
         comparable.require_comparable(load_config(str(file), []), "automodel", 1, "cuda")
-    for flags in (["--lora.rank", "4"], ["--training.dtype", "bfloat16"]):
+    with_adapters = ["--lora.rank", "4", "--activation_checkpoint.mode", "full"]
+    for flags in (with_adapters, ["--training.dtype", "bfloat16"]):
         comparable.require_comparable(load_config(str(file), flags), "automodel", 1, "cuda")
 
 
