@@ -253,15 +253,6 @@ ROWS = {
         "torchtitan",
         processes=2,
     ),
-    "qwen3-moe-2-kept": Row(
-        "qwen3-moe-2, nothing recomputed, for GPUs of 141 GB",
-        QWEN3_MOE_2,
-        (4, 4096),
-        WHOLE_ROWS | TWO | SPREAD,
-        "torchtitan",
-        processes=2,
-        gib=LARGE,
-    ),
     "qwen3-moe-2-large": Row(
         "8 layers of it, 2 x 8 rows, nothing recomputed, ZeRO-1, for GPUs of 141 GB",
         QWEN3_MOE_2,
@@ -301,3 +292,9 @@ ROWS = {
     ),
     "gla-340m-half": Row("gla-340m in rows of 32,768", GLA_340M, (1, 32768), PACKED, "fla"),
 }
+ROWS["qwen3-moe-2-kept"] = replace(
+    ROWS["qwen3-moe-2"],
+    about="qwen3-moe-2, nothing recomputed, for GPUs of 141 GB",
+    settings=WHOLE_ROWS | TWO | SPREAD,
+    gib=LARGE,
+)

@@ -27,21 +27,21 @@ FORWARD: dict[int, Settings] = {
     32: (128, 64, 4, 3),
     64: (128, 64, 8, 3),
     128: (128, 64, 4, 2),
-    256: (128, 32, 8, 2),
+    256: (128, 64, 8, 2),
 }
 OF_KEYS: dict[int, Settings] = {  # rows are keys, compared with queries
     16: (128, 64, 8, 2),
     32: (128, 64, 8, 2),
     64: (64, 64, 4, 2),
     128: (64, 64, 4, 2),
-    256: (64, 16, 8, 2),
+    256: (64, 32, 8, 2),
 }
 OF_QUERIES: dict[int, Settings] = {
     16: (128, 64, 8, 2),
     32: (128, 64, 8, 2),
     64: (64, 64, 4, 2),
     128: (64, 64, 4, 2),
-    256: (128, 16, 8, 2),
+    256: (128, 32, 8, 3),
 }
 _LOG2_E = math.log2(math.e)
 _TOKENS = 256  # of a program that looks for intervals
