@@ -3,13 +3,19 @@
 Where that would compute something else, the run is refused.
 """
 
+from typing import Any
+
 import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from every_model import configuration_class, small_config
 from lacuna.config import UserError
-from lacuna.model.probe_shares import require_shareable
+from lacuna.model import probe_shares
+from lacuna.model.probe_shares import require_shareable, tried_attention
 from lacuna.parallel.mesh import Layout
-from tiny import CPU
+from tiny import CPU, tiny_config
 
 CONTEXT = Layout(cp=2)
 PIPELINE = Layout(pp=2)
@@ -40,3 +46,30 @@ def test_layers_that_use_what_earlier_ones_hand_them_stay_on_one_stage() -> None
         UserError, match=r"pipeline_parallel_degree: shared out like that, Gemma3nForCausalLM"
     ):
         require("gemma3n_text", PIPELINE)
+
+
+def test_what_was_tried_is_tried_again_only_where_something_is_different(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tried = []
+
+    def counted(*settings: Any) -> str:
+        tried.append(settings)
+        return str(settings[0][0])
+
+    monkeypatch.setattr(probe_shares, "_found", {})
+    monkeypatch.setattr(probe_shares, "find_attention", counted)
+
+    def find(name: str = "sdpa", dtype: torch.dtype = torch.float32, **shape: Any) -> str:
+        config = tiny_config("llama", **shape)
+        return tried_attention([name], config, "packed", 64, dtype, Layout(), CPU)
+
+    assert find() == find() == "sdpa" and len(tried) == 1
+    find(dtype=torch.bfloat16)
+    find(rms_norm_eps=1e-3)
+    assert len(tried) == 3
+    name = "tried_again"
+    for attend in (sdpa_attention_forward, lambda *given, **told: None):
+        AttentionInterface.register(name, attend)
+        find(name)
+    assert len(tried) == 5, "a name may be given to another function"

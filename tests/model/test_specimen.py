@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
+from lacuna.model import few_experts
 from lacuna.model.few_experts import most_experts
 from lacuna.model.specimen import LENGTH, specimen
 from lacuna.parallel.expert_stacks import stacks_of
@@ -54,3 +55,12 @@ def test_a_large_matrix_has_no_row_twice() -> None:
     assert weight.numel() > 1_000_003, "not all numbers are drawn"
     assert weight.unique(dim=0).shape == weight.shape
     assert weight.std().item() * weight.shape[1] ** 0.5 == pytest.approx(1, abs=0.01)
+
+
+def test_no_experts_are_looked_for_where_there_are_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr(few_experts, "with_few_experts")
+    specimen(small_config(configuration_class("llama")))
+    with pytest.raises(ImportError):
+        specimen(small_config(configuration_class("qwen3_moe")))
