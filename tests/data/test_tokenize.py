@@ -1,14 +1,19 @@
 """Tokens are the tokenizer's own, with one end of text."""
 
+import os
+import sys
 from pathlib import Path
 
+import multiprocess
 import numpy as np
 import pytest
+from datasets import Dataset
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import UserError
 from lacuna.config.sections import ModelConfig
+from lacuna.data import tokenize
 from lacuna.data.document import Document
 from lacuna.data.sources import Documents
 from lacuna.data.tokenize import add_broken, document_of
@@ -154,3 +159,27 @@ def test_a_new_token_that_is_not_one_token_is_refused(
         UserError, match=r"model\.new_tokens: 'Ġ' becomes \[\d+, \d+\].* must be one token"
     ):
         with_new(tmp_path, "Ġ")  # how the vocabulary writes a space
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere it is Python's choice")
+def test_those_that_tokenise_are_forked_whatever_python_would_do(
+    tokenizer: PreTrainedTokenizerFast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is forked ends with a killed run; what Python 3.14's server starts does not."""
+
+    def noted(*given: object) -> Document:
+        (tmp_path / str(os.getppid())).touch()
+        return document_of(*given)
+
+    monkeypatch.setattr(tokenize, "document_of", noted)
+    monkeypatch.setattr(tokenize, "_BYTES_PER_PROCESS", 1)
+    monkeypatch.setattr(tokenize, "usable_cores", lambda: 2)
+    before = multiprocess.get_start_method(allow_none=True)
+    multiprocess.set_start_method("forkserver", force=True)
+    try:
+        rows = Dataset.from_dict({"text": ["ab"] * 8})
+        tokenize._tokenise_source(Documents("rows", rows, "text"), tokenizer, "forked")
+        assert multiprocess.get_start_method() == "forkserver"
+    finally:
+        multiprocess.set_start_method(before, force=True)
+    assert [file.name for file in tmp_path.iterdir()] == [str(os.getpid())]

@@ -25,6 +25,7 @@ from lacuna.data.files import BROKEN, RECORD, is_tokens
 from lacuna.data.packing import sequence_names
 from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
+from lacuna.data.workers import pools_forked
 
 _CACHE_VERSION = 5
 _CHAT_VERSION = 2  # of how conversations are read
@@ -245,6 +246,6 @@ def _tokenise_source(source: Documents, tokenizer: PreTrainedTokenizerBase, key:
             cache_file_name=os.path.join(folder, "tokens.arrow"),
         )
 
-    with readable(source.name):
+    with readable(source.name), pools_forked():
         files = sorted(made_once(f"tokens-{key}", write).glob("*.arrow"))
     return datasets.concatenate_datasets([Dataset.from_file(str(file)) for file in files])

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import fsspec.asyn
+import multiprocess  # of datasets, in the place of Python's own
 
 from lacuna.config import RunError
 from lacuna.config.cores import usable_cores
@@ -46,6 +47,17 @@ def start_method(workers: int) -> str | None:
     is killed, and its workers with it.
     """
     return "fork" if workers and sys.platform == "linux" else None
+
+
+@contextmanager
+def pools_forked() -> Iterator[None]:
+    """Within it the workers that `datasets` starts are started as ours are."""
+    before = multiprocess.get_start_method(allow_none=True)
+    multiprocess.set_start_method(start_method(1), force=True)
+    try:
+        yield
+    finally:
+        multiprocess.set_start_method(before, force=True)
 
 
 def start_worker(_number: int) -> None:
