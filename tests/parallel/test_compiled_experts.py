@@ -71,9 +71,9 @@ def check(folder: Path, case: Case, backend: str = "inductor") -> int:
 
 @pytest.mark.slow
 def test_layers_with_spread_experts_are_compiled_once(tmp_path: Path) -> None:
-    """Around the experts, around the exchange, and what experts compute: five graphs for all."""
+    """Around the experts, around the exchange, what experts compute, and the norm: six graphs."""
     random_model(tiny_config("qwen3_moe"), "eager").save_pretrained(tmp_path)
-    assert check(tmp_path, Case(TWO, 2, compiled=True, recompute=FULL)) <= 5
+    assert check(tmp_path, Case(TWO, 2, compiled=True, recompute=FULL)) <= 6
 
 
 SLOW = {
