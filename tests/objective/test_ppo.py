@@ -143,7 +143,7 @@ def test_every_layout_trains_as_one_process_does(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
     layouts = ["shards", "cp 2 × tp 2"]
-    if case == "adaptive":  # distillation from one's own completions has the others
+    if case == "adaptive":  # GRPO has the others
         layouts = [name for name in LAYOUTS if name not in [*SHARED_LAYOUTS][1::2]]
     check_layouts(case, layouts, world, prompts, tmp_path)
 
