@@ -334,6 +334,7 @@ def computed_once(model: Path) -> list[Outcome]:
         return attend(*given)
 
     settings = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+    steps(model, [Case()])  # what is tried before is tried once
     PARTIAL_ATTENTIONS["softpick"] = (counting, differentiate)
     [outcome] = steps(model, [Case(accumulation=2, recompute=settings)])
     whole = len(counted)
