@@ -15,6 +15,7 @@ held-out losses. All runs are made at once, on one GPU: times mean nothing here.
 
 import argparse
 import json
+import shutil
 import statistics
 import subprocess
 import sys
@@ -116,10 +117,12 @@ def write_run(folder: Path, given: argparse.Namespace) -> None:
 
 
 def begin(folder: Path, arm: str, seed: int, log: Path, tiny: bool) -> subprocess.Popen[bytes]:
-    """Begins a run, whose output goes to its log."""
+    """Begins a run anew, whose output goes to its log."""
+    run = folder / f"{arm}-{seed}"
+    shutil.rmtree(run, ignore_errors=True)  # else it would go on from an earlier call's
     count = "--gpus" if device_type() == "cuda" else "--cpus"
     words = [sys.executable, "-m", "lacuna", "train", str(folder / "run.toml"), count, "1"]
-    words += ["--job.dump_folder", str(folder / f"{arm}-{seed}"), "--training.seed", str(seed)]
+    words += ["--job.dump_folder", str(run), "--training.seed", str(seed)]
     if arm != "bfloat16":
         words += ["--float8.enable_float8_linear", "true", "--float8.recipe_name", arm]
         words += ["--float8.filter_small", "false"]
@@ -141,7 +144,7 @@ def curves_of(run: Path) -> dict[str, list[tuple[int, float]]]:
 
 def write_results(folder: Path, runs: list[dict[str, Any]]) -> None:
     """Writes the JSON file, the table and the picture."""
-    base, *others = runs
+    base = runs[0]
     (folder / "float8.json").write_text(json.dumps({"runs": runs}, indent=1) + "\n")
     head = ("run", "seed", "held-out loss at the end", "less the first", "mean distance of losses")
     lines = [line(head), line(["---"] * len(head))]
@@ -149,7 +152,7 @@ def write_results(folder: Path, runs: list[dict[str, Any]]) -> None:
         last = run["val_loss"][-1][1]
         cells = [run["arm"], str(run["seed"]), f"{last:.4f}"]
         cells += [f"{last - base['val_loss'][-1][1]:+.4f}", f"{distance(run, base):.4f}"]
-        lines.append(line(cells if run in others else [*cells[:3], "–", "–"]))
+        lines.append(line([*cells[:3], "–", "–"] if run is base else cells))
     (folder / "float8.md").write_text("\n".join(lines) + "\n")
     drawings = [Curve(run["arm"], COLOURS[run["arm"]], run["val_loss"]) for run in runs]
     (folder / "float8.svg").write_text(drawn(drawings, "steps"))

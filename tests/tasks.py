@@ -191,7 +191,7 @@ def steps_of(model: Path, cases: list[tuple[Case, Task]], count: int = STEPS) ->
     found: dict[int, Losses | str] = {}
     ranks_of = [case.layout.data_parallel * case.layout.sharing for case, _ in cases]
     for ranks in sorted(set(ranks_of)):
-        places = [place for place, count in enumerate(ranks_of) if count == ranks]
+        places = [place for place, of_case in enumerate(ranks_of) if of_case == ranks]
         results = run_ranks(ranks, train_all, model, [cases[place] for place in places], count)[0]
         found |= dict(zip(places, results, strict=True))
     return [found[place] for place in range(len(cases))]
