@@ -1,13 +1,18 @@
 """Initial weights are those that transformers draws itself, however a model is sharded."""
 
+import weakref
+
 import pytest
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from every_model import configuration_class, model_types, small_config
 from first_weights import drawn_otherwise
 from lacuna.config import Config
 from lacuna.config.sections import TrainingConfig
+from lacuna.model.architecture import decoder_layers, meta_model
+from lacuna.model.initial import draw_weights
 from tiny import differing, run_ranks, sharded_model, tiny_config, whole
 
 SEED = 7
@@ -64,6 +69,27 @@ def draw_twice() -> list[torch.Tensor]:
 def test_another_seed_gives_other_weights() -> None:
     first, second = run_ranks(1, draw_twice)[0]
     assert not torch.equal(first, second)
+
+
+def test_no_two_parts_of_a_model_are_drawn_in_memory_at_a_time() -> None:
+    model, shadow = (meta_model(tiny_config("llama"), "eager", torch.float32) for _ in range(2))
+    model.to_empty(device="cpu")
+    names = {name for name, _ in model.named_parameters()}
+    drawn: dict[str, weakref.ref[nn.Parameter]] = {}
+    most = 0
+    initialize = shadow._initialize_weights
+
+    def look(module: nn.Module, is_remote_code: bool) -> None:
+        nonlocal most
+        real = [(name, one) for name, one in shadow.named_parameters() if not one.is_meta]
+        drawn.update((name, weakref.ref(one)) for name, one in real)
+        most = max(most, sum(one() is not None for one in drawn.values()))
+        initialize(module, is_remote_code)
+
+    shadow._initialize_weights = look
+    draw_weights(model, shadow, names, torch.device("cpu"), SEED)
+    assert drawn.keys() == names
+    assert most == len([*decoder_layers(model)[0].parameters()])
 
 
 ODD = ("apertus", "data2vec-text", "falcon_h1", "modernbert-decoder", "openai-gpt", "xlm-roberta")

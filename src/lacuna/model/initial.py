@@ -1,6 +1,6 @@
 """Fresh weights and buffers for a sharded model, as transformers' own code makes them."""
 
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Set
 
 import torch
 from torch import Tensor, nn
@@ -93,26 +93,44 @@ def draw_weights(
             drawn = module.stored_weight(own_name, drawn)
         local(weights[name]).copy_(own_part(drawn, weights[name]))
 
-    left_alone = set()
+    left_alone: set[str] = set()
     _mark_drawn_by_constructors(shadow)
     with guard_torch_init_functions():
         for path, part, is_whole in _cut_into_parts(shadow):
-            part.to_empty(device=device, recurse=is_whole)
-            for parameter in part.parameters(is_whole):
-                parameter.fill_(torch.nan)
-            _initialize_part(shadow, path, part, is_whole)
-            for name, drawn in part.named_parameters(path, is_whole):
-                # The least value takes no memory, as a mask would.
-                if drawn.numel() > 0 and drawn.amin().isnan():
-                    left_alone.add(name)
-                else:
-                    place(name, drawn)
-            part.to_empty(device="meta", recurse=is_whole)
+            left_alone |= _draw_part(shadow, path, part, is_whole, device, place)
     if left_alone:
         torch.manual_seed(seed)
         made = construct_model(shadow.config, "eager", shadow.dtype, left_alone)
         for name in sorted(left_alone):
             place(name, made.get_parameter(name))
+
+
+def _draw_part(
+    shadow: PreTrainedModel,
+    path: str,
+    part: nn.Module,
+    is_whole: bool,
+    device: torch.device,
+    place: Callable[[str, Tensor], None],
+) -> set[str]:
+    """Draws and places the parameters of a part of `shadow`, and drops them.
+
+    It is a function of its own so that nothing still has one of them when the next part is drawn.
+    Returns the names of those that initialisation leaves alone.
+    """
+    left_alone = set()
+    part.to_empty(device=device, recurse=is_whole)
+    for parameter in part.parameters(is_whole):
+        parameter.fill_(torch.nan)
+    _initialize_part(shadow, path, part, is_whole)
+    for name, drawn in part.named_parameters(path, is_whole):
+        # The least value takes no memory, as a mask would.
+        if drawn.numel() > 0 and drawn.amin().isnan():
+            left_alone.add(name)
+        else:
+            place(name, drawn)
+    part.to_empty(device="meta", recurse=is_whole)
+    return left_alone
 
 
 def _mark_drawn_by_constructors(shadow: PreTrainedModel) -> None:
