@@ -74,20 +74,22 @@ def draw(logits: Tensor, uniform: Tensor, drawing: Drawing) -> tuple[Tensor, Ten
     if not drawing.temperature:
         tokens = logits.argmax(-1, keepdim=True)
         return tokens[:, 0], logits.log_softmax(-1).gather(-1, tokens)[:, 0]
-    logprobs = _restricted(logits / drawing.temperature, drawing).log_softmax(-1)
+    logits = _restricted(logits / drawing.temperature, drawing)
+    # Not all log-probabilities are written, which are many, but what they are made of is read.
+    total = logits.logsumexp(-1, keepdim=True)
     padding = (0, -logits.shape[-1] % _CHUNK)
-    chunks = F.pad(logprobs, padding, value=-torch.inf).unflatten(-1, (-1, _CHUNK))
-    of_chunks = _amounts(chunks).sum(-1)
+    chunks = F.pad(logits, padding, value=-torch.inf).unflatten(-1, (-1, _CHUNK))
+    of_chunks = _amounts(chunks - total[:, :, None]).sum(-1)
     cumulative = of_chunks.cumsum(-1)
-    total = cumulative[:, -1:]
-    place = torch.minimum((uniform[:, None] * total).long(), total - 1)
+    most = cumulative[:, -1:]
+    place = torch.minimum((uniform[:, None] * most).long(), most - 1)
     chunk = torch.searchsorted(cumulative, place, right=True)
     place = place - (cumulative - of_chunks).gather(1, chunk)
     own = chunks.gather(1, chunk[:, :, None].expand(-1, 1, _CHUNK))[:, 0]
-    within = torch.searchsorted(_amounts(own).cumsum(-1), place, right=True)
+    within = torch.searchsorted(_amounts(own - total).cumsum(-1), place, right=True)
     # Compiled, the amounts of a chunk may be those of before but for rounding.
     tokens = (chunk * _CHUNK + within.clamp(max=_CHUNK - 1)).clamp(max=logits.shape[-1] - 1)
-    return tokens[:, 0], logprobs.gather(-1, tokens)[:, 0]
+    return tokens[:, 0], (logits.gather(-1, tokens) - total)[:, 0]
 
 
 def _amounts(logprobs: Tensor) -> Tensor:

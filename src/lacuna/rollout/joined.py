@@ -133,12 +133,13 @@ def _called_with_one(model: PreTrainedModel, device: torch.device) -> list[list[
 
     hooks = []
     unit = ""
+    may_move = _weights_may_move(model)
     for name, module in model.named_modules():
         if not f"{name}.".startswith(f"{unit}."):
             unit = ""
         if module._compiled_call_impl is not None:
             unit = name
-        if _is_plain(module) and _can_be_joined(model, [module], "weight"):
+        if _is_plain(module) and _can_be_joined([module], "weight", may_move):
             hooks.append(module.register_forward_pre_hook(note(name, unit)))
     try:
         if hooks:
@@ -179,12 +180,13 @@ def joined(model: nn.Module, groups: Sequence[Sequence[str]]) -> Iterator[None]:
     """
     stored: list[tuple[nn.Module, str, nn.Parameter]] = []
     kinds: list[tuple[nn.Module, type[nn.Module]]] = []
+    may_move = _weights_may_move(model)
     try:
         for names in groups:
             modules = [model.get_submodule(name) for name in names]
             adapted = [module for module in modules if isinstance(module, Lora)]
             parts = ((modules, "weight"), (adapted, "lora_A"))
-            if not all(_can_be_joined(model, *part) for part in parts):
+            if not all(_can_be_joined(one, name, may_move) for one, name in parts):
                 continue
             for module in modules:
                 kinds.append((module, type(module)))
@@ -202,18 +204,21 @@ def joined(model: nn.Module, groups: Sequence[Sequence[str]]) -> Iterator[None]:
                 module.__dict__.pop(attribute, None)
 
 
-def _can_be_joined(model: nn.Module, modules: Sequence[nn.Module], name: str) -> bool:
+def _weights_may_move(model: nn.Module) -> bool:
+    """Whether frozen weights may be moved: what sharding has gathered is in memory of its own."""
+    return not any(isinstance(module, FSDPModule) for module in model.modules())
+
+
+def _can_be_joined(modules: Sequence[nn.Module], name: str, may_move: bool) -> bool:
     """Whether all modules cast their weight of this name on use, or may have it moved instead.
 
-    What learns is not moved, nor what sharding has gathered, which is in memory of its own, nor
-    rows that would begin where compiled code reads from copies.
+    What learns is not moved, nor rows that would begin where compiled code reads from copies.
     """
     weights = [stored_parameter(module, name) for module in modules]
     if any(isinstance(weight, DTensor) for weight in weights):
         return False
     if _are_cast(modules, name):
         return True
-    may_move = not any(isinstance(module, FSDPModule) for module in model.modules())
     return may_move and all(
         not weight.requires_grad
         and weight.dtype == weights[0].dtype

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from lacuna.rollout.recording import can_record, record
 
 # No fewer sequences than this are worth a CUDA graph of their own.
 _LEAST = 16
+# The kinds of steps of each model that have been recorded, so that all of their code is compiled.
+_recorded: WeakKeyDictionary[PreTrainedModel, set[tuple[Any, ...]]] = WeakKeyDictionary()
 
 
 def prompt_logits(
@@ -187,16 +190,31 @@ class Steps:
     def run(self, running: int, count: int) -> list[bool]:
         """Makes `count` steps of the first `running` rows; whether each of them goes on."""
         size = min(size for size in self.sizes if size >= running)
+        known = _recorded.setdefault(self.model, set())
         for _ in range(count):
+            if self._kind(size) in known:
+                self._record(size)
             if size in self.graphs:
                 self.graphs[size].replay()
                 continue
             self._step(size)
-            if self.wants_graphs and can_record(self.device):
-                graph = record(partial(self._step, size), self.device)
-                if graph is not None:
-                    self.graphs[size] = graph
+            self._record(size)
+            if size in self.graphs:
+                known.add(self._kind(size))
         return self.rows.alive[:running].tolist()
+
+    def _kind(self, size: int) -> tuple[Any, ...]:
+        """All that the code of a step of so many rows of a model depends on."""
+        widths = self.rows.uniform.shape[1], self.rows.pages.shape[1]
+        return size, *widths, self.drawing, len(self.ends), self.stance
+
+    def _record(self, size: int) -> None:
+        """Records a step of so many rows, if that is wanted, can be, and is not done."""
+        if size in self.graphs or not self.wants_graphs or not can_record(self.device):
+            return
+        graph = record(partial(self._step, size), self.device)
+        if graph is not None:
+            self.graphs[size] = graph
 
     def results(self, numbers: Sequence[int]) -> list[tuple[list[int], list[float]]]:
         """The tokens of the rows of these numbers so far, and their log-probabilities."""

@@ -47,7 +47,7 @@ def give_back_memory() -> None:
 
 
 def record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph | None:
-    """Records a `step` that has been made once; None, with a warning, where that cannot be.
+    """Records a `step` whose code is compiled; None, with a warning, where that cannot be.
 
     torch.cuda.graph would give all cached memory back first, each time, and training would ask for
     it again; that is done only where little is left.
