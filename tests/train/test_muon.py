@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.pytorch_utils import Conv1D
 
 from every_model import configuration_class, model_types, small_config
@@ -17,6 +18,7 @@ from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.layers.linear import is_matrix
 from lacuna.model.parameter_groups import muon_matrices
+from lacuna.parallel.fsdp import local
 from lacuna.parallel.homes import balanced_homes
 from lacuna.parallel.mesh import Layout
 from lacuna.train.muon import Muon, orthogonalised
@@ -375,14 +377,14 @@ def skipped_steps(folder: Path, implementation: str) -> None:
     """Skipped steps, by a NaN in one rank's shard or by nothing to learn from, leave no trace."""
     settings = EVENED.model_copy(update={"implementation": implementation})
     training = TrainingConfig(seq_len=24, skip_nan_inf=True)
-    built = build(folder, Case(Layout(dp_shard=2)), settings, training)
+    built = build(folder, Case(Layout(dp_shard=dist.get_world_size())), settings, training)
     optimizer = build_optimizer(built.model, settings)
     for divisor, broken in ((0.0, False), (1.0, False), (1.0, True), (0.0, False), (1.0, False)):
         before = snapshot(built.model, optimizer)
         give_gradients(built.model, 0)
-        if broken and dist.get_rank() == 1:
+        if broken and dist.get_rank() == dist.get_world_size() - 1:
             weight = built.model.model.layers[0].self_attn.q_proj.weight
-            weight.grad.to_local()[0, 0] = torch.nan
+            local(weight.grad)[0, 0] = torch.nan
         _, skip = update(built, optimizer, TRAINED * divisor)
         assert skip.item() == (broken or divisor == 0)
         assert (differing(snapshot(built.model, optimizer), before) == []) == bool(skip)
@@ -395,7 +397,8 @@ def skipped_steps_each(folder: Path) -> None:
 
 def test_a_skipped_step_leaves_everything_untouched(tmp_path: Path) -> None:
     tiny_config("llama").save_pretrained(tmp_path)
-    run_ranks(2, skipped_steps_each, tmp_path)
+    for ranks in (1, 2):
+        run_ranks(ranks, skipped_steps_each, tmp_path)
 
 
 def test_a_matrix_without_a_gradient_is_left_alone() -> None:
@@ -408,6 +411,42 @@ def test_a_matrix_without_a_gradient_is_left_alone() -> None:
     name = "model.layers.1.mlp.up_proj.weight"
     changed = {name, f"optimizer.{name}.momentum_buffer"}
     assert {*differing(snapshot(model, optimizer), before)} == changed
+
+
+class Calls(TorchDispatchMode):
+    """Counts the operators that are called within it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, arguments: Any = (), named: Any = None
+    ) -> Any:
+        self.count += 1
+        return operator(*arguments, **(named or {}))
+
+
+def calls_of_a_step(matrices: int, settings: OptimizerConfig, may_skip: bool) -> int:
+    weights = [nn.Parameter(torch.randn(16, 8)) for _ in range(matrices)]
+    optimizer = Muon([{"params": weights, "muon": True, "transposed": False}], settings, {})
+    if may_skip:
+        optimizer.found_inf = torch.zeros(())
+    for weight in weights:
+        weight.grad = torch.randn_like(weight)
+    with Calls() as calls:
+        optimizer.step()
+    return calls.count
+
+
+@pytest.mark.parametrize("settings", [SETTINGS, EVENED], ids=["Muon", "NorMuon"])
+@pytest.mark.parametrize(("may_skip", "each"), [(False, 0), (True, 1)])
+def test_more_matrices_of_a_shape_cost_the_host_hardly_more(
+    settings: OptimizerConfig, may_skip: bool, each: int
+) -> None:
+    """A small model's step takes as long as the host needs to call its operators."""
+    few, many = (calls_of_a_step(matrices, settings, may_skip) for matrices in (4, 12))
+    assert many - few <= 8 * each
 
 
 def test_homes_share_the_work_evenly() -> None:

@@ -15,7 +15,7 @@ ROUND_VALUES = 2**25
 
 Part = tuple[slice, ...]
 # What to wait for, the pieces that are there then, and what must live until then.
-_Exchange = tuple[dist.Work | None, list[Tensor], Tensor]
+_Exchange = tuple[dist.Work, list[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -98,6 +98,11 @@ class Homes:
             for of_rank in found
         ]
 
+    @property
+    def are_here(self) -> bool:
+        """Whether this rank is the home of all, so that nothing is sent."""
+        return len(self.parts) == 1
+
     def has_whole_matrices(self, tensor: int) -> bool:
         """Whether every rank's part of a stack [..., m, n] is made of whole matrices."""
         whole = tuple(slice(0, size) for size in self.shapes[tensor][-2:])
@@ -134,23 +139,25 @@ class Homes:
         self, pieces: list[list[Tensor]], sizes: list[list[int]], like: Tensor
     ) -> _Exchange:
         """Starts to send each rank its `pieces`, while pieces of these `sizes` come from each."""
-        flat = [piece.reshape(-1) for of_rank in pieces for piece in of_rank]
-        outgoing = torch.cat([like.new_empty(0), *flat])
-        if len(self.parts) == 1:
-            work, incoming = None, outgoing
-        else:
-            lengths = [sum(of_rank) for of_rank in sizes]
-            counts = [sum(piece.numel() for piece in of_rank) for of_rank in pieces]
-            incoming = like.new_empty(sum(lengths))
-            work = dist.all_to_all_single(
-                incoming, outgoing, lengths, counts, self.group, async_op=True
-            )
+        flat = [piece for of_rank in pieces for piece in of_rank]
+        outgoing = like.new_empty(sum(piece.numel() for piece in flat))
+        places = outgoing.split([piece.numel() for piece in flat])
+        copy_each([place.view(one.shape) for place, one in zip(places, flat, strict=True)], flat)
+        lengths = [sum(of_rank) for of_rank in sizes]
+        counts = [sum(piece.numel() for piece in of_rank) for of_rank in pieces]
+        incoming = like.new_empty(sum(lengths))
+        work = dist.all_to_all_single(
+            incoming, outgoing, lengths, counts, self.group, async_op=True
+        )
         split = incoming.split([size for of_rank in sizes for size in of_rank])
         return work, [*split], outgoing
 
-    def _gather(self, this: _Round, part_of: Callable[[int], Tensor], like: Tensor) -> _Exchange:
+    def _gather(
+        self, this: _Round, parts_of: Callable[[list[int]], list[Tensor]], like: Tensor
+    ) -> _Exchange:
         """Starts to send the parts of the matrices of a round to the matrices' homes."""
-        own = {matrix: part_of(matrix) for of_home in this.homes for matrix in of_home}
+        numbers = [matrix for of_home in this.homes for matrix in of_home]
+        own = dict(zip(numbers, parts_of(numbers), strict=True))
         pieces = [[own[matrix] for matrix in of_home] for of_home in this.sent]
         sizes = [[self._size(rank, m) for m in of] for rank, of in enumerate(this.received)]
         return self._exchange(pieces, sizes, like)
@@ -159,44 +166,56 @@ class Homes:
         """The whole matrices that this rank is home to in a round, of the pieces that came."""
         wholes = {m: like.new_empty(self.shapes[m]) for m in this.homes[self.rank]}
         sources = [(rank, matrix) for rank, of in enumerate(this.received) for matrix in of]
-        for (rank, matrix), piece in zip(sources, pieces, strict=True):
-            place = wholes[matrix][self.parts[rank][matrix]]
-            place.copy_(piece.view(place.shape))
+        places = [wholes[matrix][self.parts[rank][matrix]] for rank, matrix in sources]
+        shaped = [piece.view(place.shape) for piece, place in zip(pieces, places, strict=True)]
+        copy_each(places, shaped)
         return wholes
 
     def transform(
         self,
         matrices: Sequence[int],
-        part_of: Callable[[int], Tensor],
+        parts_of: Callable[[list[int]], list[Tensor]],
         function: Callable[[dict[int, Tensor]], dict[int, Tensor]],
-        put: Callable[[int, Tensor], None],
+        put: Callable[[list[int], list[Tensor]], None],
         like: Tensor,
     ) -> None:
         """Puts back this rank's parts of what a `function` makes of whole matrices.
 
-        `part_of` gives this rank's part of a matrix, with the device and dtype of `like`. It is
-        asked for every part once, also for one that another rank sends. The parts of the next round
-        are on their way while this one's matrices are computed.
+        `parts_of` gives this rank's parts of the matrices of a round. It is asked for every part
+        once, also for one that another rank sends. They are sent with the dtype of `like`, on its
+        device, and what is not sent comes as it is. The parts of the next round are on their way
+        while this one's matrices are computed. The `function` may empty what it is given.
         """
         rounds = self._rounds(tuple(matrices))
-        coming = self._gather(rounds[0], part_of, like) if rounds else None
+        if self.are_here:
+            for here in rounds:
+                [numbers] = here.homes
+                results = function(dict(zip(numbers, parts_of(numbers), strict=True)))
+                put(numbers, [results[number] for number in numbers])
+            return
+        coming = self._gather(rounds[0], parts_of, like) if rounds else None
         for this, following in zip(rounds, [*rounds[1:], None], strict=False):
             assert coming is not None
             wholes = self._assemble(this, _arrived(coming), like)
-            coming = self._gather(following, part_of, like) if following else None
+            coming = self._gather(following, parts_of, like) if following else None
             results = function(wholes)
-            back = [[results[m][of[m]] for m in wholes] for of in self.parts]
+            back = [[results[m][of[m]] for m in this.homes[self.rank]] for of in self.parts]
             sizes = [[self._size(self.rank, m) for m in of_home] for of_home in this.homes]
             pieces = _arrived(self._exchange(back, sizes, like))
-            changed = (matrix for of_home in this.homes for matrix in of_home)
-            for matrix, piece in zip(changed, pieces, strict=True):
-                shape = [part.stop - part.start for part in self.parts[self.rank][matrix]]
-                put(matrix, piece.view(shape))
+            changed = [matrix for of_home in this.homes for matrix in of_home]
+            own = self.parts[self.rank]
+            shapes = [[part.stop - part.start for part in own[matrix]] for matrix in changed]
+            put(changed, [one.view(shape) for one, shape in zip(pieces, shapes, strict=True)])
+
+
+def copy_each(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copies tensors into others of the same shapes, with whatever dtypes and devices."""
+    if targets:  # torch refuses none
+        torch._foreach_copy_([*targets], [*sources])
 
 
 def _arrived(coming: _Exchange) -> list[Tensor]:
     """The pieces of an exchange, after waiting for it."""
     work, pieces, _ = coming
-    if work is not None:
-        work.wait()
+    work.wait()
     return pieces

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.model.parameter_groups import parameter_groups
 from lacuna.parallel.fsdp import local
-from lacuna.parallel.homes import Homes
+from lacuna.parallel.homes import Homes, copy_each
 
 # Of the quintic iteration: https://kellerjordan.github.io/posts/muon/
 _COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -33,7 +33,7 @@ def orthogonalised(matrices: Tensor, steps: int) -> Tensor:
     x = x / norm.clamp(min=_EPSILON)
     first, third, fifth = _COEFFICIENTS
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = torch.bmm(x, x.mT)  # of fewer operators than `@`
         polynomial = torch.baddbmm(gram, gram, gram, beta=third, alpha=fifth)
         x = torch.baddbmm(x, polynomial, x, beta=first)
     return x.mT if is_tall else x
@@ -101,19 +101,20 @@ class Muon(torch.optim.AdamW):
         """Updates all parameters that have a gradient, and drops the gradients of matrices."""
         found = getattr(self, "found_inf", None)
         self.skipped = None if found is None else found.bool()
-        sharded = []
+        together = []
         for number, (matrix, _) in enumerate(self.matrices):
             if matrix.grad is None:
                 continue
             if matrix.ndim > 2 and self.homes.has_whole_matrices(number):
-                self._apply(number, self._orthogonalised_stack(self._advance(number)))
+                [stack] = self._advance([number])
+                self._apply([number], [self._orthogonalised_stack(stack.to(self.like))])
             else:
-                sharded.append(number)
+                together.append(number)
         self.homes.transform(
-            sharded, self._advance, self._orthogonalised_by_shape, self._apply, self.like
+            together, self._advance, self._orthogonalised_by_shape, self._apply, self.like
         )
-        if self.settings.neuron_beta2 is not None and sharded:
-            self._take_squares(sharded)
+        if self.settings.neuron_beta2 is not None and together:
+            self._take_squares(together)
         return super().step(closure)
 
     def _orthogonalised_stack(self, stack: Tensor) -> Tensor:
@@ -121,17 +122,27 @@ class Muon(torch.optim.AdamW):
         return orthogonalised(stack.flatten(0, -3), self.settings.ns_steps).view_as(stack)
 
     def _orthogonalised_by_shape(self, matrices: dict[int, Tensor]) -> dict[int, Tensor]:
-        """These matrices made orthogonal; those of one shape are computed together."""
+        """These matrices made orthogonal; those of one shape are computed together.
+
+        Each is taken out of `matrices` as soon as it is copied, so that its memory can be used.
+        """
         alike: dict[Any, list[int]] = {}
         for number, matrix in matrices.items():
             _, group = self.matrices[number]
             alike.setdefault((matrix.shape, group["transposed"]), []).append(number)
         results: dict[int, Tensor] = {}
-        for (_, is_transposed), numbers in alike.items():
-            stack = self._orthogonalised_stack(torch.stack([matrices[one] for one in numbers]))
+        for (shape, is_transposed), numbers in alike.items():
+            stack = self.like.new_empty(len(numbers), *shape)
+            copy_each(stack.unbind(), [matrices.pop(number) for number in numbers])
+            stack = self._orthogonalised_stack(stack)
             if self.settings.neuron_beta2 is not None:
                 stack = self._evened(numbers, stack, is_transposed, self.settings.neuron_beta2)
-            results |= dict(zip(numbers, stack, strict=True))
+            if self.homes.are_here:
+                # What is not sent becomes like the weights in one go, in its strides too: a kernel
+                # for many tensors wants them alike.
+                weight = local(self.matrices[numbers[0]][0])
+                stack = stack.to(weight.device).to(weight.dtype).contiguous()
+            results |= dict(zip(numbers, stack.unbind(), strict=True))
         return results
 
     def _evened(
@@ -142,7 +153,7 @@ class Muon(torch.optim.AdamW):
         update = stack.float()
         before = torch.stack([self.state[self.matrices[one][0]][_SQUARES] for one in numbers])
         squares = before.lerp(update.square().mean(inputs), 1 - beta)
-        self.new_squares |= dict(zip(numbers, squares, strict=True))
+        self.new_squares |= dict(zip(numbers, squares.unbind(), strict=True))
         evened = update / squares.sqrt().clamp(min=_EPSILON).unsqueeze(inputs)
         wanted, norm = (
             torch.linalg.vector_norm(one, dim=(-2, -1), keepdim=True) for one in (update, evened)
@@ -153,44 +164,64 @@ class Muon(torch.optim.AdamW):
     def _take_squares(self, numbers: list[int]) -> None:
         """Has every rank take the means of these matrices' neurons from the matrices' homes."""
         states = [self.state[self.matrices[number][0]][_SQUARES] for number in numbers]
-        found = [
-            self.new_squares.pop(number, torch.zeros_like(state))
-            for number, state in zip(numbers, states, strict=True)
-        ]
-        together = torch.cat(found)
-        if len(self.homes.parts) > 1:
+        lengths = [state.numel() for state in states]
+        together = states[0].new_zeros(sum(lengths))
+        parts = dict(zip(numbers, together.split(lengths), strict=True))
+        copy_each([parts[number] for number in self.new_squares], [*self.new_squares.values()])
+        self.new_squares.clear()
+        if not self.homes.are_here:
             dist.all_reduce(together, group=self.homes.group)
-        parts = together.split([state.numel() for state in states])
-        for state, part in zip(states, parts, strict=True):
-            self._replace(state, part)
-
-    def _advance(self, number: int) -> Tensor:
-        """Takes the gradient of a matrix into its momentum; returns this rank's part of the sum."""
-        matrix, _ = self.matrices[number]
-        assert matrix.grad is not None, "only matrices with a gradient are updated"
-        gradient = local(matrix.grad)
-        matrix.grad = None
-        buffer = local(self.state[matrix]["momentum_buffer"])
-        momentum = self.settings.momentum
-        mean = buffer.lerp(gradient, 1 - momentum)
-        self._replace(buffer, mean)
-        update = gradient.lerp(mean, momentum) if self.settings.nesterov else mean
-        return update.to(self.like)
-
-    def _apply(self, number: int, update: Tensor) -> None:
-        """Takes this rank's part of an orthogonal update from a matrix, which decays before."""
-        matrix, group = self.matrices[number]
-        part = local(matrix)
-        how = self.settings.adjust_lr_fn
-        rate = group["lr"] * rate_ratio(matrix.shape, group["transposed"], how)
-        decayed = part * (1 - group["lr"] * group["weight_decay"])
-        self._replace(part, decayed.add_(update.to(part.device), alpha=-rate))
-
-    def _replace(self, target: Tensor, value: Tensor) -> None:
-        """Puts a value into a tensor, in place, unless the step is skipped."""
         if self.skipped is not None:
-            value = torch.where(self.skipped.to(target.device), target, value)
-        target.copy_(value)
+            skipped = self.skipped.to(together.device)
+            torch.where(skipped, torch.cat(states), together, out=together)
+        copy_each(states, [*parts.values()])
+
+    def _advance(self, numbers: list[int]) -> list[Tensor]:
+        """Takes gradients of matrices into their momenta; returns this rank's parts of the sums.
+
+        A sum may be the momentum itself, or lie in the memory of the gradient, which is dropped.
+        """
+        matrices = [self.matrices[number][0] for number in numbers]
+        gradients = [local(matrix.grad) for matrix in matrices if matrix.grad is not None]
+        buffers = [local(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        for matrix in matrices:
+            matrix.grad = None
+        if self.skipped is not None:
+            # A mean of the buffer and itself is the buffer. A factor of 0 would leave NaN.
+            skipped = self.skipped.to(buffers[0].device)
+            for gradient, buffer in zip(gradients, buffers, strict=True):
+                torch.where(skipped, buffer, gradient, out=gradient)
+        momentum = self.settings.momentum
+        torch._foreach_lerp_(buffers, gradients, 1 - momentum)
+        if not self.settings.nesterov:
+            return buffers
+        torch._foreach_lerp_(gradients, buffers, momentum)
+        return gradients
+
+    def _apply(self, numbers: list[int], updates: list[Tensor]) -> None:
+        """Takes this rank's parts of orthogonal updates from matrices, which decay before."""
+        pairs = [self.matrices[number] for number in numbers]
+        weights = [local(matrix) for matrix, _ in pairs]
+        how = self.settings.adjust_lr_fn
+        rates = [
+            group["lr"] * rate_ratio(matrix.shape, group["transposed"], how)
+            for matrix, group in pairs
+        ]
+        if self.skipped is not None:
+            skipped = self.skipped.to(weights[0].device).float()
+            before = torch._foreach_mul(weights, skipped)
+        torch._foreach_mul_(
+            weights, [1 - group["lr"] * group["weight_decay"] for _, group in pairs]
+        )
+        for rate in {*rates}:
+            places = [place for place, own in enumerate(rates) if own == rate]
+            chosen = [weights[place] for place in places]
+            changes = [updates[place].to(weights[place]) for place in places]
+            torch._foreach_add_(chosen, changes, alpha=-rate)
+        if self.skipped is not None:
+            # One of the two is 0: skipped updates are those of the momenta, and so are finite.
+            torch._foreach_mul_(weights, 1 - skipped)
+            torch._foreach_add_(weights, before)
 
 
 def muon_of(
