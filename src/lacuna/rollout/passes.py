@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch._inductor.config
 from torch import Tensor
 from torch._dynamo import maybe_mark_dynamic
 from transformers import PreTrainedModel
@@ -177,7 +178,10 @@ class Steps:
     def _step(self, count: int) -> None:
         """One more token for each of the first rows that goes on."""
         rows = self.rows.first(count)
-        with torch.compiler.set_stance(self.stance):
+        # Norms and rotations of queries and of keys are then one kernel, of which each costs most
+        # by being started.
+        combined = torch._inductor.config.patch(combo_kernels=True)
+        with torch.compiler.set_stance(self.stance), combined:
             logits = self.model(
                 input_ids=rows.tokens[:, None],
                 position_ids=rows.positions[:, None],
