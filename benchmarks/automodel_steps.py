@@ -142,7 +142,8 @@ def recipe_settings(task: Task) -> dict[str, Any]:
         "distributed": {
             "strategy": "fsdp2",
             "dp_replicate_size": layout["dp_replicate"],
-            "enable_compile": settings["compiled"],
+            # Each layer with its adapters would be compiled by itself, which takes minutes.
+            "enable_compile": settings["compiled"] and not peft,
             "patch_is_packed_sequence": True,
             "activation_checkpointing": {"none": False}.get(recomputed, recomputed),
             "mp_policy": {

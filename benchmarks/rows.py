@@ -174,20 +174,21 @@ ROWS = {
         processes=2,
     ),
     "llama-1b-automodel": Row(
-        "Llama 3.2 1B's shape, untied, FSDP 2, rows of 8,192, recomputation by operation",
+        "Llama 3.2 1B's shape, untied, FSDP 2, rows of 8,192, nothing recomputed",
         LLAMA_1B,
         (2, 8192),
-        WHOLE_ROWS | BY_OPERATION,
+        WHOLE_ROWS,
         "automodel",
         processes=2,
     ),
     "half-8b-automodel": Row(
-        "half-8b beside NeMo AutoModel",
+        "16 layers of Llama 3 8B, FSDP 2, nothing recomputed, for GPUs of 141 GB",
         HALF_8B,
         (2, 8192),
-        WHOLE_ROWS | BY_OPERATION,
+        WHOLE_ROWS,
         "automodel",
         processes=2,
+        gib=LARGE,
     ),
     "llama-340m": Row(
         "24 layers of 1,024, 16 heads, vocabulary 32,000, 1 GPU, 16 rows of 4,096",
@@ -212,10 +213,10 @@ ROWS = {
         conversations=True,
     ),
     "lora-8b": Row(
-        "LoRA of Llama 3 8B's shape, rank 16, 2 rows of 4,096, all recomputed",
+        "LoRA of Llama 3 8B's shape, rank 16, 2 rows of 4,096, nothing recomputed",
         LLAMA_8B,
         (2, 4096),
-        WHOLE_ROWS | RECOMPUTED | {"lora": {"rank": 16, "alpha": 32}},
+        WHOLE_ROWS | {"lora": {"rank": 16, "alpha": 32}},
         "automodel",
     ),
     "qlora-8b-40k": _qlora(
