@@ -184,7 +184,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[st
                 parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
                 parameter.grad = None
-                torch._foreach_zero_([*optimizer.state[parameter].values()])
+                torch._foreach_zero_([local(one) for one in optimizer.state[parameter].values()])
         group["lr"] = rate
     names: dict[Tensor, str] = {one: name for name, one in model.named_parameters()}
     return {
