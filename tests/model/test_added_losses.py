@@ -12,6 +12,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from every_model import configuration_class, model_types, small_config
 from lacuna.config import UserError
 from lacuna.config.sections import ModelConfig
+from lacuna.model import specimen
 from lacuna.model.added_losses import require_no_added_loss
 from lacuna.model.architecture import load_model_config
 from runs import make_world, train
@@ -71,6 +72,7 @@ def test_a_loss_that_no_setting_turns_off_is_told(
     require_no_added_loss(tiny_config("llama"), CPU)
     assert caplog.text == ""
     monkeypatch.setattr(LlamaForCausalLM, "forward", with_more)
+    monkeypatch.setattr(specimen, "_found", {})
     require_no_added_loss(tiny_config("llama"), CPU)
     assert "the loss of LlamaForCausalLM's own code is another" in caplog.text
 

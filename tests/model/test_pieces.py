@@ -1,6 +1,7 @@
 """Feed-forward blocks in pieces compute the same, and never have a whole sequence in memory."""
 
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.pieces import compute_in_pieces, token_wise_blocks
 from lacuna.parallel.mesh import Layout
-from layouts import Case, check_same, outcomes, pipelined
+from layouts import Case, Outcome, check_same, outcomes, pipelined
 from tiny import random_model, tiny_config
 
 PIECES = ActivationCheckpointConfig(mlp_chunks=4)
@@ -38,6 +39,13 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     return folder
 
 
+@pytest.fixture(scope="module")
+def alone(model_config: Path) -> Outcome:
+    """A step of one process."""
+    [outcome] = outcomes(model_config, [Case(Layout(), 2)])
+    return outcome
+
+
 @pytest.mark.parametrize(
     "layout",
     [
@@ -48,20 +56,22 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     ],
     ids=["alone", "dp_shard 2", "cp 2", "tp 2"],
 )
-def test_a_step_in_pieces_is_the_same_step(model_config: Path, layout: Layout) -> None:
-    alone = outcomes(model_config, [Case(Layout(), 2)])[0]
+def test_a_step_in_pieces_is_the_same_step(
+    model_config: Path, layout: Layout, alone: Outcome
+) -> None:
     for outcome in outcomes(model_config, in_every_way(layout)):
         check_same(outcome, alone)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B"])
-def test_a_step_in_pieces_is_the_same_step_in_a_pipeline(schedule: str, tmp_path: Path) -> None:
+def test_a_step_in_pieces_is_the_same_step_in_a_pipeline(tmp_path: Path) -> None:
     tiny_config("llama", num_hidden_layers=4).save_pretrained(tmp_path)
-    case = pipelined(Layout(pp=2), 4, schedule)
     alone = outcomes(tmp_path, [Case(Layout(), 4)])[0]
-    modes = (PIECES, FULL)
-    cases = [Case(case.layout, 4, parallelism=case.parallelism, recompute=mode) for mode in modes]
+    cases = [
+        replace(pipelined(Layout(pp=2), 4, schedule), recompute=mode)
+        for schedule in ("1F1B", "Interleaved1F1B")
+        for mode in (PIECES, FULL)
+    ]
     for outcome in outcomes(tmp_path, cases):
         check_same(outcome, alone)
 
@@ -76,8 +86,9 @@ def test_a_step_in_pieces_is_the_same_step_in_a_pipeline(schedule: str, tmp_path
 def test_a_step_in_pieces_is_the_same_step_with(
     model_config: Path, settings: dict[str, Any]
 ) -> None:
-    plain = outcomes(model_config, [Case(Layout(1, 2), 2, **settings)])[0]
-    for outcome in outcomes(model_config, in_every_way(Layout(1, 2), **settings)):
+    cases = [Case(Layout(1, 2), 2, **settings), *in_every_way(Layout(1, 2), **settings)]
+    plain, *in_pieces = outcomes(model_config, cases)
+    for outcome in in_pieces:
         check_same(outcome, plain)
 
 

@@ -12,7 +12,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from every_model import configuration_class, small_config
 from lacuna.config import UserError
-from lacuna.model import probe_shares
+from lacuna.model import probe_shares, specimen
 from lacuna.model.probe_shares import require_shareable, tried_attention
 from lacuna.parallel.mesh import Layout
 from tiny import CPU, tiny_config
@@ -57,7 +57,7 @@ def test_what_was_tried_is_tried_again_only_where_something_is_different(
         tried.append(settings)
         return str(settings[0][0])
 
-    monkeypatch.setattr(probe_shares, "_found", {})
+    monkeypatch.setattr(specimen, "_found", {})
     monkeypatch.setattr(probe_shares, "find_attention", counted)
 
     def find(name: str = "sdpa", dtype: torch.dtype = torch.float32, **shape: Any) -> str:

@@ -189,29 +189,38 @@ def check_all(folder: Path, cases: Sequence[Case], alone: Outcome) -> None:
         check_same(each, alone)
 
 
+@pytest.fixture(scope="module")
+def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
+    """The folder of a model with four mixtures, and its step in one process."""
+    folder = tmp_path_factory.mktemp("four")
+    return folder, four_layers(folder)
+
+
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in COMPILED])
-def test_compiled_layers_learn_the_same(name: str, tmp_path: Path) -> None:
-    alone = four_layers(tmp_path)
-    check_all(tmp_path, [COMPILED[name]], alone)
+def test_compiled_layers_learn_the_same(name: str, four: tuple[Path, Outcome]) -> None:
+    folder, alone = four
+    check_all(folder, [COMPILED[name]], alone)
 
 
-def test_layers_that_are_computed_again_or_in_pieces_learn_the_same(tmp_path: Path) -> None:
-    alone = four_layers(tmp_path)
+def test_layers_that_are_computed_again_or_in_pieces_learn_the_same(
+    four: tuple[Path, Outcome],
+) -> None:
+    folder, alone = four
     again = (FULL, KEPT, PIECES, PIECES_TWICE)
     cases = [Case(padded=True, recompute=each) for each in again]
-    check_all(tmp_path, [*cases, Case(accumulation=2, padded=True, recompute=PIECES)], alone)
+    check_all(folder, [*cases, Case(accumulation=2, padded=True, recompute=PIECES)], alone)
 
 
 def staged(schedule: str, **changes: Any) -> Case:
     return replace(pipelined(Layout(pp=2), 4, schedule), padded=True, **changes)
 
 
-def test_stages_of_a_pipeline_learn_the_same(tmp_path: Path) -> None:
+def test_stages_of_a_pipeline_learn_the_same(four: tuple[Path, Outcome]) -> None:
     """With GPipe all forward passes come before the first backward pass, which computes again."""
-    alone = four_layers(tmp_path)
+    folder, alone = four
     schedules = ("1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")
     again = [staged("GPipe", recompute=each) for each in (FULL, PIECES, PIECES_TWICE)]
-    check_all(tmp_path, [*map(staged, schedules), *again], alone)
+    check_all(folder, [*map(staged, schedules), *again], alone)
 
 
 def test_a_stage_without_routers_counts_nothing(tmp_path: Path) -> None:
@@ -220,8 +229,8 @@ def test_a_stage_without_routers_counts_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_pipelines_of_four_ranks_learn_the_same(tmp_path: Path) -> None:
-    alone = four_layers(tmp_path)
+def test_pipelines_of_four_ranks_learn_the_same(four: tuple[Path, Outcome]) -> None:
+    folder, alone = four
     layouts = (
         Layout(dp_shard=2, pp=2),
         Layout(dp_shard=2, pp=2, ep=2),
@@ -230,7 +239,7 @@ def test_pipelines_of_four_ranks_learn_the_same(tmp_path: Path) -> None:
     )
     cases = [replace(pipelined(one, 4), padded=True) for one in layouts]
     sharded = Case(Layout(dp_shard=4), 2, compiled=True, padded=True, recompute=FULL)
-    check_all(tmp_path, [*cases, sharded], alone)
+    check_all(folder, [*cases, sharded], alone)
 
 
 def asked(folder: Path, **settings: object) -> Router | None:

@@ -137,15 +137,21 @@ def test_a_layout_trains_as_one_process_does(world: Path, prompts: Path, tmp_pat
     check_layouts("adaptive", ["tp 2"], world, prompts, tmp_path)
 
 
+SOME_LAYOUTS = {
+    "plain": ["shards"],
+    "adaptive": [name for name in LAYOUTS if name not in [*SHARED_LAYOUTS][1::2]],
+    "adapters": ["shards", "cp 2 × tp 2"],
+    "temperature": ["cp 2 × tp 2"],
+}
+"""The layouts of each case: those that adaptive leaves out are GRPO's."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_trains_as_one_process_does(
     case: str, world: Path, prompts: Path, tmp_path: Path
 ) -> None:
-    layouts = ["shards", "cp 2 × tp 2"]
-    if case == "adaptive":  # GRPO has the others
-        layouts = [name for name in LAYOUTS if name not in [*SHARED_LAYOUTS][1::2]]
-    check_layouts(case, layouts, world, prompts, tmp_path)
+    check_layouts(case, SOME_LAYOUTS[case], world, prompts, tmp_path)
 
 
 def test_a_mixture_trains_with_its_load_balancing_loss_and_its_critic_without(
@@ -228,23 +234,37 @@ CRITIC_LAYOUTS: dict[str, tuple[object, ...]] = {
 """The layouts of the model and of its critic, where these differ."""
 
 
+@pytest.fixture(scope="module")
+def alone(world: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 7 steps in one process; to be read only."""
+    folder = tmp_path_factory.mktemp("alone")
+    own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
+    train(world, folder, *own, "--training.steps", 7)
+    return folder
+
+
+GONE_ON_WITH = ("tp 2, the critic zero 1", "shards × tp 2, the critic replicas × cp 2")
+"""The layouts of critics in which a run is stopped as well; others are those that runs move to."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CRITIC_LAYOUTS])
 def test_a_critic_in_a_layout_of_its_own_learns_as_in_one_process(
-    name: str, world: Path, prompts: Path, tmp_path: Path
+    name: str, world: Path, prompts: Path, alone: Path, tmp_path: Path
 ) -> None:
     own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
-    train(world, tmp_path / "alone", *own, "--training.steps", 7)
-    # Stopped within the steps on the same completions, and then gone on with.
-    for end in (4, 7):
-        flags = (*CRITIC_LAYOUTS[name], "--training.steps", end)
-        train(world, tmp_path / "spread", *own, *flags)
+    # The fourth step is the first on new completions. From there on, within the steps on the same
+    # ones, a stopped run goes on.
+    ends = (4, 7) if name in GONE_ON_WITH else (4,)
+    for end in ends:
+        train(world, tmp_path, *own, *CRITIC_LAYOUTS[name], "--training.steps", end)
     keys = (*KEYS, "divergence", "beta")
-    pairs = zip(curve(tmp_path / "spread", *keys), curve(tmp_path / "alone", *keys), strict=True)
+    pairs = zip(curve(tmp_path, *keys), curve(alone, *keys)[: ends[-1]], strict=True)
     for row, other in pairs:
         assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
     said, other_said = (
-        [row["completion"] for row in completions(tmp_path / one)] for one in ("spread", "alone")
+        [row["completion"] for row in completions(one) if row["step"] <= ends[-1]]
+        for one in (tmp_path, alone)
     )
     assert said == other_said
 
@@ -261,14 +281,13 @@ def test_a_critic_in_a_layout_of_its_own_learns_as_in_one_process(
     ],
 )
 def test_a_run_goes_on_with_its_critic_in_another_layout(
-    first: str, then: str, world: Path, prompts: Path, tmp_path: Path
+    first: str, then: str, world: Path, prompts: Path, alone: Path, tmp_path: Path
 ) -> None:
     own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
-    train(world, tmp_path / "straight", *own, "--training.steps", 7)
     for layout, end in ((first, 4), (then, 7)):
         flags = (LAYOUTS | CRITIC_LAYOUTS).get(layout, ())
-        train(world, tmp_path / "moved", *own, *flags, "--training.steps", end)
-    pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
+        train(world, tmp_path, *own, *flags, "--training.steps", end)
+    pairs = zip(curve(alone, *KEYS), curve(tmp_path, *KEYS), strict=True)
     for row, other in pairs:
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
 

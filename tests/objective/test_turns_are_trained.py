@@ -281,13 +281,6 @@ def check_layouts(case: str, layouts: list[str], world: Path, talks: Path, folde
 
 
 @pytest.mark.slow
-def test_shards_and_padding_train_as_one_process_does(
-    world: Path, talks: Path, tmp_path: Path
-) -> None:
-    check_layouts("grpo", ["shards", "unpacked"], world, talks, tmp_path)
-
-
-@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_trains_as_one_process_does(
     case: str, world: Path, talks: Path, tmp_path: Path

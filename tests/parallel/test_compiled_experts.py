@@ -1,6 +1,7 @@
 """Layers whose experts are gathered by themselves are compiled in parts, to the same training."""
 
-from functools import partialmethod
+from collections.abc import Callable
+from functools import cache, partialmethod
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ STACKS = LoraConfig(rank=3, parameters=("*.experts.*",))
 TWO = Layout(dp_shard=2, ep=2)
 
 Steps = tuple[list[tuple[float, float]], dict[str, Tensor], int]
+AloneOf = Callable[[str, LoraConfig], tuple[Path, Steps]]
 
 
 def three_steps(folder: Path, case: Case, backend: str = "inductor") -> Steps:
@@ -54,9 +56,25 @@ def three_steps(folder: Path, case: Case, backend: str = "inductor") -> Steps:
     return curve, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-def check(folder: Path, case: Case, backend: str = "inductor") -> int:
+@pytest.fixture(scope="module")
+def alone_of(tmp_path_factory: pytest.TempPathFactory) -> AloneOf:
+    """Tells the folder of a model of a kind, and its steps in one process, which are made once."""
+    root = tmp_path_factory.mktemp("alone")
+
+    @cache
+    def made(kind: str, lora: LoraConfig) -> tuple[Path, Steps]:
+        folder = root / kind
+        small = small_config(configuration_class(kind)) if kind == "mixtral" else tiny_config(kind)
+        random_model(small, "eager").save_pretrained(folder)
+        [steps] = run_ranks(1, three_steps, folder, Case(lora=lora))
+        return folder, steps
+
+    return made
+
+
+def check(kind: str, case: Case, alone_of: AloneOf, backend: str = "inductor") -> int:
     """How many graphs ranks compiled at most for a case that trains as one process does."""
-    [(straight, alone, _)] = run_ranks(1, three_steps, folder, Case(lora=case.lora))
+    folder, (straight, alone, _) = alone_of(kind, case.lora)
     ranks = case.layout.data_parallel * case.layout.sharing
     found: dict[str, Tensor] = {}
     most = 0
@@ -70,10 +88,9 @@ def check(folder: Path, case: Case, backend: str = "inductor") -> int:
 
 
 @pytest.mark.slow
-def test_layers_with_spread_experts_are_compiled_once(tmp_path: Path) -> None:
+def test_layers_with_spread_experts_are_compiled_once(alone_of: AloneOf) -> None:
     """Around the experts, around the exchange, what experts compute, and the norm: six graphs."""
-    random_model(tiny_config("qwen3_moe"), "eager").save_pretrained(tmp_path)
-    assert check(tmp_path, Case(TWO, 2, compiled=True, recompute=FULL)) <= 6
+    assert check("qwen3_moe", Case(TWO, 2, compiled=True, recompute=FULL), alone_of) <= 6
 
 
 SLOW = {
@@ -92,10 +109,8 @@ SLOW = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SLOW)
-def test_compiled_mixtures_train_as_one_process(name: str, tmp_path: Path) -> None:
+def test_compiled_mixtures_train_as_one_process(name: str, alone_of: AloneOf) -> None:
     kind, case = SLOW[name]
     # Graphs are the same whoever makes code of them, which takes long.
     backend = "inductor" if name in ("cp", "split", "adapters of experts") else "aot_eager"
-    small = small_config(configuration_class(kind)) if kind == "mixtral" else tiny_config(kind)
-    random_model(small, "eager").save_pretrained(tmp_path)
-    assert check(tmp_path, case, backend) <= 10
+    assert check(kind, case, alone_of, backend) <= 10

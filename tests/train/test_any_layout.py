@@ -1,6 +1,5 @@
 """A checkpoint belongs to no layout: any other loads it, optimizer included, and exports alike."""
 
-import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -200,4 +199,11 @@ def test_weights_of_experts_load_bit_by_bit(kind: str, tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_any_layout_loads_in_every_other(tmp_path: Path) -> None:
-    check(list(itertools.product(CASES, CASES)), "llama_tied", tmp_path)
+    """Of two layouts one loads what the other saved: each saves for half of them, loads of half."""
+    names = [*CASES]
+    pairs = [
+        (source, names[(place + ahead) % len(names)])
+        for place, source in enumerate(names)
+        for ahead in range(len(names) // 2 + 1)
+    ]
+    check(pairs, "llama_tied", tmp_path)

@@ -36,7 +36,7 @@ from lacuna.model.layers.replacement import replace_layers
 from lacuna.model.probe import rows_of
 from lacuna.model.probe_shares import tried_attention
 from lacuna.model.rotation import fix_rotations
-from lacuna.model.specimen import specimen
+from lacuna.model.specimen import found_once, specimen
 from lacuna.model.vocabulary import (
     embeddings_on_cpu,
     freeze_rows,
@@ -179,7 +179,7 @@ def build_model(
     router = required_router(config.job.task, config.model, model.config, device)
     pieces = 1 if router is None else recomputed.mlp_chunks
     compiled = is_compiled(config.compile, parallelism, dtype, model.config, pieces, device.type)
-    head = replace(probe_head(specimen(model.config, device=device), compiled), router=router)
+    head = replace(_known_head(model.config, device), compiled=compiled, router=router)
     parameters = model.num_parameters()
     flops = flops_of(model)
     trained = trained_names(model)
@@ -207,6 +207,15 @@ def build_model(
     after = _after_update(model, config.float8, mesh)
     return BuiltModel(
         model, stages, pipeline, mesh, device, head, parameters, flops, after, training, parallelism
+    )
+
+
+def _known_head(model_config: PretrainedConfig, device: torch.device) -> Head:
+    """How a model makes logits, which a small one is asked once."""
+    return found_once(
+        model_config,
+        (probe_head, device),
+        lambda: probe_head(specimen(model_config, device=device), compiled=False),
     )
 
 

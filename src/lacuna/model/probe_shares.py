@@ -1,6 +1,7 @@
 """Tries on a small model whether sequences can be cut over ranks, and layers into stages."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from lacuna.model.probe import (
     result_in_rows,
     trial_of,
 )
-from lacuna.model.specimen import LENGTH, specimen_and_layers
+from lacuna.model.specimen import LENGTH, found_once, specimen_and_layers
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.context import join_sequence, shard_sequence
 from lacuna.parallel.mesh import Layout
@@ -49,9 +50,6 @@ def shared_attention(
 States = Callable[[PreTrainedModel, nn.ModuleList, Batch], Tensor]
 
 AttentionInterface.register(SHARED, shared_attention)
-
-# The attentions that were exact, by all that they depend on.
-_found: dict[tuple[Any, ...], str] = {}
 
 
 def require_shareable(
@@ -124,21 +122,17 @@ def tried_attention(
     layout: Layout,
     device: torch.device,
 ) -> str:
-    """The first of these attentions with which a small model, also in shares, is exact.
-
-    What was found once is known from then on: a reference or a critic is often the same model.
-    """
+    """The first of these attentions with which a small model, also in shares, is exact."""
     functions = tuple(ALL_ATTENTION_FUNCTIONS.get(name) for name in names)
-    settings = type(model_config), repr(vars(model_config)), rows, longest, dtype
-    tried = *names, *functions, *settings, layout.cp > 1, layout.pp > 1, device
-    if tried in _found:
-        return _found[tried]
+    told = *names, *functions, rows, longest, device, dtype
+    tried = names, model_config, rows, longest, device, dtype
     if is_from_fla(model_config):
         from lacuna.model.linear_attention import find_bounds  # an extension
 
-        attention = find_bounds(names, model_config, rows, longest, device, dtype, layout)
-    else:
-        attention = find_attention(names, model_config, rows, longest, device, dtype)
-        require_shareable(model_config, layout, rows, longest, device)
-    _found[tried] = attention
+        find = partial(find_bounds, *tried, layout)
+        return found_once(model_config, (*told, layout.pp > 1), find)
+    attention = found_once(model_config, told, partial(find_attention, *tried))
+    for shared in (Layout(cp=layout.cp), Layout(pp=layout.pp)):
+        how = shared, rows, longest, device
+        found_once(model_config, how, partial(require_shareable, model_config, *how))
     return attention

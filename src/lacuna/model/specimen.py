@@ -2,6 +2,8 @@
 
 import copy
 import math
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +32,23 @@ _LIMITS = (
     "log_scaling_n_floor",
 )
 _LIMIT = 8
+
+Found = TypeVar("Found")
+# What was found out about models, by all that it depends on.
+_found: dict[tuple[Any, ...], Any] = {}
+
+
+def found_once(
+    model_config: PretrainedConfig, told: tuple[Any, ...], find: Callable[[], Found]
+) -> Found:
+    """What `find` returns, which depends on a model's configuration and on what it is `told` alone.
+
+    What was found once is known from then on: a reference or a critic is often the same model.
+    """
+    known_by = type(model_config), repr(vars(model_config)), *told
+    if known_by not in _found:
+        _found[known_by] = find()
+    return cast(Found, _found[known_by])
 
 
 def tokens_to_try(model_config: PretrainedConfig) -> range:

@@ -31,7 +31,7 @@ def build_optimizer(
     is_plain = settings.name == "AdamW" and not settings.groups
     if is_plain and settings.state_dtype is None:
         betas = settings.beta1, settings.beta2
-        optimizer = torch.optim.AdamW(
+        optimizer: torch.optim.AdamW = _LocalAdamW(
             groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels
         )
     elif settings.state_dtype is not None:
@@ -53,6 +53,21 @@ def build_optimizer(
         for parameter in [parameter for group in groups for parameter in group["params"]]:
             parameter.register_post_accumulate_grad_hook(step_in_backward)
     return optimizer
+
+
+class _LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates what this rank has of each weight, and keeps its state as the weights are.
+
+    Of lists of sharded tensors torch works out how each is sharded, which takes seconds of a first
+    step; what is done to one number does not depend on where the others are.
+    """
+
+    def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
+        """Fills `lists`: weights, their gradients, the averages of these, and the counts."""
+        is_complex: bool = super()._init_group(group, *lists)  # type: ignore[no-untyped-call]
+        for tensors in lists:
+            tensors[:] = [local(tensor) for tensor in tensors]
+        return is_complex
 
 
 def _groups_by_decay(model: PreTrainedModel, decay_head: bool) -> list[dict[str, Any]]:
@@ -169,7 +184,7 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[st
                 parameter.grad = torch.zeros_like(parameter)
                 optimizer.step()
                 parameter.grad = None
-                torch._foreach_zero_([*optimizer.state[parameter].values()])
+                torch._foreach_zero_([local(one) for one in optimizer.state[parameter].values()])
         group["lr"] = rate
     names: dict[Tensor, str] = {one: name for name, one in model.named_parameters()}
     return {
