@@ -178,17 +178,17 @@ class Steps:
     def _step(self, count: int) -> None:
         """One more token for each of the first rows that goes on."""
         rows = self.rows.first(count)
-        # Norms and rotations of queries and of keys are then one kernel, of which each costs most
-        # by being started.
-        combined = torch._inductor.config.patch(combo_kernels=True)
-        with torch.compiler.set_stance(self.stance), combined:
-            logits = self.model(
-                input_ids=rows.tokens[:, None],
-                position_ids=rows.positions[:, None],
-                use_cache=False,
-                page_table=rows.pages,
-                new_positions=rows.positions,
-            ).logits[:, -1]
+        with torch.compiler.set_stance(self.stance):
+            # Norms and rotations of queries and of keys become one kernel, of which each costs most
+            # by being started. Drawing has sums of a length that varies, for which it cannot be.
+            with torch._inductor.config.patch(combo_kernels=True):
+                logits = self.model(
+                    input_ids=rows.tokens[:, None],
+                    position_ids=rows.positions[:, None],
+                    use_cache=False,
+                    page_table=rows.pages,
+                    new_positions=rows.positions,
+                ).logits[:, -1]
             self.take(rows, self.ends, logits, self.drawing)
 
     def run(self, running: int, count: int) -> list[bool]:
