@@ -1,5 +1,6 @@
 """Runs of PPO: alike in every layout, resumed to the bit with their critic, refused by name."""
 
+import math
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,10 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer, Llam
 
 from lacuna.config import Config
 from lacuna.config.contradictions import contradictions_of
+from lacuna.config.reinforcement import PpoConfig
 from lacuna.data.tokenizer import load_tokenizer
 from lacuna.objective.critic import build_critic, critic_config, values_of_samples
-from lacuna.objective.ppo import Ppo
+from lacuna.objective.ppo import Ppo, _columns_of
 from lacuna.objective.sample_rows import lay_out
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
@@ -144,6 +146,17 @@ SOME_LAYOUTS = {
     "temperature": ["cp 2 × tp 2"],
 }
 """The layouts of each case: those that adaptive leaves out are GRPO's."""
+
+
+def test_a_sampler_that_differs_is_corrected_where_that_is_set() -> None:
+    values = {"advantages": [1.0, 1.0], "values": [0.0, 0.0], "returns": [1.0, 1.0]}
+    sample = Sample([1], [2, 3], [-1.0, -2.0], True, old=[-1.5, -1.9], **values)
+    settings = PpoConfig(importance="token", importance_bound=1.05)
+    found = _columns_of([sample], settings)["corrections"]
+    assert found.tolist() == pytest.approx([math.exp(-0.5), 1.05])
+    assert _columns_of([sample], PpoConfig())["corrections"].tolist() == [1.0, 1.0]
+    said = contradictions_of(Config(job={"task": "ppo"}, ppo={"importance_bound": 3.0}))
+    assert any("ppo.importance_bound, ppo.importance: none has no bound" in one for one in said)
 
 
 @pytest.mark.slow

@@ -96,8 +96,13 @@ def test_the_policy_is_clipped_where_that_is_the_worse_one() -> None:
             "labels": LABELS,
             "advantages": torch.cat([advantages, torch.zeros(1)]),
             "old_logprobs": torch.cat([logprobs - OLD_RATIOS.log(), torch.zeros(1)]),
+            "corrections": torch.ones(4),
         }
         found = ppo_sums(LOGITS, columns, PpoConfig(epsilon=epsilon), temperature)
+        corrected = columns | {"corrections": torch.tensor([2.0, 2.0, 2.0, 0.0])}
+        twice = ppo_sums(LOGITS, corrected, PpoConfig(epsilon=epsilon), temperature)
+        assert twice["loss"].item() == pytest.approx(2 * found["loss"].item())
+        assert all(twice[name] == found[name] for name in ("entropy", "clipped", "moved"))
         wanted = 0.0
         clipped = 0
         for ratio, advantage in zip(OLD_RATIOS.tolist(), advantages.tolist(), strict=True):
@@ -120,6 +125,7 @@ def test_a_bad_token_that_became_much_likelier_has_a_bounded_loss_and_no_gradien
         "old_logprobs": torch.cat(
             [logprobs - torch.tensor([math.exp(17), 1.0, 2.0]).log(), logprobs[:1]]
         ),
+        "corrections": torch.ones(4),
     }
     found = ppo_sums(logits, columns, PpoConfig(), 1.0)
     assert found["loss"].item() == pytest.approx(0.5 * 3 - 2 + 2, rel=1e-5)

@@ -11,7 +11,7 @@ from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout import code_rewards, sandbox
 from lacuna.rollout.code_rewards import CodeReward, code_in
 from lacuna.rollout.code_tests import Pair, read_tests
-from lacuna.rollout.rewards import score
+from lacuna.rollout.rewards import FAILED, score
 from lacuna.rollout.sandbox import Limits, missing_protections
 from lacuna.rollout.verifiers import Answered, find_rewards
 
@@ -268,7 +268,7 @@ def test_a_row_with_wrong_tests_is_named_and_the_others_are_not_run_again(
     monkeypatch.setattr(code_rewards, "run", noting)
     answers = [answered(RIGHT, ASSERTS), answered(RIGHT, ["assert"]), answered("", ASSERTS)]
     found = score(functions, answers, settings)["code"]
-    assert found == pytest.approx([1, math.nan, 0], nan_ok=True) and len(ran) == 2
+    assert found == [1, FAILED, 0] and len(ran) == 2
     stops = RewardsConfig(functions=("code",))
     with pytest.raises(OutageError, match="row 1 .* is no Python"):
         score(find_rewards(stops, no_model), answers, stops)

@@ -78,6 +78,15 @@ def test_texts_follow_each_other_and_conversations_have_its_own_template(judge: 
     assert len({round(one, 3) for one in wanted}) == 3
 
 
+def test_a_model_may_take_longer_than_functions_may(judge: Path) -> None:
+    settings = RewardsConfig(functions=(str(judge),), timeout_seconds=1e-4)
+    model = opened(judge)
+    load_models([model], CPU)
+    answers = [Answered({"prompt": "one"}, "data, row 1", " two", left=0)]
+    [found] = score({str(judge): model}, answers, settings)[str(judge)]
+    assert found == pytest.approx(by_transformers(judge, "one two<end>"), abs=1e-5)
+
+
 def test_models_without_padding_score_one_at_a_time(tmp_path: Path) -> None:
     judge = write_scores(tmp_path)
     model_config = LlamaConfig.from_pretrained(judge)

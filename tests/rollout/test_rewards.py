@@ -16,8 +16,8 @@ from lacuna.config import OutageError, UserError
 from lacuna.config.reinforcement import RewardsConfig
 from lacuna.rollout import math_reward
 from lacuna.rollout.asking import Overdue, Unheard, ask, ask_alone
-from lacuna.rollout.rewards import score, total
-from lacuna.rollout.verifiers import Answered, Reward, find_rewards
+from lacuna.rollout.rewards import FAILED, score, total
+from lacuna.rollout.verifiers import Answered, Reward, answer_in, find_rewards
 
 ANSWERS = [
     Answered({"answer": "4"}, "data, row 1", "so <a>3</a> or <a> 4 </a>", left=40),
@@ -93,6 +93,31 @@ def test_rewards_are_weighted_where_they_apply() -> None:
     assert math.isnan(total({"exact": [math.nan]}, RewardsConfig(functions=("exact",)))[0])
 
 
+def test_functions_of_weight_0_only_tell_something() -> None:
+    settings = RewardsConfig(functions=("exact", "length"), weights=(1.0, 0.0))
+    found = total({"exact": [math.nan, 1.0], "length": [0.0, FAILED]}, settings)
+    assert math.isnan(found[0]) and found[1] == 1
+
+
+def test_exact_takes_any_answer_of_a_list_and_numbers_as_a_model_writes_them() -> None:
+    settings = RewardsConfig(functions=("exact",))
+    cases = {"x": (["y", "x"], 1), "5": (5.0, 1), "2.5": (2.5, 1), "z": (["y", "x"], 0)}
+    answers = [Answered({"answer": one}, "data", text, 1) for text, (one, _) in cases.items()]
+    found = score(find_rewards(settings, no_model), answers, settings)
+    assert found["exact"] == [value for _, value in cases.values()]
+    for wanted, functions in (({"x": 1}, ("exact",)), (["x"], ("pattern",))):
+        own = RewardsConfig(functions=functions)
+        answers = [Answered({"answer": wanted}, "data, row 7", "x", left=1)]
+        with pytest.raises(OutageError, match="row 7 .* is no (answer|regular expression)"):
+            score(find_rewards(own, no_model), answers, own)
+
+
+def test_of_alternatives_in_a_pattern_the_answer_is_the_group_that_matched() -> None:
+    assert answer_in("<b>5</b>", "<a>(.*?)</a>|<b>(.*?)</b>") == "5"
+    assert answer_in("<a>4</a> <b>5</b>", "<a>(.*?)</a>|<b>(.*?)</b>") == "5"
+    assert answer_in("b", "(a)|b") is None
+
+
 def raises(rows: list[dict], completions: list[str]) -> list[float]:
     if any("6" in one for one in completions):
         raise KeyError("no six")
@@ -152,15 +177,28 @@ def test_a_failing_function_is_named_with_its_sample(
 
 
 @pytest.mark.parametrize(
-    ("function", "wanted"), [(raises, [1, 1, math.nan]), (hangs, [math.nan] * 3)]
+    ("function", "wanted"), [(raises, [1, 1, FAILED]), (hangs, [math.nan, FAILED, math.nan])]
 )
-def test_a_failing_function_is_left_out_of_the_sample_where_that_is_set(
+def test_completions_on_which_a_function_fails_are_not_judged_where_that_is_set(
     function: Callable[[list[dict], list[str]], list[float]], wanted: Sequence[float]
 ) -> None:
     name = f"{__name__}:{function.__name__}"
     settings = RewardsConfig(functions=(name,), timeout_seconds=0.2, on_error="skip")
     found = score(find_rewards(settings, no_model), ANSWERS, settings)[name]
     assert found == pytest.approx(wanted, nan_ok=True)
+    both = settings.model_copy(update={"functions": (name, "length")})
+    rewards = total({name: found, "length": [0.0, -1.0, 0.0]}, both)
+    judged = [one != FAILED for one in wanted]
+    assert [not math.isnan(one) for one in rewards] == judged
+
+
+def test_a_function_that_fails_on_all_together_alone_is_told_of(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    name = f"{__name__}:only_together"
+    settings = RewardsConfig(functions=(name,), on_error="skip")
+    assert score(find_rewards(settings, no_model), ANSWERS, settings)[name] == [1, 1, 1]
+    assert "fails on 3 completions together" in caplog.text
 
 
 def endless(count: int) -> Iterator[float]:
@@ -240,7 +278,7 @@ def test_numbers_of_all_libraries_are_read_and_nothing_else(kind: str, function:
     with pytest.raises(OutageError, match=f"{function} fails on data, row 1 "):
         scores(functions=(name,))
     found = scores(functions=(name,), on_error="skip")[name]
-    assert all(map(math.isnan, found)) and len(found) == 3
+    assert found == [FAILED] * 3
 
 
 number = 3
@@ -253,6 +291,7 @@ number = 3
         ({"functions": ("no_such_module:score",)}, "no_such_module does not import"),
         ({"functions": (f"{__name__}:raise",)}, "did you mean raises"),
         ({"functions": (f"{__name__}:number",)}, "is no function"),
+        ({"functions": (f"{__name__}:of_one",)}, "of_one cannot be called with rows and"),
         ({"functions": ("exact", "exact")}, "named twice"),
         ({"functions": ("exact",), "weights": (1.0, 2.0)}, "2 for 1"),
         ({"functions": ("format",)}, "needs a regular expression"),
@@ -273,6 +312,10 @@ def test_a_function_of_ones_own_is_given_rows_and_completions() -> None:
         RewardsConfig(functions=(f"{__name__}:same",)), no_model
     )
     assert found[f"{__name__}:same"](ANSWERS) == [False, True, False]
+
+
+def of_one(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
 
 
 def same(rows: list[dict], completions: list[str]) -> list[bool]:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lacuna.rollout import sandbox
 from lacuna.rollout.call_filter import call_filter
 from lacuna.rollout.sandbox import Ended, Limits, missing_protections, run
 from lacuna.rollout.shut_in import plain
@@ -157,11 +158,21 @@ def test_who_writes_too_much_is_stopped() -> None:
     assert time.monotonic() - begun < 5
 
 
-def test_a_process_that_cannot_begin_is_no_verdict() -> None:
+def test_a_process_that_cannot_begin_is_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="before it begins"):
         run({"program": "print(1)", "filter": ["nonsense"]}, b"", LIMITS, 100)
     with pytest.raises(RuntimeError, match="too long to begin"):
         missing_protections(Limits(0.001, 2**30))
+    monkeypatch.setattr(sandbox, "_BEGINNING", 0.001)
+    with pytest.raises(RuntimeError, match="begins too late"):
+        run({"program": "print(1)"}, b"", LIMITS, 100)
+
+
+def test_time_is_counted_from_when_a_process_has_begun() -> None:
+    """Python alone takes longer to start."""
+    program = "import os, time; os.write(1, b'1'); time.sleep(9)"
+    found = ended(program, limits=Limits(0.005, 2**30))
+    assert found.status is None and found.output in (b"", b"1")
 
 
 def test_nothing_runs_where_it_cannot_be_shut_in() -> None:

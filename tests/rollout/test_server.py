@@ -1,8 +1,10 @@
 """A server samples the model in training, whatever happens to it; another is refused."""
 
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,9 @@ from lacuna.config import Config, OutageError, UserError
 from lacuna.config.contradictions import contradictions_of
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.rollout import server as server_module
+from lacuna.rollout.drawing import Completion
 from lacuna.rollout.sampling import check_engine, generate
+from lacuna.rollout.server_calls import UnansweredCallError
 from policies import one_rank, policy_of
 from rewarded import KEYS as LOGGED
 from rewarded import SHARED_LAYOUTS, completions, flags, write_prompts
@@ -258,6 +262,23 @@ def test_a_server_that_is_gone_is_waited_for_no_longer_than_said(
         sampling = sampling_by(address, tmp_path, server_timeout=0.6)
         with pytest.raises(OutageError, match=r"server_timeout = 0.6 s .*: start it again"):
             generate(policy, PROMPTS, KEYS, sampling, ENDS, seed=1)
+
+
+def test_a_server_that_has_answered_meanwhile_is_waited_for_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It fails three times, half a second apart, and completes something before each failure."""
+    order = SimpleNamespace(sampling=RolloutConfig(server_timeout=0.8), answers=0)
+
+    def ask(order: Any) -> list[list[Completion]]:
+        time.sleep(0.5)
+        order.answers += 1
+        if order.answers < 4:
+            raise UnansweredCallError("it is gone")
+        return []
+
+    monkeypatch.setattr(server_module, "_ask", ask)
+    assert server_module._ask_patiently(order) == []
 
 
 @pytest.mark.parametrize(

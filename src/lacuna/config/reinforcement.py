@@ -66,13 +66,13 @@ class RewardsConfig(Section):
     weights: Shares = ()
     """Weight of each function in the reward. Unset: 1 each."""
     on_error: Literal["stop", "skip"] = "stop"
-    """Whether a function that fails on a sample or takes too long stops the run, or is left out of
-    the sample's reward."""
+    """Whether a function that fails on a completion or takes too long stops the run, or the
+    completion is not learnt from."""
     timeout_seconds: PositiveFloat = 60.0
-    """Longest time that a call of a function may take."""
+    """Longest time that a call of a function of your own may take."""
     answer_column: str = "answer"
-    """Column of the data with the right answer (exact, math) or the regular expression
-    (pattern)."""
+    """Column of the data with the right answer (exact, math), a list of right ones (exact) or the
+    regular expression (pattern)."""
     answer_pattern: str | None = None
     """Regular expression whose last match in a completion, or its first group, is the answer that
     exact compares, or the code that is tested. Unset: the whole completion; for code its last block
@@ -104,6 +104,11 @@ class PolicyConfig(Section):
     reference: Literal["auto", "base", "copy"] = "auto"
     """The reference: the model with its adapters switched off, or a frozen copy. auto is base where
     only new adapters are trained, else copy."""
+    importance: Literal["none", "token", "sequence", "masked"] = "none"
+    """Correction where generating and training find other probabilities: weights of tokens or of
+    completions, up to importance_bound; masked leaves out completions beyond it."""
+    importance_bound: float = Field(default=2.0, gt=1)
+    """Largest weight of the correction; the smallest that masked keeps is 1 divided by it."""
 
 
 class GrpoConfig(PolicyConfig):
@@ -132,11 +137,6 @@ class GrpoConfig(PolicyConfig):
     reward."""
     mask_truncated: bool = False
     """Do not train completions that did not end within rollout.max_tokens."""
-    importance: Literal["none", "token", "sequence", "masked"] = "none"
-    """Correction where generating and training find other probabilities: weights of tokens or of
-    completions, up to importance_bound; masked leaves out completions beyond it."""
-    importance_bound: float = Field(default=2.0, gt=1)
-    """Largest weight of the correction; the smallest that masked keeps is 1 divided by it."""
 
     @property
     def clip(self) -> tuple[float, float]:

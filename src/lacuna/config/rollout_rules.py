@@ -152,10 +152,16 @@ ROLLOUT_RULES: tuple[Rule, ...] = (
         )
         for setting in ("grpo.kl", "grpo.reference")
     ),
-    Rule(
-        ("grpo.importance_bound", "grpo.importance"),
-        is_changed("grpo.importance_bound", lambda config: config.grpo.importance == "none"),
-        "none has no bound; set the second, or drop the first",
+    *(
+        Rule(
+            (f"{task}.importance_bound", f"{task}.importance"),
+            is_changed(f"{task}.importance_bound", has_no_importance),
+            "none has no bound; set the second, or drop the first",
+        )
+        for task, has_no_importance in (
+            ("grpo", lambda config: config.grpo.importance == "none"),
+            ("ppo", lambda config: config.ppo.importance == "none"),
+        )
     ),
     Rule(
         ("grpo.resample", "training.epochs"),

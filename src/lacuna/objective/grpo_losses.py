@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from lacuna.config.reinforcement import GrpoConfig
+from lacuna.config.reinforcement import GrpoConfig, PolicyConfig
 from lacuna.data.packing import IGNORED
 from lacuna.model.loss import Columns, Sums, logprobs_of
 
@@ -32,7 +32,7 @@ def advantages_of(rewards: Sequence[Sequence[float]], settings: GrpoConfig) -> T
     return advantages.float()
 
 
-def corrections_of(old: Tensor, sampled: Tensor, counts: Tensor, settings: GrpoConfig) -> Tensor:
+def corrections_of(old: Tensor, sampled: Tensor, counts: Tensor, settings: PolicyConfig) -> Tensor:
     """The weights of completions' tokens [tokens], by which training corrects the sampler.
 
     `old` are the tokens' log-probabilities as training finds them, `sampled` as generating did, and

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config
+from lacuna.config.reinforcement import PpoConfig
 from lacuna.config.row_form import RowForm
 from lacuna.data import Batch, Loader
 from lacuna.data.tokenizer import grown_tokenizer
@@ -26,6 +27,7 @@ from lacuna.objective.critic import (
     values_of_samples,
 )
 from lacuna.objective.dropout import leave_out_dropout
+from lacuna.objective.grpo_losses import corrections_of
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.objective.on_policy import OnPolicy
 from lacuna.objective.ppo_losses import (
@@ -47,10 +49,14 @@ from lacuna.rollout.groups import Group, Sample, statistics
 _SMALLEST_DEVIATION = 1e-8
 
 
-def _columns_of(samples: Sequence[Sample]) -> dict[str, Tensor]:
+def _columns_of(samples: Sequence[Sample], settings: PpoConfig) -> dict[str, Tensor]:
     names = {"advantages": "advantages", "old_logprobs": "old"}
     names |= {"values": "values", "returns": "returns"}
-    return {column: values_of_tokens(samples, name) for column, name in names.items()}
+    columns = {column: values_of_tokens(samples, name) for column, name in names.items()}
+    counts = torch.tensor([len(one.tokens) for one in samples], dtype=torch.long)
+    sampled = values_of_tokens(samples, "sampled")
+    columns["corrections"] = corrections_of(columns["old_logprobs"], sampled, counts, settings)
+    return columns
 
 
 def whitened(values: Tensor) -> Tensor:
@@ -86,7 +92,7 @@ class Ppo(OnPolicy):
         if settings.critic is None:
             folder = str(config.job.dump_folder)
             require_files_of_model("ppo.critic", "name one, or ", config.checkpoint, folder)
-        self.targets = Targets(_columns_of, is_judged)
+        self.targets = Targets(partial(_columns_of, settings=settings), is_judged)
         of = partial(ppo_sums, settings=settings, temperature=config.rollout.temperature)
         self.loss = TokenLoss(of, NAMES)
         self.held_out_loss = self.loss

@@ -69,8 +69,9 @@ def next_coefficient(coefficient: float, divergence: float, target: float) -> fl
 def ppo_sums(logits: Tensor, columns: Columns, settings: PpoConfig, temperature: float) -> Sums:
     """The clipped loss (arXiv 1707.06347, equation 7; dual clip), and what is told, over tokens.
 
-    The columns are `labels`, `advantages`, and `old_logprobs`, before the first step on these
-    completions. `moved` is the divergence of the policy from what it then was, by the estimate k3.
+    The columns are `labels`, `advantages`, `old_logprobs`, before the first step on these
+    completions, and `corrections`, for a sampler that differs. `moved` is the divergence of the
+    policy from what it then was, by the estimate k3.
     """
     labels = columns["labels"]
     logits = logits / temperature
@@ -85,7 +86,7 @@ def ppo_sums(logits: Tensor, columns: Columns, settings: PpoConfig, temperature:
     entropy = -(found.exp() * found).sum(-1)
     is_clipped = losses != -ratios * advantages
     return {
-        "loss": losses.sum(),
+        "loss": (losses * columns["corrections"]).sum(),
         "entropy": (entropy * trained).sum(),
         "clipped": is_clipped.float().sum(),
         "moved": ((ratios - 1 - log_ratios).detach() * trained).sum(),

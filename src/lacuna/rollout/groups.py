@@ -16,7 +16,7 @@ from lacuna.data.plan import RowPlan
 from lacuna.data.prompts import Prompt, columns_of_rows, prompts_of, rows_of_prompts
 from lacuna.model.build import BuiltModel
 from lacuna.rollout.failures import raised_on_all
-from lacuna.rollout.rewards import score, total
+from lacuna.rollout.rewards import FAILED, score, total
 from lacuna.rollout.sampling import generate, part_of_rank
 from lacuna.rollout.talks import Talk
 from lacuna.rollout.turns import go_on
@@ -218,8 +218,13 @@ def _add_rewards(
     for group in groups:
         part = slice(start, start + len(group.texts))
         group.rewards.extend(rewards[part])
-        group.scores.update({name: own[part] for name, own in scores.items()})
+        group.scores.update({name: _numbers(own[part]) for name, own in scores.items()})
         start = part.stop
+
+
+def _numbers(scores: Sequence[float]) -> list[float]:
+    """Scores, nan where a function failed."""
+    return [math.nan if one == FAILED else one for one in scores]
 
 
 def statistics(groups: Sequence[Group]) -> dict[str, float | None]:

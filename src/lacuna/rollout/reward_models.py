@@ -23,13 +23,16 @@ from lacuna.data.questions import question_of
 from lacuna.data.remote_code import open_with
 from lacuna.data.template import render
 from lacuna.model.kind import is_scoring
-from lacuna.rollout.verifiers import Answered
+from lacuna.rollout.verifiers import Answered, OwnTime
 
 _MEND = "give a folder or a Hub id of a sequence classifier with one label"
 
 
-class RewardModel:
-    """A model that scores completions, whole on every rank; it is a reward once it is loaded."""
+class RewardModel(OwnTime):
+    """A model that scores completions, whole on every rank; it is a reward once it is loaded.
+
+    How long it may take is not limited: it takes the longer the more completions there are.
+    """
 
     def __init__(
         self, name: str, chat: ChatConfig, batch_size: int, trust_remote_code: bool

@@ -15,13 +15,15 @@ from lacuna.rollout.asking import (
 )
 from lacuna.rollout.verifiers import Answered, AsyncReward, Reward
 
+# What a function says of a completion on which it fails: no function may return it.
+FAILED = -math.inf
 _SHOWN = 200
 
 
 def score(
     functions: Mapping[str, Reward], answers: Sequence[Answered], settings: RewardsConfig
 ) -> dict[str, list[float]]:
-    """What each function says of each completion; nan where it does not apply, or failed.
+    """What each function says of each completion: nan if it does not apply, `FAILED` if it fails.
 
     Plain functions are asked one after the other, and then all coroutine functions at the same
     time; none where there is no completion, as on a rank that has no prompt. A function that fails
@@ -56,13 +58,18 @@ def longest_wait(settings: RewardsConfig, completions: int) -> float:
 
 
 def total(scores: Mapping[str, Sequence[float]], settings: RewardsConfig) -> list[float]:
-    """The reward of each completion: the weighted sum of what applies; nan where nothing does."""
+    """The reward of each completion: the weighted sum of what applies; nan where nothing does.
+
+    It is nan as well where a function failed: without its part the sum would be another reward than
+    that of the completions beside it. Functions of weight 0 only tell something.
+    """
     weights = settings.weights or (1.0,) * len(settings.functions)
     rewards = []
     for own in zip(*scores.values(), strict=True):
         pairs = zip(weights, own, strict=True)
-        parts = [weight * value for weight, value in pairs if not math.isnan(value)]
-        rewards.append(sum(parts) if parts else math.nan)
+        parts = [weight * value for weight, value in pairs if weight and not math.isnan(value)]
+        is_judged = parts and not any(map(math.isinf, parts))
+        rewards.append(sum(parts) if is_judged else math.nan)
     return rewards
 
 
@@ -93,14 +100,20 @@ def _scores_alone(
         if settings.on_error == "stop":
             raise _explained(name, answer, outcome) from outcome
         failed += 1
-        alone.append(math.nan)
+        alone.append(FAILED)
         said = str(_explained(name, answer, outcome))
-    if not failed and settings.on_error == "stop":
-        raise OutageError(
+    if not failed:
+        mend = "mend it"
+        if isinstance(failure, Overdue):
+            mend = "make it faster, or raise rewards.timeout_seconds"
+        together = (
             f"rewards.functions: {name} fails on {len(answers)} completions together "
-            f"({told(failure)}) and on none of them alone: mend it."
-        ) from failure
-    if failed:
+            f"({told(failure)}) and on none of them alone: {mend}."
+        )
+        if settings.on_error == "stop":
+            raise OutageError(together) from failure
+        logger.warning("%s", together)
+    else:
         logger.warning("%s (%d of %d samples are left out)", said, failed, len(answers))
     return alone
 

@@ -23,6 +23,8 @@ _FILE_BYTES = 16 * 2**20
 _OPEN_FILES = 64
 _THREADS = 4096
 _CHUNK = 65536
+# Seconds for a process to begin, which a busy machine takes longer for than an idle one.
+_BEGINNING = 30.0
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class Ended:
 def run(job: dict[str, Any], given: bytes, limits: Limits, most_output: int) -> Ended:
     """Runs a `job` of `rollout/shut_in.py`, which reads `given`, in an empty folder.
 
-    Raises `RuntimeError` where the process does not begin, or may not.
+    Its time is counted from when it has begun. Raises `RuntimeError` where it does not begin, or
+    may not.
     """
     filed = {
         "unprotected": limits.unprotected,
@@ -68,7 +71,6 @@ def run(job: dict[str, Any], given: bytes, limits: Limits, most_output: int) -> 
     } | job
     filed |= {"limits": _resources(limits), "devices": _DEVICES}
     filed |= {"readable": [sys.prefix, sys.base_prefix, *_LIBRARIES]}
-    deadline = time.monotonic() + limits.seconds
     ready, told = os.pipe()
     with (
         TemporaryDirectory(prefix="lacuna-", ignore_cleanup_errors=True) as folder,
@@ -85,15 +87,16 @@ def run(job: dict[str, Any], given: bytes, limits: Limits, most_output: int) -> 
             os.close(told)
         try:
             assert process.stdout is not None
+            said, _ = _read(beginning, _CHUNK, time.monotonic() + _BEGINNING)
+            if not said:
+                raise RuntimeError("a process for code ends before it begins, or begins too late")
+            deadline = time.monotonic() + limits.seconds
             with process.stdout as stdout:
                 output, is_whole = _read(stdout, most_output, deadline)
             status = _wait(process, deadline) if is_whole else None
         finally:
             _kill(process)
-        said = beginning.read()
-    if not said and status is not None:
-        raise RuntimeError("a process for code ends before it begins")
-    missing = tuple(json.loads(said or b"[]"))
+    missing = tuple(json.loads(said))
     if missing and not filed["unprotected"]:
         raise RuntimeError(f"this system cannot keep code from {' and '.join(missing)}")
     return Ended(output, status, missing)

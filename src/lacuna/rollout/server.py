@@ -44,13 +44,14 @@ _versions: dict[str, str] = {}
 _LOCKS: list[object] = []
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Order:
     """What the server is to make of the weights that are in the folder.
 
     Attributes:
         version: of the weights, by which the server tells whether it still has them.
         done: the completions that it has made, by the place of their prompt.
+        answers: how many prompts it has completed, those included that it must complete again.
     """
 
     policy: BuiltModel
@@ -59,6 +60,7 @@ class _Order:
     ends: Sequence[int]
     version: str
     done: dict[int, list[Completion]] = field(default_factory=dict)
+    answers: int = 0
 
 
 def check_server(
@@ -180,12 +182,13 @@ def _first_completion(order: _Order) -> Completion:
 def _ask_patiently(order: _Order) -> list[list[Completion]]:
     """Asks until there is an answer.
 
-    Raises `OutageError` where there is none `rollout.server_timeout` after the first failure, and
-    where it makes no sense to ask again.
+    Raises `OutageError` where no prompt is completed for `rollout.server_timeout` after a failure,
+    and where it makes no sense to ask again.
     """
     sampling = order.sampling
-    deadline = None
+    deadline = 0.0
     pause = _FIRST_PAUSE
+    answers = -1
     while True:
         try:
             return _ask(order)
@@ -197,7 +200,10 @@ def _ask_patiently(order: _Order) -> list[list[Completion]]:
             ) from error
         except UnansweredCallError as error:
             now = time.monotonic()
-            deadline = deadline or now + sampling.server_timeout
+            if order.answers > answers:
+                deadline = now + sampling.server_timeout
+                pause = _FIRST_PAUSE
+                answers = order.answers
             if now >= deadline:
                 raise OutageError(
                     f"rollout.server: {sampling.server} has not answered for rollout."
@@ -234,6 +240,7 @@ def _ask(order: _Order) -> list[list[Completion]]:
         for place, future in futures.items():
             try:
                 order.done[place] = future.result()
+                order.answers += 1
             except BaseException:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise

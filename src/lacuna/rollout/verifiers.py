@@ -5,9 +5,10 @@ import math
 import os
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import import_module
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from typing import Any
 
 from lacuna.config import UserError, explained
@@ -65,16 +66,20 @@ class OwnTime:
 
 
 def answer_in(text: str, pattern: str) -> str | None:
-    """The last match of a regular expression in a text, or its first group; None without one."""
+    """The last match of a regular expression in a text, or its first group; None without one.
+
+    Of alternatives with a group each it is the group of the one that matches.
+    """
     matches = [*re.finditer(pattern, text, re.DOTALL)]
     if not matches:
         return None
-    found: str | None = matches[-1][1 if matches[-1].re.groups else 0]
-    return found
+    last = matches[-1]
+    found = (group for group in last.groups() if group is not None)
+    return next(found, None if last.re.groups else last[0])
 
 
 def exact(answer: Answered, settings: RewardsConfig) -> float:
-    """1 where the answer is that of the row but for blanks around it, else 0.
+    """1 where the answer is that of the row, or one of a list, but for blanks around it, else 0.
 
     It is nan where the row has none.
     """
@@ -84,7 +89,19 @@ def exact(answer: Answered, settings: RewardsConfig) -> float:
     said: str | None = answer.text
     if settings.answer_pattern is not None:
         said = answer_in(answer.text, settings.answer_pattern)
-    return float(said is not None and said.strip() == str(wanted).strip())
+    choices = wanted if isinstance(wanted, list | tuple) else [wanted]
+    return float(said is not None and said.strip() in [_as_text(one) for one in choices])
+
+
+def _as_text(wanted: Any) -> str:
+    """An answer of a row as a model would write it; columns of numbers may have made 5 into 5.0.
+
+    Raises `ValueError` for what is neither text nor number.
+    """
+    if not isinstance(wanted, str | int | float):
+        raise ValueError(f"{wanted!r} is no answer: give a text, a number, or a list of these")
+    is_whole = isinstance(wanted, float) and wanted.is_integer()
+    return str(int(wanted) if is_whole else wanted).strip()
 
 
 def pattern(answer: Answered, settings: RewardsConfig) -> float:
@@ -92,6 +109,8 @@ def pattern(answer: Answered, settings: RewardsConfig) -> float:
     wanted = answer.row.get(settings.answer_column)
     if wanted is None:
         return math.nan
+    if not isinstance(wanted, str | int | float):
+        raise ValueError(f"{wanted!r} is no regular expression, which is a text")
     try:
         found = re.search(str(wanted), answer.text, re.DOTALL)
     except re.error as error:
@@ -230,6 +249,12 @@ def _find(name: str, settings: RewardsConfig, open_model: Callable[[str], Reward
             f"rewards.functions: {name} is no function: give one of rows and completions, which "
             "returns a number for each."
         )
+
+    problem = f"rewards.functions: {name} cannot be called with rows and completions"
+    mend = "let it take a list of each, and return a number for each completion"
+    # What is written in C may not say what it takes.
+    with explained(problem, TypeError, mend=mend), suppress(ValueError):
+        signature(found).bind([], [])
 
     def given(answers: Sequence[Answered]) -> Any:
         rows = [dict(answer.row) for answer in answers]
