@@ -62,6 +62,7 @@ def test_a_run_is_measured_and_left_alone(world: Path, tmp_path: Path) -> None:
     assert "matrix" in text and "optimizer" in text
 
 
+@pytest.mark.slow
 def test_the_trainer_of_transformers_makes_the_same_steps(world: Path, tmp_path: Path) -> None:
     flags = ("--against", "transformers", "--training.gradient_accumulation_steps", 2)
     record = measured(world, tmp_path, *flags)

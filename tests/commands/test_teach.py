@@ -29,6 +29,7 @@ def said(world: Path, teacher: Path, tmp_path_factory: pytest.TempPathFactory) -
     return folder
 
 
+@pytest.mark.slow
 def test_a_run_learns_what_it_would_from_the_teacher(
     world: Path, teacher: Path, said: Path, tmp_path: Path
 ) -> None:

@@ -186,6 +186,7 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint_to_the_same_weights(
     assert find_damage(str(checkpoint(folder, 8)), Process()) is None, "the damaged one is replaced"
 
 
+@pytest.mark.slow
 def test_what_a_killed_run_left_half_written_or_half_deleted_is_cleaned_up(
     said: dict[str, str],
 ) -> None:

@@ -179,6 +179,7 @@ def _graphs(folder: Path, **settings: Any) -> int:
     return len(graphs)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("modules", [(), ("embed_tokens",)])
 def test_adapters_have_no_more_graphs_compiled(tmp_path: Path, modules: tuple[str, ...]) -> None:
     tiny_config("llama").save_pretrained(tmp_path)

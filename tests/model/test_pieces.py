@@ -51,7 +51,7 @@ def alone(model_config: Path) -> Outcome:
     [
         Layout(),
         Layout(1, 2),
-        Layout(cp=2),
+        pytest.param(Layout(cp=2), marks=pytest.mark.slow),
         pytest.param(Layout(tp=2), marks=pytest.mark.slow),
     ],
     ids=["alone", "dp_shard 2", "cp 2", "tp 2"],

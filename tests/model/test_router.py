@@ -144,6 +144,7 @@ def test_the_total_is_that_of_transformers(kind: str, padded: bool, tmp_path: Pa
     assert relative_error(gradients, expected) < 1e-5
 
 
+@pytest.mark.slow
 def test_ranks_that_share_a_step_share_its_load(tmp_path: Path) -> None:
     saved("mixtral", tmp_path)
     [alone, *accumulated] = outcomes(tmp_path, [Case(), Case(accumulation=2), Case(accumulation=8)])
@@ -196,6 +197,7 @@ def four(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
     return folder, four_layers(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param(n, marks=SLOW.get(n, ())) for n in COMPILED])
 def test_compiled_layers_learn_the_same(name: str, four: tuple[Path, Outcome]) -> None:
     folder, alone = four
@@ -215,6 +217,7 @@ def staged(schedule: str, **changes: Any) -> Case:
     return replace(pipelined(Layout(pp=2), 4, schedule), padded=True, **changes)
 
 
+@pytest.mark.slow
 def test_stages_of_a_pipeline_learn_the_same(four: tuple[Path, Outcome]) -> None:
     """With GPipe all forward passes come before the first backward pass, which computes again."""
     folder, alone = four
@@ -223,6 +226,7 @@ def test_stages_of_a_pipeline_learn_the_same(four: tuple[Path, Outcome]) -> None
     check_all(folder, [*map(staged, schedules), *again], alone)
 
 
+@pytest.mark.slow
 def test_a_stage_without_routers_counts_nothing(tmp_path: Path) -> None:
     alone = four_layers(tmp_path, mlp_only_layers=[0, 1])
     check_all(tmp_path, [staged("1F1B")], alone)

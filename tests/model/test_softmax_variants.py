@@ -221,6 +221,7 @@ def test_layouts_that_would_split_what_is_learned_are_refused(kind: str, tmp_pat
         assert 'rotate_method = "allgather"' in said
 
 
+@pytest.mark.slow
 def test_a_run_trains_from_scratch_and_what_it_learned_is_kept(tmp_path: Path) -> None:
     world, softmax = make_world(tmp_path / "world"), tmp_path / "softmax"
     sinks, gates = tmp_path / "sinks", tmp_path / "gates"

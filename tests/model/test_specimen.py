@@ -21,7 +21,13 @@ def mixtures() -> list[str]:
     return [kind for kind in kinds if most_experts(small_config(configuration_class(kind)))]
 
 
-@pytest.mark.parametrize("kind", mixtures())
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=pytest.mark.slow if kind == "inkling_text" else [])
+        for kind in mixtures()
+    ],
+)
 def test_a_mixture_in_small_has_few_narrow_experts_and_chooses_among_them(kind: str) -> None:
     config = small_config(configuration_class(kind))
     text_config = config.get_text_config()

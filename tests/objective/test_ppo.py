@@ -183,6 +183,7 @@ def test_a_mixture_trains_with_its_load_balancing_loss_and_its_critic_without(
     assert losses[0] != losses[1]
 
 
+@pytest.mark.slow
 def test_ratios_are_1_where_nothing_has_changed(world: Path, prompts: Path, tmp_path: Path) -> None:
     """Of compiled layers passes without gradients round otherwise: 4e-7 at so short lengths."""
     own = ppo(prompts, "--ppo.updates", 1, "--lora.rank", 4, "--training.steps", 3)
@@ -191,7 +192,9 @@ def test_ratios_are_1_where_nothing_has_changed(world: Path, prompts: Path, tmp_
     assert [row[-1] for row in curve(tmp_path, "moved")] == [0.0, 0.0, 0.0]
 
 
-@pytest.mark.parametrize("compiled", [(), ("--compile.enable", "true")])
+@pytest.mark.parametrize(
+    "compiled", [(), pytest.param(("--compile.enable", "true"), marks=pytest.mark.slow)]
+)
 def test_values_are_the_same_in_training_where_nothing_has_changed(
     compiled: tuple[object, ...], world: Path, prompts: Path, tmp_path: Path
 ) -> None:

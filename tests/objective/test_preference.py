@@ -180,10 +180,14 @@ def test_a_stopped_run_goes_on_to_the_bit(
     ("reference", "more"),
     [
         ("cached", ()),
-        ("cached", ("--lora.rank", 4)),
-        ("copy", ()),
+        pytest.param("cached", ("--lora.rank", 4), marks=pytest.mark.slow),
+        pytest.param("copy", (), marks=pytest.mark.slow),
         ("base", ("--lora.rank", 4)),
-        ("base", ("--lora.rank", 4, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2)),
+        pytest.param(
+            "base",
+            ("--lora.rank", 4, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_nothing_is_preferred_before_anything_is_learnt(
@@ -201,6 +205,7 @@ def test_nothing_is_preferred_before_anything_is_learnt(
     assert before["val_reward_margin"] == 0
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_measured_from_the_adapter_that_it_began_with(
     world: Path, pairs: Path, tmp_path: Path
 ) -> None:

@@ -71,6 +71,7 @@ def scored(world: Path, data: Path, tmp_path_factory: pytest.TempPathFactory) ->
     return folder, train(world, folder, *flags(data))
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_to_the_bit(
     world: Path, data: Path, scored: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -82,6 +82,7 @@ def check(model: Path, task: Task, cases: dict[str, Case]) -> None:
             assert norm == pytest.approx(own_norm, rel=EXACT), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("models", ["llama"], indirect=True)
 def test_pairs_train_the_same_in_some_layouts(models: tuple[Path, Path]) -> None:
     model, teacher = models

@@ -206,6 +206,7 @@ def test_a_rank_that_no_token_is_sent_to_takes_part(tmp_path: Path) -> None:
         check_same(one, alone)
 
 
+@pytest.mark.slow
 def test_adapters_beside_spread_experts_are_those_of_one_process(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     adapters = LoraConfig(rank=3)

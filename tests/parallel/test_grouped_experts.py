@@ -73,7 +73,7 @@ def pair(kind: str) -> tuple[nn.Module, nn.Module]:
     return theirs, ours
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FEW)
 def test_experts_are_transformers_own(kind: str, compiled: bool) -> None:
     torch._dynamo.reset()

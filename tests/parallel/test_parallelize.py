@@ -34,6 +34,7 @@ def _losses_of_many_kinds(compiled: bool) -> list[float]:
     return losses
 
 
+@pytest.mark.slow
 def test_a_compiled_model_takes_batches_of_more_kinds_than_torch_would() -> None:
     (compiled,), (eager,) = (
         run_ranks(1, _losses_of_many_kinds, compiled) for compiled in (True, False)

@@ -71,6 +71,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return folder
 
 
+@pytest.mark.slow
 def test_a_task_killed_once_ends_as_the_straight_run(world: Path, tmp_path: Path) -> None:
     straight = tmp_path / "straight"
     killed = tmp_path / "killed"

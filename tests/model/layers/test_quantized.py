@@ -143,6 +143,7 @@ def test_compiled_layers_learn_the_same_beside_quantised_weights(bases: dict[str
         check_same(outcome, alone)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_ranks_that_compute_in_bfloat16_learn_as_one_does(
     bases: dict[str, Path], form: str
