@@ -9,6 +9,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from lacuna.config import UserError, explained
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import BUILT_IN
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
@@ -65,6 +66,22 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
                 f"{tokenizer_source(model)}, but must be one token, and more than white space; "
                 "choose another text, such as <think>."
             )
+    return tokenizer
+
+
+def run_tokenizer(
+    model: ModelConfig, chat: ChatConfig | None, may_be_texts: bool = False
+) -> PreTrainedTokenizerBase:
+    """The tokenizer of a run, with its new tokens and the template of the `chat` it trains on.
+
+    It needs no template where the data `may_be_texts`: then a row with messages asks for one.
+    Raises UserError where the settings name tokens or a template that cannot be used.
+    """
+    tokenizer = grown_tokenizer(model)
+    if chat is not None:
+        from lacuna.data.chat import use_template  # an extension
+
+        use_template(tokenizer, chat, may_be_texts)
     return tokenizer
 
 
