@@ -25,6 +25,10 @@ _KEPT = (
     *("training.seq_len", "training.batch_size", "optimizer.name", "optimizer.lr", *OF_MUON),
     "quantization.base",
 )
+# What only validation.dataset or curriculum.by_success take, which belong to the data of this run.
+_OF_ITS_DATA = {
+    *("rollout.validation_samples", "rollout.validation_temperature", "rewards.solved_at"),
+}
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
@@ -95,6 +99,8 @@ def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> It
     for one in sections:
         kept += [f"{one}.{name}" for name in type(getattr(config, one)).model_fields]
     for setting in kept:
+        if setting in _OF_ITS_DATA:
+            continue
         section, name = setting.split(".")
         value = getattr(getattr(config, section), name)
         if value != getattr(getattr(Config(), section), name):
