@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lacuna.config import UserError, explained
 from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import BUILT_IN
+from lacuna.config.objectives import PreferenceConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
@@ -70,18 +71,18 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
 
 
 def run_tokenizer(
-    model: ModelConfig, chat: ChatConfig | None, may_be_texts: bool = False
+    model: ModelConfig, chat: ChatConfig | None, judged: PreferenceConfig | None = None
 ) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, with its new tokens and the template of the `chat` it trains on.
 
-    It needs no template where the data `may_be_texts`: then a row with messages asks for one.
+    It needs no template where answers are `judged`, which may be texts; messages ask for one.
     Raises UserError where the settings name tokens or a template that cannot be used.
     """
     tokenizer = grown_tokenizer(model)
     if chat is not None:
         from lacuna.data.chat import use_template  # an extension
 
-        use_template(tokenizer, chat, may_be_texts)
+        use_template(tokenizer, chat, may_be_texts=judged is not None)
     return tokenizer
 
 
