@@ -32,6 +32,7 @@ from lacuna.train.resume import (
     require_same_inputs,
     shown_configuration,
     shown_settings,
+    way_to_start_anew,
 )
 from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start, goes_back
@@ -130,7 +131,8 @@ class Run:
         if saved is not None:
             self.load_state_dict(saved)
         if started_with:
-            require_same_inputs(started_with["inputs"], inputs, path)
+            way = partial(way_to_start_anew, config, self.objective, self.tokenizer, path)
+            require_same_inputs(started_with["inputs"], inputs, way)
         rows_left = self.loader.rows_left
         self.total_steps = total_steps(
             config.training,
