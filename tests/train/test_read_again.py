@@ -3,6 +3,7 @@
 import random
 import re
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
@@ -56,8 +57,29 @@ def test_a_frozen_model_that_changed_is_refused_when_a_run_goes_on(
     other = {key: value + 0.01 for key, value in load_file(file).items()}
     save_file(other, file, metadata={"format": "pt"})
     output = train(tmp_path, run, *flags, "--training.steps", 4, status=2)
-    assert f"the weights of {setting} ({frozen})" in output
-    assert "put the old content back" in output
+    named = "model.name_or_path" if task == "preference" else frozen
+    assert f"the weights of {setting} ({named})" in output
+    assert "put back the old content" in output
+
+
+def test_another_model_is_refused_where_it_would_be_the_reference(tmp_path: Path) -> None:
+    write_task(tmp_path, "distill")
+    data = tmp_path / "prompts.jsonl"
+    data.write_text('{"prompt": "the cat"}\n' * 8)
+    text = RUN.replace("config =", "name_or_path =").format(world=tmp_path)
+    (tmp_path / "run.toml").write_text(text)
+    shutil.copytree(tmp_path / "model", tmp_path / "moved")
+    own = ("--job.task", "grpo", "--grpo.beta", 0.1, "--rewards.functions", "length")
+    own += ("--data.dataset", data, "--training.batch_size", 2, "--rollout.samples", 2)
+    own += ("--rollout.max_tokens", 4, "--model.tokenizer_path", tmp_path / "model")
+    for steps, name in ((1, "model"), (2, "moved")):
+        model = ("--model.name_or_path", tmp_path / name, "--training.steps", steps)
+        train(tmp_path, tmp_path / "run", *own, *model)
+    other = ("--model.name_or_path", tmp_path / "frozen", "--training.steps", 3)
+    said = train(tmp_path, tmp_path / "run", *own, *other, status=2)
+    assert "the weights of grpo.reference (model.name_or_path)" in said
+    assert "put back the old content, or the setting that named it" in said
+    train(tmp_path, tmp_path / "run", *own, *other, "--grpo.beta", 0)
 
 
 @pytest.mark.parametrize(

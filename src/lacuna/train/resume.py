@@ -104,13 +104,15 @@ def inputs_of(
     return found | {f"{_FROZEN}{name}": fingerprint(files) for name, files in frozen.items()}
 
 
-def files_of_frozen(models: Mapping[str, Any], rewards: Sequence[str]) -> dict[str, list[Path]]:
+def files_of_frozen(objective: Objective, config: Config) -> dict[str, list[Path]]:
     """The files of models that are read again where a run goes on, by what asks for each.
 
-    Those are the frozen ones of an objective, and folders among the functions of `rewards`.
+    Those are the frozen ones of an objective, and folders among the functions of rewards. A frozen
+    copy of the model as it began goes by the name of the setting that names the model: with another
+    one it would be another reference.
     """
     found = {}
-    for setting, one in models.items():
+    for setting, one in objective.frozen_models(config).items():
         source = one.config.model.name_or_path
         if source is None or one.is_trained:  # which a checkpoint has
             continue
@@ -118,8 +120,9 @@ def files_of_frozen(models: Mapping[str, Any], rewards: Sequence[str]) -> dict[s
             files = weight_files(source)
         for adapter in one.config.lora.adapter:
             files += sorted(Path(adapter).glob("*.safetensors"))
-        found[f"{setting} ({source})"] = files
-    for source in filter(os.path.isdir, rewards):
+        is_own = source == config.model.name_or_path
+        found[f"{setting} ({'model.name_or_path' if is_own else source})"] = files
+    for source in filter(os.path.isdir, config.rewards.functions):
         found[f"rewards.functions ({source})"] = sorted(Path(source).glob("*.safetensors"))
     return found
 
@@ -163,7 +166,8 @@ def require_same_inputs(
     if changed:
         raise UserError(
             f"not what it was when the run was started: {'; '.join(changed)}. The run would "
-            f"not be the one promised: put the old content back, or start a new run "
+            f"not be the one promised: put back the old content, or the setting that "
+            f"named it, or start a new run "
             f"{way_to_start()}."
         )
 

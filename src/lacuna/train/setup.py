@@ -154,7 +154,7 @@ class Run:
         config = self.config
         template = None if config.conversations is None else self.tokenizer.chat_template
         base = config.model.name_or_path if config.lora.rank else None
-        frozen = files_of_frozen(self.objective.frozen_models(config), config.rewards.functions)
+        frozen = files_of_frozen(self.objective, config)
         return inputs_of(sources, self.tokenizer, template, base, frozen)
 
     def write_settings(self) -> None:
