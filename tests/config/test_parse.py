@@ -471,3 +471,10 @@ def test_what_is_no_toml_file_is_answered_by_one_that_is_meant(toml, tmp_path):
     assert f"give {tmp_path / 'run' / 'config.toml'}" in error_of(str(tmp_path / "run"))
     assert "one TOML file is all that a run takes" in error_of(toml(""), "other.toml")
     assert "write --training.steps" in error_of(toml(""), "-training.steps")
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
+def test_completions_that_are_trained_are_drawn_from_the_whole_vocabulary(toml, name):
+    message = error_of(toml(""), f"--rollout.{name}", "1")
+    assert message.startswith(f"rollout.{name}: is not accepted: ")
+    assert "the whole vocabulary at rollout.temperature" in message
