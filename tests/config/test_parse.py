@@ -1,8 +1,10 @@
 """TOML and flags become one strict, frozen configuration, and every mistake is named."""
 
 import json
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pydantic
 import pytest
@@ -471,3 +473,25 @@ def test_what_is_no_toml_file_is_answered_by_one_that_is_meant(toml, tmp_path):
     assert f"give {tmp_path / 'run' / 'config.toml'}" in error_of(str(tmp_path / "run"))
     assert "one TOML file is all that a run takes" in error_of(toml(""), "other.toml")
     assert "write --training.steps" in error_of(toml(""), "-training.steps")
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
+def test_completions_that_are_trained_are_drawn_from_the_whole_vocabulary(toml, name):
+    message = error_of(toml(""), f"--rollout.{name}", "1")
+    assert message.startswith(f"rollout.{name}: is not accepted: ")
+    assert "the whole vocabulary at rollout.temperature" in message
+
+
+@pytest.mark.parametrize("page", ["grpo", "ppo"])
+def test_settings_that_pages_on_rewards_show_are_valid_and_short(page, tmp_path, monkeypatch):
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+    run, *more = re.findall("```toml\n(.*?)```", text, re.DOTALL)
+    assert len(run.splitlines()) <= 20 and f'task = "{page}"' in run
+    monkeypatch.chdir(tmp_path)
+    for folder in ("outputs/sft/hf", "outputs/reward/hf"):
+        (tmp_path / folder).mkdir(parents=True)
+    for data in ("questions.jsonl", "held_out.jsonl"):
+        (tmp_path / data).write_text("")
+    for part in ("", *more):
+        (tmp_path / "run.toml").write_text(f"{run}{part}")
+        assert load_config("run.toml", []).job.task == page

@@ -467,6 +467,9 @@ def test_a_run_goes_on_with_its_completions_in_another_layout(
 
 def test_the_next_command_that_is_printed_works(world: Path, prompts: Path, tmp_path: Path) -> None:
     own = flags(prompts, "--training.steps", 1, "--grpo.updates", 2)
+    own += ["--validation.dataset", prompts / "prompts.jsonl", "--validation.steps", 1]
+    own += ["--rollout.validation_samples", 2, "--rollout.validation_temperature", 0.5]
+    own += ["--curriculum.by_success", "--rewards.solved_at", 0.5]
     said = train(world, tmp_path / "run", *own)
     [line] = [line for line in said.splitlines() if "your data" in line]
     assert line.endswith("(rows with a prompt, or messages)")

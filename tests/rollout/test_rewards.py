@@ -299,6 +299,7 @@ number = 3
         ({"functions": ("exact",), "answer_pattern": "("}, "answer_pattern"),
         ({"functions": ("format",), "format": "a", "answer_column": "b"}, "answer_column: only"),
         ({"functions": ("exact",), "length_margin": 5}, "only length takes it"),
+        ({"functions": ("no_such_module:score",), "format": "a"}, "no_such_module does not import"),
         ({"functions": ("exact", "length"), "weights": (0.0, 0.0)}, "all are 0"),
     ],
 )

@@ -106,6 +106,27 @@ def test_prompts_are_the_runs_own_or_how_its_data_begins(
     assert words[2:] == ["outputs/lora/hf/adapter", "--chat", "--prompt", "the 'cat' sat"]
 
 
+@pytest.mark.parametrize("held_out", [(), ("--validation.dataset", "asked.jsonl")])
+@pytest.mark.parametrize(
+    ("row", "wanted"),
+    [
+        ({"prompt": "the dog ran"}, ["--prompt", "the dog ran", "--temperature", "0.8"]),
+        ({"messages": TALK["messages"][:2]}, ["--chat", "--prompt", "the 'cat' sat"]),
+        ({"prompt": TALK["messages"][:2]}, ["--chat", "--prompt", "the 'cat' sat"]),
+        ({"instruction": "sit", "output": ""}, ["--chat", "--prompt", "sit"]),
+    ],
+)
+def test_a_model_is_tried_with_a_prompt_of_its_rewards(
+    row: dict, wanted: list[str], held_out: tuple[str, ...], folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "asked.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    words = ("--model.name_or_path", folder / "base", "--data.dataset", "asked.jsonl", *held_out)
+    words += ("--job.task", "grpo", "--rewards.functions", "length", "--training.steps", 1)
+    words += ("--training.seq_len", 64, "--training.batch_size", 2, "--rollout.max_tokens", 2)
+    said = lacuna("train", *words, cwd=tmp_path)
+    assert shlex.split(hint(said, "try it"))[3:] == wanted
+
+
 def test_hints_name_the_columns_and_the_task_of_the_run(outputs: dict[str, str]) -> None:
     assert hint(outputs["text"], "your data").endswith("--job.name mine (rows with a text column)")
     for name in ("sft", "lora"):

@@ -86,6 +86,11 @@ REFUSED: dict[str, str] = {
     "job.use_for_integration_test": "no test suite is chosen by configuration",
     "training.pin_memory": "batches are always pinned on a GPU",
     "training.persistent_workers": "data workers always stay alive",
+    **dict.fromkeys(
+        ("rollout.top_p", "rollout.top_k", "rollout.min_p"),
+        "completions that are trained are drawn from the whole vocabulary at rollout.temperature; "
+        "the ratios of their probabilities would be wrong otherwise",
+    ),
     "checkpoint.initial_load_model_*only": (
         "checkpoint.initial_load_path loads weights only; to resume, start again"
     ),

@@ -30,7 +30,7 @@ there are.
 from lacuna.data.loader import HeldOut, Loader, build_loader, build_validation, merge_states
 from lacuna.data.micro_batches import BatchSizes
 from lacuna.data.packing import Batch
-from lacuna.data.plan import run_tokenizer
+from lacuna.data.tokenizer import run_tokenizer
 from lacuna.data.workers import is_worker_end, worker_ends_explained
 
 __all__ = [

@@ -27,6 +27,7 @@ from lacuna.data.messages import (
     unknown_roles,
 )
 from lacuna.data.template import (
+    WITHOUT_TEMPLATE,
     Chat,
     end_of_answer,
     parting,
@@ -38,11 +39,13 @@ from lacuna.data.template import (
 from lacuna.data.tokenizer import tokenize_text
 
 
-def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> None:
+def use_template(
+    tokenizer: PreTrainedTokenizerBase, settings: ChatConfig, may_be_texts: bool = False
+) -> None:
     """Gives a tokenizer the chat template that the settings name, if they name one.
 
     The tokenizer must have all its tokens already. Raises UserError when it then has no template,
-    or one from which a model could not learn to end its turn.
+    unless the data `may_be_texts`, or has one from which a model could not learn to end its turn.
     """
     if settings.template is not None:
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
@@ -57,9 +60,9 @@ def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> No
             "each token."
         )
     if not tokenizer.chat_template:
-        raise UserError(
-            "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file."
-        )
+        if may_be_texts:
+            return
+        raise UserError(f"{WITHOUT_TEMPLATE}.")
     refusals = []
     templates = templates_of(tokenizer)
     for trial in chain.from_iterable(trials(tokenizer, template) for template in templates):

@@ -10,12 +10,10 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError, logger
-from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import CurriculumConfig, DataConfig, PackingConfig, Source
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.config.row_form import RowForm
 from lacuna.config.samples import deciding_settings, needs_all_documents
-from lacuna.config.sections import ModelConfig
 from lacuna.data.cache import made_once, require_writable_cache
 from lacuna.data.document import Span
 from lacuna.data.filling import fill_rows, refuse_long_pairs
@@ -23,23 +21,9 @@ from lacuna.data.mixture import Mixture, Pool, from_low_to_high, random_key
 from lacuna.data.packing import Batch, pack
 from lacuna.data.sources import Documents, open_source
 from lacuna.data.tokenize import TokenTable, token_table
-from lacuna.data.tokenizer import grown_tokenizer
 
 _PACKING_VERSION = 2
 _CACHED_BELOW = 256 * 2**20
-
-
-def run_tokenizer(model: ModelConfig, chat: ChatConfig | None) -> PreTrainedTokenizerBase:
-    """The tokenizer of a run, with its new tokens and the template of the `chat` it trains on.
-
-    Raises UserError where the settings name tokens or a template that cannot be used.
-    """
-    tokenizer = grown_tokenizer(model)
-    if chat is not None:
-        from lacuna.data.chat import use_template  # an extension
-
-        use_template(tokenizer, chat)
-    return tokenizer
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ _ENDLESS = (
     "chat.template: with a short question and answer, the chat template",
     "mend it, or give another",
 )
+WITHOUT_TEMPLATE = "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file"
 _LAST = "No, it is sunny."
 _LONGEST_TRIAL = 10**6
 _QUESTION = {"role": "user", "content": "Is it raining?"}
@@ -77,6 +78,8 @@ def template_for(
     tokenizer: PreTrainedTokenizerBase, tools: list[dict[str, Any]] | None, where: str
 ) -> str:
     """The template for a conversation: a tokenizer may have one for tools and one for all else."""
+    if not tokenizer.chat_template:
+        raise UserError(f"{WITHOUT_TEMPLATE} ({where}: has messages).")
     mend = "give the template that fits by chat.template, as a file"
     with explained(f"{where}: no chat template of the tokenizer is for it", ValueError, mend=mend):
         return str(tokenizer.get_chat_template(tools=tools))

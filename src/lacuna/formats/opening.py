@@ -75,19 +75,19 @@ def find_form(source: str) -> tuple[str, bool]:
             f"(no {MANIFEST}), nor a run folder (no hf/ and no complete checkpoint/step-N)."
         )
     if not source.endswith(".gguf"):
-        _require_on_hub(source)
+        require_on_hub(source)
     return hf_folder(source), False
 
 
-def _require_on_hub(name: str) -> None:
+def require_on_hub(name: str, asking: str = "") -> None:
     """Raises `UserError` unless a model of this name is on the Hub, or was downloaded from it.
 
     The Hub is asked once. Where the name is a misspelt folder, transformers would try for a minute
-    to get several files.
+    to get several files. The message begins with what is `asking`.
     """
     problem = (
-        f"{name}: there is no such folder here, and no such model on the Hub, or it cannot be "
-        f"reached"
+        f"{asking}{name}: there is no such folder here, and no such model on the Hub, or it cannot "
+        f"be reached"
     )
     with explained(problem, OSError, ValueError, HTTPError, mend=nearby(Path(name))):
         if try_to_load_from_cache(name, CONFIG_NAME) is None:

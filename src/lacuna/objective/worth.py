@@ -1,10 +1,11 @@
 """What says what completions are worth, and what becomes of those of which nothing says it."""
 
 import math
+import os
 from collections.abc import Sequence
-from functools import partial
 
 from lacuna.config import Config, OutageError
+from lacuna.formats.opening import require_on_hub
 from lacuna.rollout.groups import Group, Sample
 from lacuna.rollout.reward_models import RewardModel
 from lacuna.rollout.verifiers import Reward, find_rewards
@@ -18,12 +19,13 @@ def functions_of(config: Config) -> dict[str, Reward]:
 
     Raises `UserError` for those that cannot be had.
     """
-    as_model = partial(
-        RewardModel,
-        chat=config.chat,
-        batch_size=config.rollout.batch_size,
-        trust_remote_code=config.model.trust_remote_code,
-    )
+
+    def as_model(name: str) -> RewardModel:
+        if not os.path.isdir(name):
+            require_on_hub(name, "rewards.functions: ")
+        trusted = config.model.trust_remote_code
+        return RewardModel(name, config.chat, config.rollout.batch_size, trusted)
+
     return find_rewards(config.rewards, as_model)
 
 

@@ -165,14 +165,15 @@ def find_rewards(settings: RewardsConfig, open_model: Callable[[str], Reward]) -
         raise UserError("rewards.weights: all are 0, so that nothing is worth anything: raise one.")
     if repeated := {name for name in settings.functions if settings.functions.count(name) > 1}:
         raise UserError(f"rewards.functions: {min(repeated)} is named twice: leave one out.")
-    _check_settings(settings)
     if "math" in settings.functions:
         mend = "pip install -e '.[math]' -c constraints.txt, or leave it out"
         with explained("rewards.functions: math needs math-verify", ImportError, mend=mend):
             import_module("math_verify")
         # It says at each call that its timeouts are off.
         logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return {name: _find(name, settings, open_model) for name in settings.functions}
+    found = {name: _find(name, settings, open_model) for name in settings.functions}
+    _check_settings(settings)  # of functions that are there
+    return found
 
 
 def require_columns(

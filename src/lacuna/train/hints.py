@@ -25,6 +25,10 @@ _KEPT = (
     *("training.seq_len", "training.batch_size", "optimizer.name", "optimizer.lr", *OF_MUON),
     "quantization.base",
 )
+# What only validation.dataset or curriculum.by_success take, which belong to the data of this run.
+_OF_ITS_DATA = {
+    *("rollout.validation_samples", "rollout.validation_temperature", "rewards.solved_at"),
+}
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
@@ -42,8 +46,10 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
         longer = (*longer, "--cpus", process.world_size)
     columns, first = next(_first_rows(sources[0]), (("messages",), []))
     how: tuple[object, ...] = ("--prompt", _example_prompt(config, first))
-    is_conversation = columns == ("messages",) or not isinstance(first, str)
-    if config.conversations is not None and is_conversation:
+    is_conversation = columns[0] in ("messages", "instruction") or not isinstance(first, str)
+    if sources[0].tools is not None:
+        is_conversation = True
+    if config.trains_on != "texts" and is_conversation:
         how = ("--chat", *how)
     else:
         how = (*how, "--temperature", 0.8)
@@ -95,6 +101,8 @@ def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> It
     for one in sections:
         kept += [f"{one}.{name}" for name in type(getattr(config, one)).model_fields]
     for setting in kept:
+        if setting in _OF_ITS_DATA:
+            continue
         section, name = setting.split(".")
         value = getattr(getattr(config, section), name)
         if value != getattr(getattr(Config(), section), name):
@@ -122,7 +130,9 @@ def _example_prompt(config: Config, value: Any) -> str:
     if source is not None:
         at_once = config.data.model_copy(update={"retries": 0})
         with suppress(UserError):  # the data were there at the start, and may be gone by now
-            opened = open_source(source, at_once, config.conversations, config.judged_answers)
+            asks = config.trains_on == "prompts"
+            chat = config.chat if asks else config.conversations
+            opened = open_source(source, at_once, chat, config.judged_answers, whole=asks)
             value = next(_first_rows(opened), ((), value))[1]
     if isinstance(value, list):
         messages = [one for one in value if isinstance(one, dict)]
@@ -150,11 +160,24 @@ def _first_rows(documents: Documents) -> Iterator[tuple[tuple[str, ...], Any]]:
     if not isinstance(documents.dataset, Dataset):
         return
     for record in islice(documents.dataset, _LOOKED_AT):
-        with suppress(UserError, ValueError):  # broken rows are in the dataset, too
+        with suppress(UserError, ValueError, IndexError):  # broken rows are in the dataset, too
             row = json.loads(record[RECORD] or "{}") if documents.column == RECORD else record
-            columns, names = documents.columns_of(row)
+            columns, names = _columns_of(row, documents)
             value = row[names[columns[0]]]
             if columns == ("messages",) and isinstance(value, str) and value:
                 value = json.loads(value)
             if value:
                 yield columns, value
+
+
+def _columns_of(
+    row: dict[str, Any], documents: Documents
+) -> tuple[tuple[str, ...], dict[str, str]]:
+    """As `Documents.columns_of`; of prompts only the column that asks, if there is one."""
+    if not documents.asks or documents.chat is None:
+        return documents.columns_of(row)
+    from lacuna.data.messages import columns_by_our_names  # an extension
+
+    names = columns_by_our_names(row, documents.chat)
+    asking = [ours for ours in ("prompt", "messages", "instruction") if ours in names]
+    return tuple(asking[:1]), names

@@ -2,7 +2,8 @@
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 from datasets.fingerprint import Hasher
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-from lacuna.config import UserError, explained, logger
+from lacuna.config import Config, UserError, explained, logger
 from lacuna.config.fields import shown
 from lacuna.data.cache import fingerprint
 from lacuna.data.sources import Documents
 from lacuna.data.tokenizer import tokenizer_fingerprint
 from lacuna.model.weights import weight_files
+from lacuna.objective.find import Objective
 
 _SCHEDULE = "the learning rate goes on where the new schedule has it"
 # Pattern of settings that the steps so far depended on -> what another value means for the steps to
@@ -102,13 +104,15 @@ def inputs_of(
     return found | {f"{_FROZEN}{name}": fingerprint(files) for name, files in frozen.items()}
 
 
-def files_of_frozen(models: Mapping[str, Any], rewards: Sequence[str]) -> dict[str, list[Path]]:
+def files_of_frozen(objective: Objective, config: Config) -> dict[str, list[Path]]:
     """The files of models that are read again where a run goes on, by what asks for each.
 
-    Those are the frozen ones of an objective, and folders among the functions of `rewards`.
+    Those are the frozen ones of an objective, and folders among the functions of rewards. A frozen
+    copy of the model as it began goes by the name of the setting that names the model: with another
+    one it would be another reference.
     """
     found = {}
-    for setting, one in models.items():
+    for setting, one in objective.frozen_models(config).items():
         source = one.config.model.name_or_path
         if source is None or one.is_trained:  # which a checkpoint has
             continue
@@ -116,8 +120,9 @@ def files_of_frozen(models: Mapping[str, Any], rewards: Sequence[str]) -> dict[s
             files = weight_files(source)
         for adapter in one.config.lora.adapter:
             files += sorted(Path(adapter).glob("*.safetensors"))
-        found[f"{setting} ({source})"] = files
-    for source in filter(os.path.isdir, rewards):
+        is_own = source == config.model.name_or_path
+        found[f"{setting} ({'model.name_or_path' if is_own else source})"] = files
+    for source in filter(os.path.isdir, config.rewards.functions):
         found[f"rewards.functions ({source})"] = sorted(Path(source).glob("*.safetensors"))
     return found
 
@@ -131,11 +136,26 @@ def shown_configuration(model_config: PretrainedConfig) -> dict[str, str]:
     }
 
 
-def require_same_inputs(saved: dict[str, str], own: dict[str, str], path: str) -> None:
-    """Raises `UserError` when contents are not those that the run at `path` was started with.
+def way_to_start_anew(
+    config: Config, objective: Objective, tokenizer: PreTrainedTokenizerBase, path: str
+) -> str:
+    """How a new run begins with the weights in `path`: in a way that its objective takes."""
+    loads = config.checkpoint.model_copy(update={"initial_load_path": path})
+    try:
+        objective.check(config.model_copy(update={"checkpoint": loads}), tokenizer)
+    except UserError:
+        written = shlex.join(("lacuna", "convert", path, "begin", "--to", "hf"))
+        return f"of the model that `{written}` makes of it (--model.name_or_path begin)"
+    return f"with checkpoint.initial_load_path = {path!r}"
+
+
+def require_same_inputs(
+    saved: dict[str, str], own: dict[str, str], way_to_start: Callable[[], str]
+) -> None:
+    """Raises `UserError` when contents are not those that the run was started with.
 
     Both tables are as `inputs_of` makes them. Settings that ask for other frozen models are logged
-    as all that change.
+    as all that change. `way_to_start` tells how a new run begins with the weights of this one.
     """
     in_both = saved.keys() & own
     changed = [
@@ -146,8 +166,9 @@ def require_same_inputs(saved: dict[str, str], own: dict[str, str], path: str) -
     if changed:
         raise UserError(
             f"not what it was when the run was started: {'; '.join(changed)}. The run would "
-            f"not be the one promised: put the old content back, or start a new run with "
-            f"checkpoint.initial_load_path = {path!r}."
+            f"not be the one promised: put back the old content, or the setting that "
+            f"named it, or start a new run "
+            f"{way_to_start()}."
         )
 
 

@@ -32,6 +32,7 @@ from lacuna.train.resume import (
     require_same_inputs,
     shown_configuration,
     shown_settings,
+    way_to_start_anew,
 )
 from lacuna.train.saver import CheckpointSaver
 from lacuna.train.start import find_start, goes_back
@@ -113,7 +114,7 @@ class Run:
         Refuses data that are not those that the run was `started_with`.
         """
         config = self.config
-        self.tokenizer = run_tokenizer(config.model, config.conversations)
+        self.tokenizer = run_tokenizer(config.model, config.conversations, config.judged_answers)
         day = (started_with or {}).get("day")
         if config.conversations is not None:
             from lacuna.data import template  # an extension
@@ -130,7 +131,8 @@ class Run:
         if saved is not None:
             self.load_state_dict(saved)
         if started_with:
-            require_same_inputs(started_with["inputs"], inputs, path)
+            way = partial(way_to_start_anew, config, self.objective, self.tokenizer, path)
+            require_same_inputs(started_with["inputs"], inputs, way)
         rows_left = self.loader.rows_left
         self.total_steps = total_steps(
             config.training,
@@ -152,7 +154,7 @@ class Run:
         config = self.config
         template = None if config.conversations is None else self.tokenizer.chat_template
         base = config.model.name_or_path if config.lora.rank else None
-        frozen = files_of_frozen(self.objective.frozen_models(config), config.rewards.functions)
+        frozen = files_of_frozen(self.objective, config)
         return inputs_of(sources, self.tokenizer, template, base, frozen)
 
     def write_settings(self) -> None:

@@ -256,7 +256,7 @@ def _sample_text(run: Run) -> None:
 
     config = run.config
     settings = config.validation
-    as_chat = config.conversations is not None
+    as_chat = config.conversations is not None and bool(run.tokenizer.chat_template)
     sampling = (settings.max_new_tokens, settings.temperature, config.training.seed, as_chat)
     is_divided = run.built.mesh.layout.tp > 1
     for prompt in settings.prompts:
