@@ -481,7 +481,9 @@ def test_the_next_command_that_is_printed_works(world: Path, prompts: Path, tmp_
 
 @pytest.mark.slow
 def test_the_recipe_learns_in_a_minute(tmp_path: Path) -> None:
-    lacuna("train", "grpo.toml", "--job.dump_folder", tmp_path, "--metrics.log_freq", 1)
+    lacuna(
+        "train", "grpo.toml", "--job.dump_folder", tmp_path, "--metrics.log_freq", 1, timeout=300
+    )
     rewards = [row["reward"] for row in rows(tmp_path)]
     assert rewards[0] < 0.1 and sum(rewards[-5:]) / 5 > 0.8
 
