@@ -105,6 +105,10 @@ def test_exact_takes_any_answer_of_a_list_and_numbers_as_a_model_writes_them() -
     answers = [Answered({"answer": one}, "data", text, 1) for text, (one, _) in cases.items()]
     found = score(find_rewards(settings, no_model), answers, settings)
     assert found["exact"] == [value for _, value in cases.values()]
+    [none] = score(
+        find_rewards(settings, no_model), [Answered({"answer": []}, "data", "x", 1)], settings
+    )["exact"]
+    assert math.isnan(none)
     for wanted, functions in (({"x": 1}, ("exact",)), (["x"], ("pattern",))):
         own = RewardsConfig(functions=functions)
         answers = [Answered({"answer": wanted}, "data, row 7", "x", left=1)]

@@ -52,7 +52,10 @@ def score(
 
 
 def longest_wait(settings: RewardsConfig, completions: int) -> float:
-    """Seconds that `score` takes at most, where each function fails and is asked for each alone."""
+    """Seconds that `score` takes at most, where each function fails and is asked for each alone.
+
+    Models that score, whose time is not limited, are taken to need no more than a function may.
+    """
     seconds = max(settings.timeout_seconds, settings.code_seconds)
     return len(settings.functions) * (1 + completions) * seconds
 

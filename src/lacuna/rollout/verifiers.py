@@ -84,12 +84,12 @@ def exact(answer: Answered, settings: RewardsConfig) -> float:
     It is nan where the row has none.
     """
     wanted = answer.row.get(settings.answer_column)
-    if wanted is None:
+    choices = wanted if isinstance(wanted, list | tuple) else [wanted]
+    if wanted is None or not choices:
         return math.nan
     said: str | None = answer.text
     if settings.answer_pattern is not None:
         said = answer_in(answer.text, settings.answer_pattern)
-    choices = wanted if isinstance(wanted, list | tuple) else [wanted]
     return float(said is not None and said.strip() in [_as_text(one) for one in choices])
 
 

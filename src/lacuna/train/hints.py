@@ -26,9 +26,11 @@ _KEPT = (
     "quantization.base",
 )
 # What only validation.dataset or curriculum.by_success take, which belong to the data of this run.
-_OF_ITS_DATA = {
-    *("rollout.validation_samples", "rollout.validation_temperature", "rewards.solved_at"),
-}
+_OF_ITS_DATA = (
+    "rollout.validation_samples",
+    "rollout.validation_temperature",
+    "rewards.solved_at",
+)
 
 
 def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:

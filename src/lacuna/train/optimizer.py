@@ -58,8 +58,8 @@ def build_optimizer(
 class _LocalAdamW(torch.optim.AdamW):
     """AdamW that updates what this rank has of each weight, and keeps its state as the weights are.
 
-    Of lists of sharded tensors torch works out how each is sharded, which takes seconds of a first
-    step; what is done to one number does not depend on where the others are.
+    Of lists of sharded tensors torch works out how each is sharded, which takes half a second
+    of a first step; what is done to one number does not depend on where the others are.
     """
 
     def _init_group(self, group: dict[str, Any], *lists: list[Tensor]) -> bool:
