@@ -2,9 +2,12 @@
 
 python benchmarks/transformers_steps.py FOLDER
 (in several processes by torchrun; `lacuna bench` starts it by itself)
+
+Where EXPERTS_IMPLEMENTATION is set, as to `eager`, it is how transformers computes with experts.
 """
 
 import gc
+import os
 import sys
 import time
 from typing import Any
@@ -31,7 +34,10 @@ class StepsTrainer(Trainer):
     def __init__(self, task: Task) -> None:
         self.task = task
         model = make_model(task)
-        if needs_choice_of_experts(model, task):
+        asked = os.environ.get("EXPERTS_IMPLEMENTATION")
+        if asked:
+            model.set_experts_implementation(asked)
+        elif needs_choice_of_experts(model, task):
             choose_experts(model, task)
         given = arguments(task)
         given._n_gpu = min(given.n_gpu, 1)  # or it has one process share its rows among all GPUs

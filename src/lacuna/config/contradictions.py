@@ -8,6 +8,7 @@ from lacuna.config.documents import READERS
 from lacuna.config.expert_rules import EXPERT_RULES
 from lacuna.config.float8_rules import FLOAT8_RULES
 from lacuna.config.optimizer_rules import OPTIMIZER_RULES
+from lacuna.config.pass_rules import PASS_RULES
 from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
 from lacuna.config.sections import Config
 from lacuna.config.task_rules import STORED, TASK_RULES
@@ -207,28 +208,7 @@ RULES: tuple[Rule, ...] = (
         "only for new adapters on a loaded model; drop it",
     ),
     *OPTIMIZER_RULES,
-    Rule(
-        ("activation_checkpoint.mode", "compile.enable"),
-        lambda config: (
-            config.activation_checkpoint.mode == "memory_budget" and config.compile.enable is False
-        ),
-        "needs torch.compile; drop the second",
-    ),
-    Rule(
-        ("activation_checkpoint.offload", "activation_checkpoint.mode"),
-        lambda config: (
-            config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full"
-        ),
-        "full leaves what is moved; set that mode",
-    ),
-    Rule(
-        ("activation_checkpoint.mlp_chunks", "activation_checkpoint.mode"),
-        lambda config: (
-            config.activation_checkpoint.mlp_chunks > 1
-            and config.activation_checkpoint.mode not in ("none", "full")
-        ),
-        "pieces are computed again whole; set mode none or full",
-    ),
+    *PASS_RULES,
     Rule(
         ("parallelism.zero_stage", "parallelism.fsdp_reshard_after_forward"),
         lambda config: (

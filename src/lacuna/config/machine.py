@@ -113,11 +113,16 @@ class ActivationCheckpointConfig(Section):
 
 
 class CompileConfig(Section):
-    """Whether torch.compile makes the model faster."""
+    """Whether torch.compile and CUDA graphs make the model faster."""
 
     enable: bool | None = None
     """Compile each layer. Unset: yes on a GPU, unless a zero-bubble pipeline cannot; no on a
     CPU."""
+
+    cuda_graphs: bool | None = None
+    """Record the passes and the update of a step once, as CUDA graphs, and replay them, which
+    spares the host's time. Unset: where one GPU trains a model so small that it would wait for the
+    host, by pretrain or sft."""
 
 
 class Float8Config(Section):

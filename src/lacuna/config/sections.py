@@ -200,6 +200,13 @@ class Config(Section):
         return None if self.trains_on == "texts" or may_be_texts else self.chat
 
     @property
+    def records_steps(self) -> bool:
+        """Whether steps may be CUDA graphs, if the model, the layout and the device are for it."""
+        moves = self.optimizer.early_step_in_backward or self.activation_checkpoint.offload
+        suits = self.job.task in ("pretrain", "sft") and not moves
+        return suits and self.compile.cuda_graphs is not False
+
+    @property
     def gives_scores(self) -> bool:
         """Whether the model gives scores to sequences, and no text."""
         return self.job.task == "reward"

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -46,9 +47,15 @@ def give_back_memory() -> None:
     _keeper.cache_clear()
 
 
-def record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGraph | None:
+def record(
+    step: Callable[[], None],
+    device: torch.device,
+    what: str = "generating",
+    memory: Any = None,
+) -> torch.cuda.CUDAGraph | None:
     """Records a `step` whose code is compiled; None, with a warning, where that cannot be.
 
+    Its tensors get the `memory` of other graphs, by default of those of which none outlives a step.
     torch.cuda.graph would give all cached memory back first, each time, and training would ask for
     it again; that is done only where little is left.
     """
@@ -57,7 +64,7 @@ def record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGra
     free, total = torch.cuda.mem_get_info(device)
     if free < _SPARE * total:
         torch.cuda.empty_cache()
-    memory = _keeper(device).pool()
+    memory = memory or _keeper(device).pool()
     torch.cuda.synchronize()
     try:
         with torch.cuda.stream(_stream(device)):
@@ -74,6 +81,6 @@ def record(step: Callable[[], None], device: torch.device) -> torch.cuda.CUDAGra
             torch._C._cuda_endAllocateToPool(stream.device_index, memory)
         torch.cuda.synchronize()
         said = " ".join(str(fault).split())[:200]
-        logger.warning("generating goes on without CUDA graphs: %s", said)
+        logger.warning("%s goes on without CUDA graphs: %s", what, said)
         return None
     return graph

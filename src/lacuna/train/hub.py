@@ -12,6 +12,7 @@ from huggingface_hub import HfApi, get_token
 from lacuna.config import RunError, logger
 from lacuna.formats.checkpoint import checkpoint_path
 from lacuna.parallel.processes import on_first
+from lacuna.train.exports import exports_of
 from lacuna.train.setup import Run
 
 
@@ -104,7 +105,7 @@ class Uploads:
     def _export_model(self, folder: str) -> Exception | None:
         """Writes the model to `folder`. Returns the first error of the disk, if there was one."""
         failures: list[Exception] = []
-        for write in self.run.exports(folder):  # all ranks must call each
+        for write in exports_of(self.run, folder):  # all ranks must call each
             try:
                 write()
             except (OSError, RunError) as error:

@@ -172,8 +172,7 @@ class Muon(torch.optim.AdamW):
         if not self.homes.are_here:
             dist.all_reduce(together, group=self.homes.group)
         if self.skipped is not None:
-            skipped = self.skipped.to(together.device)
-            torch.where(skipped, torch.cat(states), together, out=together)
+            torch.where(self.skipped.to(together.device), torch.cat(states), together, out=together)
         copy_each(states, [*parts.values()])
 
     def _advance(self, numbers: list[int]) -> list[Tensor]:
@@ -199,25 +198,28 @@ class Muon(torch.optim.AdamW):
         return gradients
 
     def _apply(self, numbers: list[int], updates: list[Tensor]) -> None:
-        """Takes this rank's parts of orthogonal updates from matrices, which decay before."""
+        """Takes this rank's parts of orthogonal updates from matrices, which decay as well.
+
+        Changes what is in the memory of the updates. The rate may be a tensor, which a CUDA graph
+        reads, and is multiplied by in float32 in any case.
+        """
         pairs = [self.matrices[number] for number in numbers]
         weights = [local(matrix) for matrix, _ in pairs]
-        how = self.settings.adjust_lr_fn
-        rates = [
-            group["lr"] * rate_ratio(matrix.shape, group["transposed"], how)
-            for matrix, group in pairs
-        ]
         if self.skipped is not None:
             skipped = self.skipped.to(weights[0].device).float()
             before = torch._foreach_mul(weights, skipped)
-        torch._foreach_mul_(
-            weights, [1 - group["lr"] * group["weight_decay"] for _, group in pairs]
-        )
-        for rate in {*rates}:
-            places = [place for place, own in enumerate(rates) if own == rate]
+        alike: dict[tuple[int, float], list[int]] = {}
+        for place, (matrix, group) in enumerate(pairs):
+            ratio = rate_ratio(matrix.shape, group["transposed"], self.settings.adjust_lr_fn)
+            alike.setdefault((id(group), ratio), []).append(place)
+        for (_, ratio), places in alike.items():
+            _, group = pairs[places[0]]
             chosen = [weights[place] for place in places]
-            changes = [updates[place].to(weights[place]) for place in places]
-            torch._foreach_add_(chosen, changes, alpha=-rate)
+            changes = [updates[place].float() for place in places]
+            torch._foreach_mul_(changes, ratio)
+            torch._foreach_add_(changes, chosen, alpha=group["weight_decay"])
+            torch._foreach_mul_(changes, group["lr"])
+            torch._foreach_sub_(chosen, changes)
         if self.skipped is not None:
             # One of the two is 0: skipped updates are those of the momenta, and so are finite.
             torch._foreach_mul_(weights, 1 - skipped)

@@ -1,6 +1,6 @@
 """Updates the weights: clipping and AdamW over a sharded model, without waiting for the device."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,9 @@ from lacuna.model.layers.linear import is_matrix
 from lacuna.model.layers.wrapping import whole_tensor
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.pipeline import tied_weights
+
+if TYPE_CHECKING:  # an extension
+    from lacuna.train.recorded import RecordedSteps
 
 
 def build_optimizer(
@@ -31,7 +34,7 @@ def build_optimizer(
     is_plain = settings.name == "AdamW" and not settings.groups
     if is_plain and settings.state_dtype is None:
         betas = settings.beta1, settings.beta2
-        optimizer: torch.optim.AdamW = _LocalAdamW(
+        optimizer: torch.optim.AdamW = LocalAdamW(
             groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels
         )
     elif settings.state_dtype is not None:
@@ -55,7 +58,7 @@ def build_optimizer(
     return optimizer
 
 
-class _LocalAdamW(torch.optim.AdamW):
+class LocalAdamW(torch.optim.AdamW):
     """AdamW that updates what this rank has of each weight, and keeps its state as the weights are.
 
     Of lists of sharded tensors torch works out how each is sharded, which takes half a second
@@ -146,15 +149,20 @@ def _scale_down(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
 
 
 def update(
-    built: BuiltModel, optimizer: torch.optim.AdamW, divisor: Tensor
+    built: BuiltModel,
+    optimizer: torch.optim.AdamW,
+    divisor: Tensor,
+    recorded: "RecordedSteps | None" = None,
 ) -> tuple[Tensor, Tensor]:
     """Clips gradients and updates weights, in place.
 
     Returns the norm that the gradients had, and 1 where the step was skipped, else 0. A step with
     nothing to learn from, whose `divisor` is 0, is skipped, and with `training.skip_nan_inf` so is
     one whose norm is not finite. The fused kernel reads on the device whether to skip, so that the
-    host does not wait; with the others it has to.
+    host does not wait; with the others it has to. `recorded` steps have it done in their own way.
     """
+    if recorded is not None:
+        return recorded.update(optimizer, divisor)
     norm = clip_gradients(built, built.training.max_norm)
     broken = ~torch.isfinite(norm) & built.training.skip_nan_inf
     skip = ((divisor == 0) | broken).float()

@@ -30,6 +30,7 @@ from lacuna.parallel.processes import (
     start_process,
     stop_process,
 )
+from lacuna.train.exports import exports_of
 from lacuna.train.resume import require_same_run, shown_settings
 from lacuna.train.setup import Run
 from lacuna.train.start import goes_back
@@ -152,7 +153,7 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
             received = [number for numbers in gather_objects(process, stop) for number in numbers]
             return 128 + int(received[0])
         model = os.path.join(folder, "hf")
-        for write in run.exports(model):
+        for write in exports_of(run, model):
             write()
         on_first(process, lambda: mark_finished(run))
         if uploads is not None:

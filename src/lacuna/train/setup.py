@@ -15,7 +15,7 @@ from lacuna.data import Batch, build_loader, build_validation, merge_states, run
 from lacuna.data.disk import replace_text
 from lacuna.data.sources import Documents
 from lacuna.formats.checkpoint import RUN, model_tensors, prepare_folder
-from lacuna.formats.huggingface import export_model, save_model_description
+from lacuna.formats.huggingface import save_model_description
 from lacuna.formats.reader import read_tensors
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_model
@@ -57,6 +57,7 @@ class Run:
     skipped_in_a_row = 0
     router_load: Any = None  # a `RouterLoad` where the load of experts is counted
     looks: Any = None  # `Looks` where attention is looked at
+    recorded: Any = None  # `RecordedSteps` where steps are recorded
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.process = process
@@ -100,11 +101,11 @@ class Run:
             self.validation = build_validation(*parts)
         self.prepare_objective(start if saved is not None else None)
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
+        self.peak_flops = peak_flops(process.device)
         self.watch_model()
         self.open_metrics(console)
         self.first_step = self.state.step + 1
         self.saved_step = self.state.step
-        self.peak_flops = peak_flops(process.device)
 
     def open_data(
         self, saved: dict[str, Any] | None, started_with: dict[str, Any] | None, path: str
@@ -262,6 +263,12 @@ class Run:
             from lacuna.train.looks import Looks  # an extension
 
             self.looks = Looks(self.built, self.validation, self.batch)
+        wanted = self.config.compile.cuda_graphs
+        if self.config.records_steps and (wanted or self.process.device.type == "cuda"):
+            from lacuna.train.recording_choice import recorded_steps  # an extension
+
+            how = self.config.training, self.built, self.objective.loss, self.peak_flops
+            self.recorded = recorded_steps(wanted, *how)
 
     def say_what_changed(self, started_with: dict[str, Any] | None) -> None:
         """Logs what a resumed run goes on with that differs from what it was `started_with`."""
@@ -281,20 +288,3 @@ class Run:
         save_model_description(self.built.model.config, self.tokenizer, source, folder)
         if self.config.lora.rank:
             Path(folder, RUN).write_text(to_toml(self.config))
-
-    def exports(self, folder: str) -> list[Callable[[], None]]:
-        """Functions that write the model as it is to `folder`, then its adapter to a folder in it.
-
-        All ranks must call each of them.
-        """
-        parts = (self.built.model, self.tokenizer)
-        lora = self.config.lora
-        name = self.config.model.name_or_path
-        dtype = getattr(torch, self.config.checkpoint.export_dtype)
-        writers: list[Callable[[], None]] = [partial(export_model, *parts, folder, dtype, name)]
-        if lora.rank:
-            from lacuna.formats.adapter import export_adapter  # an extension
-
-            inside = os.path.join(folder, "adapter")
-            writers.append(partial(export_adapter, *parts, lora, name, inside))
-        return writers

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,6 +22,9 @@ from lacuna.model.loss import Loss, SequenceLoss
 from lacuna.objective.find import Objective
 from lacuna.parallel.fsdp import inference, set_gradient_exchange
 from lacuna.parallel.pipeline import add_tied_gradients
+
+if TYPE_CHECKING:  # an extension
+    from lacuna.train.recorded import RecordedSteps
 
 
 def seed_draws(seed: int) -> None:
@@ -54,14 +58,19 @@ def sums_of(built: BuiltModel, batch: Batch, loss: Loss) -> Tensor:
 
 
 def accumulate_gradients(
-    built: BuiltModel, batches: Sequence[Batch], loss: Loss, divisor: Tensor
+    built: BuiltModel,
+    batches: Sequence[Batch],
+    loss: Loss,
+    divisor: Tensor,
+    recorded: "RecordedSteps | None" = None,
 ) -> Tensor:
     """Adds up the gradients of the micro-batches; returns this rank's sums of `loss`, float64.
 
     Every micro-batch's summed loss is divided by a count of the whole step over all ranks, and
     gradients are summed over ranks, so that neither accumulation nor the number of ranks weighs
     tokens differently (transformers issue 34191). A router's loss is no sum over tokens. It is
-    added to the first sum `divisor` times, because the caller divides by that.
+    added to the first sum `divisor` times, because the caller divides by that. `recorded` steps
+    have the passes made in their own way.
     """
     router = built.head.router
     if router is not None:
@@ -73,6 +82,10 @@ def accumulate_gradients(
         sums = built.pipeline.step(inputs, partial(loss_sums, loss=loss), divisor)
         add_tied_gradients(built.model, built.mesh)
         total += 0 if sums is None else sums
+    elif recorded is not None:
+        recorded.begin()
+        for batch in batches:
+            total += recorded.add(batch, divisor)
     else:
         for index, batch in enumerate(batches):
             set_gradient_exchange(built.model, built.parallelism, index == len(batches) - 1)

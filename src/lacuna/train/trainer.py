@@ -106,8 +106,8 @@ def train_step(run: Run, stop: bool) -> None:
         group["lr"] = rate * group.get("lr_ratio", 1.0)
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
     seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
-    sums = accumulate_gradients(run.built, batches, objective.loss, divisor)
-    norm, skip = update(run.built, run.optimizer, divisor)
+    sums = accumulate_gradients(run.built, batches, objective.loss, divisor, run.recorded)
+    norm, skip = update(run.built, run.optimizer, divisor, run.recorded)
     if run.router_load is not None:
         run.router_load.after_step(skip)
     if run.second is not None:

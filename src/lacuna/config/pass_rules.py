@@ -1,0 +1,45 @@
+"""What does not go together in how passes are computed: settings, when, and why."""
+
+from lacuna.config.rules import Rule, is_given
+
+_RECORDED = "compile.cuda_graphs"
+
+PASS_RULES: tuple[Rule, ...] = (
+    Rule(
+        ("activation_checkpoint.mode", "compile.enable"),
+        lambda config: (
+            config.activation_checkpoint.mode == "memory_budget" and config.compile.enable is False
+        ),
+        "needs torch.compile; drop the second",
+    ),
+    Rule(
+        ("activation_checkpoint.offload", "activation_checkpoint.mode"),
+        lambda config: (
+            config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full"
+        ),
+        "full leaves what is moved; set that mode",
+    ),
+    Rule(
+        ("activation_checkpoint.mlp_chunks", "activation_checkpoint.mode"),
+        lambda config: (
+            config.activation_checkpoint.mlp_chunks > 1
+            and config.activation_checkpoint.mode not in ("none", "full")
+        ),
+        "pieces are computed again whole; set mode none or full",
+    ),
+    Rule(
+        (_RECORDED, "job.task"),
+        is_given(_RECORDED, lambda config: config.job.task not in ("pretrain", "sft")),
+        "only pretrain and sft have micro-batches whose passes can be recorded; drop the first",
+    ),
+    Rule(
+        (_RECORDED, "optimizer.early_step_in_backward"),
+        is_given(_RECORDED, lambda config: config.optimizer.early_step_in_backward),
+        "recorded gradients stay where they are, early steps drop them; drop one",
+    ),
+    Rule(
+        (_RECORDED, "activation_checkpoint.offload"),
+        is_given(_RECORDED, lambda config: config.activation_checkpoint.offload),
+        "what goes to CPU memory cannot be recorded; drop one",
+    ),
+)
