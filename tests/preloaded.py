@@ -34,7 +34,10 @@ for _name in (
     "torch._inductor.compile_fx",
     "torch.utils.serialization",
     "transformers.models.llama.modeling_llama",
+    "pytest",
     "forked",
+    "runs",
+    "tasks",
 ):
     importlib.import_module(_name)
 # transformers compiles a thousand patterns for the names of tensors, once in a process.
