@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from transformers import PretrainedConfig
 
 from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import SCHEDULES, ActivationCheckpointConfig
@@ -171,10 +172,12 @@ def tasks_by_rewards() -> dict[str, Task]:
     }
 
 
-def write_models(architecture: str, folder: Path) -> tuple[Path, Path]:
+def write_models(
+    architecture: str, folder: Path, make: Callable[..., PretrainedConfig] = four_layers
+) -> tuple[Path, Path]:
     """Writes a model and a larger teacher for it into `folder`."""
-    small = four_layers(architecture)
-    large = four_layers(architecture, hidden_size=64)
+    small = make(architecture)
+    large = make(architecture, hidden_size=64)
     model = write_weights(folder / "model", small, seed=1)
     return model, write_weights(folder / "teacher", large, seed=2)
 

@@ -5,6 +5,7 @@ import io
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -300,6 +301,23 @@ def steps(folder: Path) -> list[int]:
     return sorted(
         int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*")
     )
+
+
+def as_stopped(straight: Path, folder: Path, step: int) -> Path:
+    """Copies a run to `folder` as it was when it had saved `step`, and returns that."""
+    shutil.copytree(straight, folder)
+    shutil.rmtree(folder / "hf")
+    (folder / "finished.json").unlink()
+    for later in steps(folder):
+        if later > step:
+            shutil.rmtree(checkpoint(folder, later))
+    assert steps(folder)[-1] == step
+    for name in ("metrics.jsonl", "completions.jsonl"):
+        if (folder / name).exists():
+            lines = (folder / name).read_bytes().splitlines(keepends=True)
+            kept = [line for line in lines if json.loads(line)["step"] <= step]
+            (folder / name).write_bytes(b"".join(kept))
+    return folder
 
 
 def processes_naming(text: str) -> list[int]:

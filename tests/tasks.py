@@ -44,6 +44,10 @@ class Task:
     changes: dict[str, Any] = field(default_factory=dict)
 
 
+Trained = tuple[Path, Case, Task]
+"""The folder of a model, and what trains it in which layout."""
+
+
 def four_layers(architecture: str, **changes: Any) -> PretrainedConfig:
     """The configuration of a tiny model that a pipeline can cut into four stages."""
     extra = FOUR_LAYERS.get(architecture, {})
@@ -182,16 +186,21 @@ def settings_of(config: Config, task: Task) -> Config:
     return config.model_copy(update=changes)
 
 
-def train_all(model: Path, cases: list[tuple[Case, Task]], count: int) -> list[Losses | str]:
-    return [train_steps(model, case, task, count) for case, task in cases]
+def train_all(cases: list[Trained], count: int) -> list[Losses | str]:
+    return [train_steps(*trained, count) for trained in cases]
+
+
+def results_of(cases: list[Trained], count: int = STEPS) -> list[Losses | str]:
+    """What each case came to; cases of equally many ranks share their processes."""
+    found: dict[int, Losses | str] = {}
+    ranks_of = [case.layout.data_parallel * case.layout.sharing for _, case, _ in cases]
+    for ranks in sorted(set(ranks_of)):
+        places = [place for place, of_case in enumerate(ranks_of) if of_case == ranks]
+        results = run_ranks(ranks, train_all, [cases[place] for place in places], count)[0]
+        found |= dict(zip(places, results, strict=True))
+    return [found[place] for place in range(len(cases))]
 
 
 def steps_of(model: Path, cases: list[tuple[Case, Task]], count: int = STEPS) -> list[Losses | str]:
-    """What each case came to; cases of equally many ranks share their processes."""
-    found: dict[int, Losses | str] = {}
-    ranks_of = [case.layout.data_parallel * case.layout.sharing for case, _ in cases]
-    for ranks in sorted(set(ranks_of)):
-        places = [place for place, of_case in enumerate(ranks_of) if of_case == ranks]
-        results = run_ranks(ranks, train_all, model, [cases[place] for place in places], count)[0]
-        found |= dict(zip(places, results, strict=True))
-    return [found[place] for place in range(len(cases))]
+    """The same of cases that train one model."""
+    return results_of([(model, case, task) for case, task in cases], count)

@@ -57,6 +57,8 @@ SIZES = {
     "eos_token_id": 2,
 }
 WINDOW = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": 8}
+ONE_HEAD = {"hidden_size": 16, "num_heads": 1, "intermediate_size": 32}
+"""Where heads are not what is tried: the interpreter computes each by itself."""
 OWN_SIZES: dict[str, dict[str, Any]] = {
     "bitnet": {"fuse_norm": True},
     "hgrn2": {"expand_ratio": 16},
@@ -136,7 +138,7 @@ def test_four_ranks_and_recomputation_train_as_one(hybrid: Path, alone: Outcome)
 def test_layers_that_hand_on_more_than_hidden_states_are_sharded_and_recomputed(
     tmp_path: Path,
 ) -> None:
-    model_config = config_of(tmp_path, "rwkv7", **OWN_SIZES["rwkv7"])
+    model_config = config_of(tmp_path, "rwkv7", **OWN_SIZES["rwkv7"], **ONE_HEAD)
     random_model(model_config, "eager").save_pretrained(tmp_path)
     [[alone]] = run_ranks(1, interpreted_steps, tmp_path, [ALONE])
     recompute = ActivationCheckpointConfig(mode="full")
@@ -184,7 +186,7 @@ def test_what_these_models_cannot_have_is_refused(
 
 
 def test_losses_of_flas_own_code_are_refused(tmp_path: Path) -> None:
-    own = OWN_SIZES["mom"]
+    own = OWN_SIZES["mom"] | ONE_HEAD
     left_out = config_of(tmp_path, "mom", **own)
     bounds_choices("auto", left_out, "cpu", Layout())
     require_no_added_loss(left_out, CPU)
@@ -234,7 +236,8 @@ def test_flops_count_the_states_and_the_windows(tmp_path: Path) -> None:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Path]:
     folder = make_world(tmp_path / "world")
-    folder_of(folder / "model", "delta_net", vocab_size=257, bos_token_id=None, eos_token_id=256)
+    own = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256}
+    folder_of(folder / "model", "delta_net", **own, **ONE_HEAD)
     yield folder
 
 

@@ -2,6 +2,9 @@
 
 import json
 import shlex
+import shutil
+from collections.abc import Callable
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -18,6 +21,7 @@ from lacuna.objective.reference import on_policy_reference_kind
 from lacuna.rollout.sandbox import Limits, missing_protections
 from rewarded import KEYS, SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
+    as_stopped,
     curve,
     ended,
     environment,
@@ -95,7 +99,10 @@ def test_a_stopped_run_goes_on_to_the_bit(
     name, _, layout = (case, "", "") if case in CASES else case.partition(", ")
     own = flags(prompts, *CASES[name], *SHARED_LAYOUTS.get(layout, ()), "--checkpoint.interval", 2)
     train(world, straight, *own, "--training.steps", 6)
-    train(world, resumed, *own, "--training.steps", 4)
+    if case == "updates":  # of runs that have ended one is enough
+        train(world, resumed, *own, "--training.steps", 4)
+    else:
+        as_stopped(straight, resumed, 4)
     # A run that was killed later had written completions that the run that goes on makes anew.
     with open(resumed / "completions.jsonl", "a") as file:
         file.write(json.dumps({"step": 5, "prompt": "lost"}) + '\n{"step": 5, "pro')
@@ -107,7 +114,8 @@ def test_a_stopped_run_goes_on_to_the_bit(
     assert any(norms)
 
 
-LAYOUTS = {
+LAYOUTS: dict[str, tuple[object, ...]] = {
+    "alone": (),
     "shards": ("--cpus", 2, "--training.batch_size", 2),
     "replicas": (
         *("--cpus", 2, "--training.batch_size", 2),
@@ -124,33 +132,59 @@ LAYOUTS = {
 }
 
 
-def test_a_layout_trains_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
-    check_layouts("gspo, divergence", ["tp 2"], world, prompts, tmp_path)
+InLayout = Callable[[str, str], Path]
+"""Tells the folder of a run of four steps of a case in a layout, which is made once."""
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Flags of a model with one layer: where samples are in a layout no layer knows."""
+    folder = write_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=1)
+    return "--model.config", folder, "--optimizer.lr", 1e-3
+
+
+@pytest.fixture(scope="module")
+def in_layout(
+    world: Path,
+    prompts: Path,
+    shallow: tuple[object, ...],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> InLayout:
+    root = tmp_path_factory.mktemp("layouts")
+
+    @cache
+    def made(case: str, layout: str) -> Path:
+        folder = root / case / layout
+        own = flags(prompts, *CASES[case], *shallow, *LAYOUTS[layout])
+        train(world, folder, *own, "--training.steps", 4)
+        return folder
+
+    return made
+
+
+def test_a_layout_trains_as_one_process_does(in_layout: InLayout) -> None:
+    check_layouts("gspo, divergence", ["tp 2"], in_layout)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gspo, divergence", "adapters", "resampled"])
-def test_every_layout_trains_as_one_process_does(
-    case: str, world: Path, prompts: Path, tmp_path: Path
-) -> None:
+def test_every_layout_trains_as_one_process_does(case: str, in_layout: InLayout) -> None:
     layouts = ["shards", "cp 2 × tp 2"]
     if case == "gspo, divergence":  # PPO and distillation have the others
-        layouts = [name for name in LAYOUTS if name not in [*SHARED_LAYOUTS][::2]]
-    check_layouts(case, layouts, world, prompts, tmp_path)
+        layouts = [name for name in LAYOUTS if name not in ("alone", *[*SHARED_LAYOUTS][::2])]
+    check_layouts(case, layouts, in_layout)
 
 
-def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
+def check_layouts(case: str, layouts: list[str], in_layout: InLayout) -> None:
     """Runs a case in each layout, and compares what is logged with one process's."""
-    own = flags(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
-    keys = (*KEYS, *(["divergence"] if "--grpo.beta" in own else []))
-    train(world, folder / "alone", *own)
-    wanted = curve(folder / "alone", *keys)
+    keys = (*KEYS, *(["divergence"] if "--grpo.beta" in CASES[case] else []))
+    alone = in_layout(case, "alone")
+    wanted = curve(alone, *keys)
     for name in layouts:
-        train(world, folder / name, *own, *LAYOUTS[name])
-        found = curve(folder / name, *keys)
-        for row, other in zip(found, wanted, strict=True):
+        found = in_layout(case, name)
+        for row, other in zip(curve(found, *keys), wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
-        assert said(folder / name) == said(folder / "alone"), name
+        assert said(found) == said(alone), name
 
 
 def said(folder: Path) -> list[tuple[str, str, float]]:
@@ -441,6 +475,19 @@ def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_p
     assert weights(straight) == weights(killed)
 
 
+@pytest.fixture(scope="module")
+def alone(
+    world: Path,
+    prompts: Path,
+    shallow: tuple[object, ...],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
+    """A run of 7 steps in one process; to be read only."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(world, folder, *flags(prompts, *CASES["updates"], *shallow, "--training.steps", 7))
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("first", "then"),
@@ -453,15 +500,20 @@ def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_p
     ],
 )
 def test_a_run_goes_on_with_its_completions_in_another_layout(
-    first: str, then: str, world: Path, prompts: Path, tmp_path: Path
+    first: str,
+    then: str,
+    world: Path,
+    prompts: Path,
+    shallow: tuple[object, ...],
+    in_layout: InLayout,
+    alone: Path,
+    tmp_path: Path,
 ) -> None:
-    own = flags(prompts, *CASES["updates"], "--optimizer.lr", 1e-3)
-    train(world, tmp_path / "straight", *own, "--training.steps", 7)
-    for layout, end in ((first, 4), (then, 7)):
-        train(world, tmp_path / "moved", *own, *LAYOUTS.get(layout, ()), "--training.steps", end)
-    assert said(tmp_path / "straight") == said(tmp_path / "moved")
-    pairs = zip(curve(tmp_path / "straight", *KEYS), curve(tmp_path / "moved", *KEYS), strict=True)
-    for row, other in pairs:
+    moved = shutil.copytree(in_layout("updates", first), tmp_path / "moved")
+    own = flags(prompts, *CASES["updates"], *shallow, "--training.steps", 7)
+    train(world, moved, *own, *LAYOUTS[then])
+    assert said(alone) == said(moved)
+    for row, other in zip(curve(alone, *KEYS), curve(moved, *KEYS), strict=True):
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
 
 

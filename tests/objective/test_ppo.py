@@ -1,6 +1,9 @@
 """Runs of PPO: alike in every layout, resumed to the bit with their critic, refused by name."""
 
 import math
+import shutil
+from collections.abc import Callable
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from lacuna.rollout.groups import Sample
 from policies import one_rank
 from rewarded import SHARED_LAYOUTS, completions, flags, write_prompts
 from runs import (
+    as_stopped,
     checkpoint,
     curve,
     ended,
@@ -91,7 +95,10 @@ def test_a_stopped_run_goes_on_to_the_bit(
     own = ppo(prompts, *CASES[name], *SHARED_LAYOUTS.get(layout, ()), "--checkpoint.interval", 2)
     keys = KEYS if case == "plain" else (*KEYS, "divergence", "beta")
     train(world, straight, *own, "--training.steps", 7)
-    train(world, resumed, *own, "--training.steps", 4)
+    if case == "plain":  # of runs that have ended one is enough
+        train(world, resumed, *own, "--training.steps", 4)
+    else:
+        as_stopped(straight, resumed, 4)
     train(world, resumed, *own, "--training.steps", 7)
     assert curve(straight, *keys) == curve(resumed, *keys)
     assert completions(straight) == completions(resumed)
@@ -119,24 +126,53 @@ LAYOUTS = {
 }
 
 
-def check_layouts(case: str, layouts: list[str], world: Path, prompts: Path, folder: Path) -> None:
+InLayout = Callable[[str, str], Path]
+"""Tells the folder of a run of four steps of a case in a layout, which is made once."""
+
+
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
+    """Flags of a model with one layer: where samples are in a layout no layer knows."""
+    folder = write_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=1)
+    return "--model.config", folder, "--optimizer.lr", 1e-3
+
+
+@pytest.fixture(scope="module")
+def in_layout(
+    world: Path,
+    prompts: Path,
+    shallow: tuple[object, ...],
+    tmp_path_factory: pytest.TempPathFactory,
+) -> InLayout:
+    root = tmp_path_factory.mktemp("layouts")
+
+    @cache
+    def made(case: str, layout: str) -> Path:
+        folder = root / case / layout
+        own = ppo(prompts, *CASES[case], *shallow, *EVERY_LAYOUT[layout])
+        train(world, folder, *own, "--training.steps", 4)
+        return folder
+
+    return made
+
+
+def check_layouts(case: str, layouts: list[str], in_layout: InLayout) -> None:
     """Runs a case in each layout, and compares what is logged with one process's."""
-    own = ppo(prompts, *CASES[case], "--training.steps", 4, "--optimizer.lr", 1e-3)
     keys = KEYS if case == "plain" else (*KEYS, "divergence", "beta")
-    train(world, folder / "alone", *own)
-    wanted = curve(folder / "alone", *keys)
+    alone = in_layout(case, "alone")
+    wanted = curve(alone, *keys)
     for name in layouts:
-        train(world, folder / name, *own, *LAYOUTS[name])
-        for row, other in zip(curve(folder / name, *keys), wanted, strict=True):
+        found = in_layout(case, name)
+        for row, other in zip(curve(found, *keys), wanted, strict=True):
             assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
         said, other_said = (
-            [row["completion"] for row in completions(folder / one)] for one in (name, "alone")
+            [row["completion"] for row in completions(one)] for one in (found, alone)
         )
         assert said == other_said, name
 
 
-def test_a_layout_trains_as_one_process_does(world: Path, prompts: Path, tmp_path: Path) -> None:
-    check_layouts("adaptive", ["tp 2"], world, prompts, tmp_path)
+def test_a_layout_trains_as_one_process_does(in_layout: InLayout) -> None:
+    check_layouts("adaptive", ["tp 2"], in_layout)
 
 
 SOME_LAYOUTS = {
@@ -161,10 +197,8 @@ def test_a_sampler_that_differs_is_corrected_where_that_is_set() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
-def test_every_layout_trains_as_one_process_does(
-    case: str, world: Path, prompts: Path, tmp_path: Path
-) -> None:
-    check_layouts(case, SOME_LAYOUTS[case], world, prompts, tmp_path)
+def test_every_layout_trains_as_one_process_does(case: str, in_layout: InLayout) -> None:
+    check_layouts(case, SOME_LAYOUTS[case], in_layout)
 
 
 def test_a_mixture_trains_with_its_load_balancing_loss_and_its_critic_without(
@@ -250,11 +284,21 @@ CRITIC_LAYOUTS: dict[str, tuple[object, ...]] = {
 """The layouts of the model and of its critic, where these differ."""
 
 
+EVERY_LAYOUT = {"alone": (), **LAYOUTS, **CRITIC_LAYOUTS}
+
+
 @pytest.fixture(scope="module")
-def alone(world: Path, prompts: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def alone(
+    world: Path,
+    prompts: Path,
+    shallow: tuple[object, ...],
+    in_layout: InLayout,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Path:
     """A run of 7 steps in one process; to be read only."""
-    folder = tmp_path_factory.mktemp("alone")
-    own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    own = ppo(prompts, *CASES["adaptive"], *shallow)
+    shutil.copytree(in_layout("adaptive", "alone"), folder)
     train(world, folder, *own, "--training.steps", 7)
     return folder
 
@@ -263,24 +307,36 @@ GONE_ON_WITH = ("tp 2, the critic zero 1", "shards × tp 2, the critic replicas 
 """The layouts of critics in which a run is stopped as well; others are those that runs move to."""
 
 
+def go_on(found: Path, layout: str, folder: Path, world: Path, own: list[object]) -> Path:
+    """Lets a copy of a run of four steps go on in a layout, where it begins on new completions."""
+    shutil.copytree(found, folder)
+    train(world, folder, *own, *EVERY_LAYOUT[layout], "--training.steps", 7)
+    return folder
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*CRITIC_LAYOUTS])
 def test_a_critic_in_a_layout_of_its_own_learns_as_in_one_process(
-    name: str, world: Path, prompts: Path, alone: Path, tmp_path: Path
+    name: str,
+    world: Path,
+    prompts: Path,
+    shallow: tuple[object, ...],
+    in_layout: InLayout,
+    alone: Path,
+    tmp_path: Path,
 ) -> None:
-    own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
     # The fourth step is the first on new completions. From there on, within the steps on the same
     # ones, a stopped run goes on.
-    ends = (4, 7) if name in GONE_ON_WITH else (4,)
-    for end in ends:
-        train(world, tmp_path, *own, *CRITIC_LAYOUTS[name], "--training.steps", end)
+    found, last = in_layout("adaptive", name), 4
+    if name in GONE_ON_WITH:
+        own = ppo(prompts, *CASES["adaptive"], *shallow)
+        found, last = go_on(found, name, tmp_path / "run", world, own), 7
     keys = (*KEYS, "divergence", "beta")
-    pairs = zip(curve(tmp_path, *keys), curve(alone, *keys)[: ends[-1]], strict=True)
-    for row, other in pairs:
+    for row, other in zip(curve(found, *keys), curve(alone, *keys)[:last], strict=True):
         assert row == pytest.approx(other, rel=1e-5, abs=1e-5)
     said, other_said = (
-        [row["completion"] for row in completions(one) if row["step"] <= ends[-1]]
-        for one in (tmp_path, alone)
+        [row["completion"] for row in completions(one) if row["step"] <= last]
+        for one in (found, alone)
     )
     assert said == other_said
 
@@ -297,13 +353,18 @@ def test_a_critic_in_a_layout_of_its_own_learns_as_in_one_process(
     ],
 )
 def test_a_run_goes_on_with_its_critic_in_another_layout(
-    first: str, then: str, world: Path, prompts: Path, alone: Path, tmp_path: Path
+    first: str,
+    then: str,
+    world: Path,
+    prompts: Path,
+    shallow: tuple[object, ...],
+    in_layout: InLayout,
+    alone: Path,
+    tmp_path: Path,
 ) -> None:
-    own = ppo(prompts, *CASES["adaptive"], "--optimizer.lr", 1e-3)
-    for layout, end in ((first, 4), (then, 7)):
-        flags = (LAYOUTS | CRITIC_LAYOUTS).get(layout, ())
-        train(world, tmp_path, *own, *flags, "--training.steps", end)
-    pairs = zip(curve(alone, *KEYS), curve(tmp_path, *KEYS), strict=True)
+    own = ppo(prompts, *CASES["adaptive"], *shallow)
+    moved = go_on(in_layout("adaptive", first), then, tmp_path / "run", world, own)
+    pairs = zip(curve(alone, *KEYS), curve(moved, *KEYS), strict=True)
     for row, other in pairs:
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
 

@@ -1,9 +1,11 @@
 """Tasks other than pretraining train in every layout as in one process: steps beside its own.
 
-The layouts and tasks are those of the table of parity, and the losses that it leaves out.
+The layouts and tasks are those of the table of parity, and the losses that it leaves out. Tasks are
+tried in the same processes, which begin slowly.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -20,19 +22,9 @@ from parity import (
     tasks_taught_by,
     write_models,
 )
-from tasks import STEPS, Task, steps_of
+from tasks import STEPS, Losses, Task, Trained, four_layers, results_of
+from tiny import tiny_config
 
-SOME_CASES = {
-    layout: TASK_CASES[layout]
-    for layout in (
-        "accumulation 4",
-        "dp_shard 2, ZeRO-3",
-        "cp 2, all-gather",
-        "pp 2, InterleavedZeroBubble",
-        "cp 2 × tp 2",
-    )
-}
-"""The layouts of tests that are not slow."""
 FEW_CASES = {
     layout: TASK_CASES[layout] for layout in ("pp 2, InterleavedZeroBubble", "cp 2 × tp 2")
 }
@@ -41,13 +33,19 @@ FEW_CASES = {
 OF_WHOLE_MODELS = {name: case for name, case in TASK_CASES.items() if case.layout.pp == 1}
 OTHER_ARCHITECTURES = [name for name in TASK_ARCHITECTURES if name != "llama"]
 
+TasksOf = Callable[[Path], dict[str, Task]]
+"""Tells the tasks by their names, given the folder of a teacher."""
+Models = dict[bool, tuple[Path, Path]]
+"""A model and its teacher, by whether they have enough layers for pipelines."""
+
 
 @pytest.fixture(scope="module", params=TASK_ARCHITECTURES)
-def models(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Path, Path]:
-    """A model and its teacher."""
-    return write_models(request.param, tmp_path_factory.mktemp(request.param))
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    folder = tmp_path_factory.mktemp(request.param)
+    return {
+        False: write_models(request.param, folder / "two", tiny_config),
+        True: write_models(request.param, folder / "four", four_layers),
+    }
 
 
 def preference(loss: str, reference: str = "auto", **changes: object) -> Task:
@@ -68,90 +66,71 @@ IN_TABLE = parts_of(tasks_taught_by(Path()), "DPO", TASK_CASES)
 BY_REWARDS = parts_of(tasks_by_rewards(), "GRPO", OF_WHOLE_MODELS)
 
 
-def check(model: Path, task: Task, cases: dict[str, Case]) -> None:
+def check(models: Models, tasks_of: TasksOf, parts: dict[str, dict[str, Case]]) -> None:
     """Fails where a layout comes to other losses or gradients than one process."""
-    alone, *others = steps_of(model, [(case, task) for case in (Case(), *cases.values())])
-    assert isinstance(alone, list), alone
-    assert len({loss for loss, _ in alone}) == STEPS, "nothing is learnt"
+    trained: dict[tuple[str, str, bool], Trained] = {}
+    for depth, (model, teacher) in models.items():
+        tasks = tasks_of(teacher)
+        for name, cases in parts.items():
+            of_depth = {one: case for one, case in cases.items() if (case.layout.pp > 1) == depth}
+            for layout, case in {"alone": Case(), **of_depth}.items() if of_depth else ():
+                trained[name, layout, depth] = model, case, tasks[name]
+    found = dict(zip(trained, results_of([*trained.values()]), strict=True))
+    for (name, layout, depth), losses in found.items():
+        compare(losses, found[name, "alone", depth], f"{name}, {layout}")
+
+
+def compare(other: Losses | str, alone: Losses | str, name: str) -> None:
+    assert isinstance(alone, list), (name, alone)
+    assert len({loss for loss, _ in alone}) == STEPS, f"{name}: nothing is learnt"
+    assert isinstance(other, list), (name, other)
     # A loss by rewards is what is left of good and bad completions, which may be near 0.
     rounding = EXACT * max(abs(loss) for loss, _ in alone)
-    for name, other in zip(cases, others, strict=True):
-        assert isinstance(other, list), (name, other)
-        for (loss, norm), (own_loss, own_norm) in zip(other, alone, strict=True):
-            assert loss == pytest.approx(own_loss, rel=EXACT, abs=rounding), name
-            assert norm == pytest.approx(own_norm, rel=EXACT), name
+    for (loss, norm), (own_loss, own_norm) in zip(other, alone, strict=True):
+        assert loss == pytest.approx(own_loss, rel=EXACT, abs=rounding), name
+        assert norm == pytest.approx(own_norm, rel=EXACT), name
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", ["llama"], indirect=True)
-def test_pairs_train_the_same_in_some_layouts(models: tuple[Path, Path]) -> None:
-    model, teacher = models
-    check(model, tasks_taught_by(teacher)["DPO"], SOME_CASES)
+def test_tasks_train_the_same_in_every_layout(models: Models) -> None:
+    check(models, tasks_taught_by, IN_TABLE)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", ["llama"], indirect=True)
-@pytest.mark.parametrize("name", IN_TABLE)
-def test_tasks_train_the_same_in_every_layout(name: str, models: tuple[Path, Path]) -> None:
-    model, teacher = models
-    check(model, tasks_taught_by(teacher)[name], IN_TABLE[name])
+def test_completions_are_learnt_the_same_in_every_layout(models: Models) -> None:
+    check(models, lambda _: tasks_by_rewards(), BY_REWARDS)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", OTHER_ARCHITECTURES, indirect=True)
-def test_pairs_train_the_same_in_every_layout_of_other_models(models: tuple[Path, Path]) -> None:
-    model, teacher = models
-    check(model, tasks_taught_by(teacher)["DPO"], TASK_CASES)
+def test_tasks_train_the_same_in_every_layout_of_other_models(models: Models) -> None:
+    parts = {"DPO": TASK_CASES, "GSPO": BY_REWARDS["GSPO"]}
+    check(models, lambda teacher: tasks_taught_by(teacher) | tasks_by_rewards(), parts)
+
+
+def other_tasks(teacher: Path, said: Path) -> dict[str, Task]:
+    """Losses that the table of parity leaves out, and what a teacher said instead of a teacher."""
+    tasks = {
+        "dpo, cached": preference("sigmoid", "cached"),
+        "orpo": preference("orpo"),
+        "simpo": preference("simpo"),
+        "kto": preference("kto"),
+        "kto, adapters": preference("kto", **ADAPTERS),
+    }
+    for divergence in ("reverse_kl", "jsd"):
+        own = DistillationConfig(teacher=str(teacher), divergence=divergence, alpha=0.7)
+        tasks[divergence] = Task("distill", distillation=own)
+    for divergence in ("forward_kl", "jsd"):
+        own = DistillationConfig(teacher_logprobs=str(said), divergence=divergence, alpha=0.7)
+        tasks[f"{divergence}, said"] = Task("distill", distillation=own)
+    return tasks
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("models", ["llama"], indirect=True)
-@pytest.mark.parametrize("name", BY_REWARDS)
-def test_completions_are_learnt_the_same_in_every_layout(
-    name: str, models: tuple[Path, Path]
-) -> None:
-    check(models[0], tasks_by_rewards()[name], BY_REWARDS[name])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("models", OTHER_ARCHITECTURES, indirect=True)
-def test_completions_are_learnt_the_same_in_every_layout_of_other_models(
-    models: tuple[Path, Path],
-) -> None:
-    check(models[0], tasks_by_rewards()["GSPO"], BY_REWARDS["GSPO"])
-
-
-OTHER_PREFERENCES = {
-    "dpo, cached": preference("sigmoid", "cached"),
-    "orpo": preference("orpo"),
-    "simpo": preference("simpo"),
-    "kto": preference("kto"),
-    "kto, adapters": preference("kto", **ADAPTERS),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("models", ["llama"], indirect=True)
-@pytest.mark.parametrize("name", OTHER_PREFERENCES)
-def test_other_preferences_are_learnt_the_same(name: str, models: tuple[Path, Path]) -> None:
-    check(models[0], OTHER_PREFERENCES[name], FEW_CASES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("models", ["llama"], indirect=True)
-@pytest.mark.parametrize("divergence", ["reverse_kl", "jsd"])
-def test_a_teacher_teaches_the_same(divergence: str, models: tuple[Path, Path]) -> None:
-    model, teacher = models
-    settings = DistillationConfig(teacher=str(teacher), divergence=divergence, alpha=0.7)
-    check(model, Task("distill", distillation=settings), FEW_CASES)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("models", ["llama"], indirect=True)
-@pytest.mark.parametrize("divergence", ["forward_kl", "jsd"])
-def test_what_a_teacher_said_teaches_the_same(
-    divergence: str, models: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_other_losses_are_learnt_the_same(models: Models, tmp_path: Path) -> None:
     (tmp_path / DESCRIPTION).write_text(json.dumps({"format": FORMAT, "teacher": "", "files": {}}))
-    settings = DistillationConfig(teacher_logprobs=str(tmp_path), divergence=divergence, alpha=0.7)
-    check(models[0], Task("distill", distillation=settings), FEW_CASES)
+    parts = dict.fromkeys(other_tasks(Path(), Path()), FEW_CASES)
+    check(models, lambda teacher: other_tasks(teacher, tmp_path), parts)

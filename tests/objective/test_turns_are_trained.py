@@ -27,6 +27,7 @@ from lacuna.train.step import accumulate_gradients, total_counts
 from policies import one_rank, policy_of
 from rewarded import completions
 from runs import (
+    as_stopped,
     curve,
     ended,
     lacuna,
@@ -233,7 +234,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     own = flags(talks, *CASES[case], "--checkpoint.interval", 3)
     train(world, straight, *own, "--training.steps", 5, cwd=talks)
-    train(world, resumed, *own, "--training.steps", 3, cwd=talks)
+    as_stopped(straight, resumed, 3)
     train(world, resumed, *own, "--training.steps", 5, cwd=talks)
     assert curve(straight, *KEYS) == curve(resumed, *KEYS)
     assert completions(straight) == completions(resumed)

@@ -35,12 +35,17 @@ STACKS = LoraConfig(rank=3, parameters=("*.experts.*",))
 TWO = Layout(dp_shard=2, ep=2)
 
 Steps = tuple[list[tuple[float, float]], dict[str, Tensor], int]
-AloneOf = Callable[[str, LoraConfig], tuple[Path, Steps]]
+Trained = tuple[str, Case, str]
+"""The kind of a model, what it is trained in, and which backend compiles it."""
+FolderOf = Callable[[str], Path]
+PLAIN_COMPILE = nn.Module.compile
 
 
-def three_steps(folder: Path, case: Case, backend: str = "inductor") -> Steps:
+def three_steps(folder: Path, case: Case, backend: str) -> Steps:
     """Loss and gradient norm of each step, the weights after them, and how many graphs it took."""
-    nn.Module.compile = partialmethod(nn.Module.compile, backend=backend)
+    torch._dynamo.reset()  # nothing that was compiled before is found again
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    nn.Module.compile = partialmethod(PLAIN_COMPILE, backend=backend)
     config, mesh = configuration(folder, case), mesh_of(case.layout)
     built = build_model(config, tokenizer_of_words(), mesh, CPU)
     optimizer = build_optimizer(built.model, config.optimizer)
@@ -53,44 +58,51 @@ def three_steps(folder: Path, case: Case, backend: str = "inductor") -> Steps:
         norm, _ = update(built, optimizer, trained)
         curve.append((loss.item() / trained.item(), norm.item()))
     weights = {name: whole(one).detach().clone() for name, one in built.model.named_parameters()}
-    return curve, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    return curve, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
+
+
+def steps_of_each(trained: list[tuple[Path, Case, str]]) -> list[Steps]:
+    return [three_steps(*one) for one in trained]
 
 
 @pytest.fixture(scope="module")
-def alone_of(tmp_path_factory: pytest.TempPathFactory) -> AloneOf:
-    """Tells the folder of a model of a kind, and its steps in one process, which are made once."""
-    root = tmp_path_factory.mktemp("alone")
+def folder_of(tmp_path_factory: pytest.TempPathFactory) -> FolderOf:
+    """Tells the folder of a model of a kind with random weights."""
+    root = tmp_path_factory.mktemp("models")
 
     @cache
-    def made(kind: str, lora: LoraConfig) -> tuple[Path, Steps]:
-        folder = root / kind
+    def made(kind: str) -> Path:
         small = small_config(configuration_class(kind)) if kind == "mixtral" else tiny_config(kind)
-        random_model(small, "eager").save_pretrained(folder)
-        [steps] = run_ranks(1, three_steps, folder, Case(lora=lora))
-        return folder, steps
+        random_model(small, "eager").save_pretrained(root / kind)
+        return root / kind
 
     return made
 
 
-def check(kind: str, case: Case, alone_of: AloneOf, backend: str = "inductor") -> int:
-    """How many graphs ranks compiled at most for a case that trains as one process does."""
-    folder, (straight, alone, _) = alone_of(kind, case.lora)
-    ranks = case.layout.data_parallel * case.layout.sharing
-    found: dict[str, Tensor] = {}
-    most = 0
-    for curve, weights, graphs in run_ranks(ranks, three_steps, folder, case, backend):
-        most = max(most, graphs)
-        for one, other in zip(curve, straight, strict=True):
-            assert one == pytest.approx(other, rel=EXACT)
-        found |= weights
-    assert relative_error(found, alone) < EXACT
+def check(every: dict[str, Trained], folder_of: FolderOf) -> dict[str, int]:
+    """How many graphs ranks compiled at most for each case, which trains as one process does.
+
+    The cases share their processes.
+    """
+    plain = [*dict.fromkeys((kind, case.lora) for kind, case, _ in every.values())]
+    alone = [(folder_of(kind), Case(lora=lora), "eager") for kind, lora in plain]
+    [made] = run_ranks(1, steps_of_each, alone)
+    wanted = dict(zip(plain, made, strict=True))
+    own = [(folder_of(kind), *others) for kind, *others in every.values()]
+    results = zip(*run_ranks(2, steps_of_each, own), strict=True)
+    most = {}
+    for name, of_ranks in zip(every, results, strict=True):
+        kind, case, _ = every[name]
+        straight, weights, _ = wanted[kind, case.lora]
+        found: dict[str, Tensor] = {}
+        for curve, of_rank, _ in of_ranks:
+            for one, other in zip(curve, straight, strict=True):
+                assert one == pytest.approx(other, rel=EXACT), name
+            found |= of_rank
+        assert relative_error(found, weights) < EXACT, name
+        most[name] = max(graphs for *_, graphs in of_ranks)
+        assert most[name] > 0, name
     return most
-
-
-@pytest.mark.slow
-def test_layers_with_spread_experts_are_compiled_once(alone_of: AloneOf) -> None:
-    """Around the experts, around the exchange, what experts compute, and the norm: six graphs."""
-    assert check("qwen3_moe", Case(TWO, 2, compiled=True, recompute=FULL), alone_of) <= 6
 
 
 SLOW = {
@@ -107,10 +119,18 @@ SLOW = {
 }
 
 
+# Graphs are the same whoever makes code of them, which takes long.
+BY_INDUCTOR = ("cp", "split", "adapters of experts")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SLOW)
-def test_compiled_mixtures_train_as_one_process(name: str, alone_of: AloneOf) -> None:
-    kind, case = SLOW[name]
-    # Graphs are the same whoever makes code of them, which takes long.
-    backend = "inductor" if name in ("cp", "split", "adapters of experts") else "aot_eager"
-    assert check(kind, case, alone_of, backend) <= 10
+def test_compiled_mixtures_train_as_one_process(folder_of: FolderOf) -> None:
+    """Around the experts, around the exchange, what experts compute, and the norm: six graphs."""
+    every = {
+        name: (*trained, "inductor" if name in BY_INDUCTOR else "aot_eager")
+        for name, trained in SLOW.items()
+    }
+    every["once"] = "qwen3_moe", Case(TWO, 2, compiled=True, recompute=FULL), "inductor"
+    graphs = check(every, folder_of)
+    assert graphs.pop("once") <= 6
+    assert max(graphs.values()) <= 10, graphs
