@@ -51,6 +51,7 @@ MOMENTS: dict[int, dict[str, tuple[Moment, ...]]] = {
     },
 }
 SOME: tuple[Moment, ...] = (("any time", 1), ("writing", 0), ("exporting", None))
+REWARDED = ("generating", "judging", "updating")
 STEPS = {1: 28, 2: 80}
 OFTEN = 0.0002  # a checkpoint is being deleted for a millisecond
 
@@ -118,6 +119,10 @@ def wait_for_moment(moment: str, process: Process, folder: Path, generator: rand
     if moment in ("start-up", "any time"):
         patience = generator.uniform(0, 4) if moment == "start-up" else generator.uniform(3, 8)
         wait_until(lambda: time.monotonic() > began + patience or saved(6), process)
+    elif moment in REWARDED:
+        wait_until(saved, process)
+        wait_for_rewarded(moment, process, folder)
+        time.sleep(generator.uniform(0, 0.01))
     elif moment == "exporting":
         wait_until(lambda: any(folder.glob("hf*")), process, timeout=600, pause=OFTEN)
     else:
@@ -130,6 +135,26 @@ def wait_for_moment(moment: str, process: Process, folder: Path, generator: rand
                 process,
                 pause=OFTEN,
             )
+
+
+def wait_for_rewarded(moment: str, process: Process, folder: Path) -> None:
+    """Returns as a run by rewards begins to generate, to judge what it generated, or to learn.
+
+    It judges while there is a file of that name, and learns twice from what it generated.
+    """
+    judging = place(folder) / "judging"
+    last = max((row["step"] for row in rows(folder)), default=0)
+
+    def next_one_is_generated() -> bool:
+        step = max((row["step"] for row in rows(folder)), default=0)
+        return step > last and step % 2 == 0
+
+    if moment == "generating":
+        wait_until(next_one_is_generated, process, pause=OFTEN)
+    else:
+        wait_until(judging.exists, process, pause=OFTEN)
+    if moment == "updating":
+        wait_until(lambda: not judging.exists(), process, pause=OFTEN)
 
 
 def start_run(world: Path, folder: Path, *flags: object) -> Process:
@@ -195,7 +220,7 @@ def kill_until_done(
         with ended(process):
             wait_for_moment(moment, process, folder, generator)
             kill(process, folder, victim)
-    train(world, folder, *flags, "--checkpoint.interval", 1)
+    train(world, folder, *flags, "--checkpoint.interval", 1, cwd=place(folder))
 
 
 def assert_same_end(killed: Path, straight: Path) -> None:
