@@ -7,12 +7,14 @@ import shutil
 import signal
 import zlib
 from collections.abc import Callable, Iterator
+from enum import Enum
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint import metadata as kinds
 
 from lacuna.config import logger
 from lacuna.formats.checkpoint import find_damage
@@ -31,6 +33,16 @@ class Payload:
 
     def __reduce__(self) -> tuple[Callable, tuple]:
         return os.system, (f"touch {self.target}",)
+
+
+class GetAttribute:
+    """Unpickled it is an attribute of something."""
+
+    def __init__(self, *reached: object) -> None:
+        self.reached = reached
+
+    def __reduce__(self) -> tuple[Callable, tuple]:
+        return getattr, self.reached
 
 
 def in_metadata(folder: Path, payload: Payload) -> None:
@@ -163,6 +175,28 @@ def as_in_version_0_1(step: Path) -> None:
     loop["counters"]["stage"] = loop["counters"].pop("curriculum_stage")
     old = loop | {"data": state["source"], "objective": state["objective"]}
     torch.save(old, step / "state.pt")
+
+
+def test_metadata_of_python_before_3_11_4_are_read_and_its_getattr_gets_nothing_else(
+    straight: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "step"
+    shutil.copytree(checkpoint(straight, STEP), folder)
+    metadata = FileSystemReader(folder).read_metadata()
+
+    def reduced(member: Enum, _: int) -> tuple[Callable, tuple]:
+        """As those versions pickle a member of an enumeration."""
+        return getattr, (type(member), member.name)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kinds._MEM_FORMAT_ENCODING, "__reduce_ex__", reduced)
+        (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert b"getattr" in (folder / ".metadata").read_bytes()
+    assert Reader(folder).read_metadata().state_dict_metadata == metadata.state_dict_metadata
+    for reached in ((kinds.Metadata, "__init__"), ("text", "join")):
+        (folder / ".metadata").write_bytes(pickle.dumps(GetAttribute(*reached)))
+        with pytest.raises(pickle.UnpicklingError, match=r"it names builtins\.getattr"):
+            Reader(folder).read_metadata()
 
 
 def test_a_state_that_has_no_parts_is_read_as_one_that_has(straight: Path, tmp_path: Path) -> None:

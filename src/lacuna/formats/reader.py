@@ -1,5 +1,6 @@
 """Reads checkpoints without running anything in their files, wherever they come from."""
 
+import enum
 import os
 import pathlib
 import pickle
@@ -24,6 +25,14 @@ from lacuna.parallel.processes import Process, gather_objects
 
 NEEDLESS = "which no weights need"
 
+
+def _member(kind: Any, name: str) -> enum.Enum:
+    """A member of an enumeration, which Python before 3.11.4 has looked up by getattr."""
+    if not (isinstance(kind, type) and issubclass(kind, enum.Enum)):
+        raise pickle.UnpicklingError(f"it names builtins.getattr, {NEEDLESS}")
+    return kind[name]
+
+
 # All that torch names in the metadata of a checkpoint of tensors, beside dtypes.
 _PLAIN: dict[tuple[str, str], Any] = {
     (kind.__module__, kind.__qualname__): kind
@@ -40,6 +49,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     )
 } | {
     ("torch", "Size"): torch.Size,
+    ("builtins", "getattr"): _member,
     ("pathlib._local", "PosixPath"): pathlib.PosixPath,  # as other versions of Python call it
     ("torch.serialization", "_get_layout"): {"torch.strided": torch.strided}.__getitem__,
 }
