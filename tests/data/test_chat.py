@@ -88,7 +88,7 @@ def tokenizer_with(template: str | None = None, **settings: Any) -> PreTrainedTo
 
 
 def prepared(
-    template: str, chat: ChatConfig | None = None, **settings: Any
+    template: str | None, chat: ChatConfig | None = None, **settings: Any
 ) -> PreTrainedTokenizerFast:
     made = tokenizer_with(template, **settings)
     use_template(made, chat or ChatConfig())
@@ -347,7 +347,7 @@ def test_the_template_is_the_tokenizers_own_or_named_or_a_file(tmp_path: Path) -
         UserError,
         match="chat.template: the tokenizer has none of its own; give chatml, llama3 or a file",
     ):
-        use_template(tokenizer_with(), ChatConfig())
+        answers(prepared(None), [HI, YES])
     with pytest.raises(UserError, match="chat.template: the chat template refuses it: .*'endfor'"):
         prepared(PLAIN.replace("{%- endfor %}", ""))
 

@@ -64,13 +64,17 @@ def flags(data: Path, *more: object) -> list[object]:
     ]
 
 
-@pytest.mark.parametrize("task", ["reward", "preference"])
-def test_pairs_of_texts_need_no_template_and_messages_do(
+@pytest.mark.parametrize("task", ["reward", "preference", "sft"])
+def test_texts_need_no_template_and_messages_do(
     task: str, world: Path, data: Path, tmp_path: Path
 ) -> None:
-    text = {"chosen": "the cat sat", "rejected": "the dog ran"}
     asked = {"role": "user", "content": "who"}
-    talk = {name: [asked, {"role": "assistant", "content": said}] for name, said in text.items()}
+    if task == "sft":
+        text = {"prompt": "the cat", "completion": " sat"}
+        talk = {"prompt": [asked], "completion": [{"role": "assistant", "content": " sat"}]}
+    else:
+        text = {"chosen": "the cat sat", "rejected": "the dog ran"}
+        talk = {one: [asked, {"role": "assistant", "content": said}] for one, said in text.items()}
     (tmp_path / "texts.jsonl").write_text(f"{json.dumps(text)}\n" * 8)
     (tmp_path / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 8)
     own = flags(data, "--job.task", task, "--training.steps", 1, "--validation.dataset", "none")
@@ -81,7 +85,7 @@ def test_pairs_of_texts_need_no_template_and_messages_do(
         talks = ("--data.dataset", tmp_path / "talks.jsonl", *words)
         said = train(world, tmp_path / "other", *own, *talks, status=2)
         assert "chat.template: the tokenizer has none of its own" in said
-        assert "column chosen and rejected: has messages" in said
+        assert f"column {' and '.join(talk)}: has messages" in said
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,6 @@ from lacuna.data.messages import (
     unknown_roles,
 )
 from lacuna.data.template import (
-    WITHOUT_TEMPLATE,
     Chat,
     end_of_answer,
     parting,
@@ -39,13 +38,12 @@ from lacuna.data.template import (
 from lacuna.data.tokenizer import tokenize_text
 
 
-def use_template(
-    tokenizer: PreTrainedTokenizerBase, settings: ChatConfig, may_be_texts: bool = False
-) -> None:
+def use_template(tokenizer: PreTrainedTokenizerBase, settings: ChatConfig) -> None:
     """Gives a tokenizer the chat template that the settings name, if they name one.
 
-    The tokenizer must have all its tokens already. Raises UserError when it then has no template,
-    unless the data `may_be_texts`, or has one from which a model could not learn to end its turn.
+    The tokenizer must have all its tokens already. Without a template it remains as it is: texts
+    need none, and messages ask for one where they are read. Raises UserError when a model could not
+    learn to end its turn from the template.
     """
     if settings.template is not None:
         packaged = RECIPES / "templates" / f"{settings.template}.jinja"
@@ -60,9 +58,7 @@ def use_template(
             "each token."
         )
     if not tokenizer.chat_template:
-        if may_be_texts:
-            return
-        raise UserError(f"{WITHOUT_TEMPLATE}.")
+        return
     refusals = []
     templates = templates_of(tokenizer)
     for trial in chain.from_iterable(trials(tokenizer, template) for template in templates):

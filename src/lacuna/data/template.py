@@ -24,7 +24,6 @@ _ENDLESS = (
     "chat.template: with a short question and answer, the chat template",
     "mend it, or give another",
 )
-WITHOUT_TEMPLATE = "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file"
 _LAST = "No, it is sunny."
 _LONGEST_TRIAL = 10**6
 _QUESTION = {"role": "user", "content": "Is it raining?"}
@@ -79,7 +78,10 @@ def template_for(
 ) -> str:
     """The template for a conversation: a tokenizer may have one for tools and one for all else."""
     if not tokenizer.chat_template:
-        raise UserError(f"{WITHOUT_TEMPLATE} ({where}: has messages).")
+        raise UserError(
+            "chat.template: the tokenizer has none of its own; give chatml, llama3 or a file "
+            f"({where}: has messages)."
+        )
     mend = "give the template that fits by chat.template, as a file"
     with explained(f"{where}: no chat template of the tokenizer is for it", ValueError, mend=mend):
         return str(tokenizer.get_chat_template(tools=tools))

@@ -11,7 +11,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from lacuna.config import UserError, explained
 from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import BUILT_IN
-from lacuna.config.objectives import PreferenceConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
@@ -70,19 +69,16 @@ def grown_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def run_tokenizer(
-    model: ModelConfig, chat: ChatConfig | None, judged: PreferenceConfig | None = None
-) -> PreTrainedTokenizerBase:
+def run_tokenizer(model: ModelConfig, chat: ChatConfig | None) -> PreTrainedTokenizerBase:
     """The tokenizer of a run, with its new tokens and the template of the `chat` it trains on.
 
-    It needs no template where answers are `judged`, which may be texts; messages ask for one.
     Raises UserError where the settings name tokens or a template that cannot be used.
     """
     tokenizer = grown_tokenizer(model)
     if chat is not None:
         from lacuna.data.chat import use_template  # an extension
 
-        use_template(tokenizer, chat, may_be_texts=judged is not None)
+        use_template(tokenizer, chat)
     return tokenizer
 
 

@@ -54,7 +54,7 @@ def draw(config: Config, processes: int, device: str) -> None:
     """
     layout = resolve_layout(config.parallelism, processes)
     batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
-    tokenizer = run_tokenizer(config.model, config.conversations, config.judged_answers)
+    tokenizer = run_tokenizer(config.model, config.conversations)
     model = build_meta_model(config, tokenizer, layout, device)
     order = pipeline_order(config.parallelism, batch.accumulation) if layout.pp > 1 else {}
     held = held_stages(order) or {0: [0]}

@@ -40,7 +40,7 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     require_writable(config.job.dump_folder)
     layout = resolve_layout(config.parallelism, processes)
     _, batch = curriculum_batches(config, layout)[0]
-    tokenizer = run_tokenizer(config.model, config.conversations, config.judged_answers)
+    tokenizer = run_tokenizer(config.model, config.conversations)
     objective = find_objective(config.job.task, config.trains_on)
     objective.check(config, tokenizer)
     here = torch.device(device) if device == device_type() else None

@@ -31,7 +31,7 @@ def show_data(config: Config, processes: int) -> None:
     layout = resolve_layout(config.parallelism, processes)
     batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
     size = batch.global_batch
-    tokenizer = run_tokenizer(config.model, config.conversations, config.judged_answers)
+    tokenizer = run_tokenizer(config.model, config.conversations)
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), size)
     rows = next(rows_from_the_start(plan, size))
     console = open_console(config.metrics)

@@ -115,7 +115,7 @@ class Run:
         Refuses data that are not those that the run was `started_with`.
         """
         config = self.config
-        self.tokenizer = run_tokenizer(config.model, config.conversations, config.judged_answers)
+        self.tokenizer = run_tokenizer(config.model, config.conversations)
         day = (started_with or {}).get("day")
         if config.conversations is not None:
             from lacuna.data import template  # an extension
