@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
 
 import gguf
 import pytest
@@ -67,7 +68,8 @@ def test_a_file_holds_the_model_and_its_tokenizer(family: str, tmp_path: Path) -
     file, expected, texts = (
         written(tmp_path, family),
         logits(model, tokenizer),
-        [text for text in python_source(9) if "<s>" not in text],
+        # transformers' reader of such files composes no characters, as Qwen's tokenizer does (NFC).
+        [text for text in python_source(9) if "<s>" not in text and is_normalized("NFC", text)],
     )
     ways: list[tuple[str, dict[str, str]]] = [(hf_folder(file), {})]
     if family not in UNKNOWN_TO_TRANSFORMERS:

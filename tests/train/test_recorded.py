@@ -6,6 +6,7 @@ tensors that stay where they were.
 
 import os
 import random
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
@@ -41,6 +42,7 @@ RUNS = {
     "foreach": ("--optimizer.implementation", "foreach"),
 }
 STEPS = 7
+SAID = "called a synchronizing CUDA operation (Triggered internally by torch)"
 PACKED = ("--training.seq_len", "64")  # so that no row is a single document
 
 
@@ -72,7 +74,7 @@ def without_gpu(records: bool, made: list[int]) -> None:
 
 
 def steps_of(
-    words: list[str], records: bool, spoils: bool, device: str
+    words: list[str], records: bool, spoils: bool, waits: bool, device: str
 ) -> tuple[dict[str, Tensor], int, bool]:
     """The weights after some steps, how much was replayed, and whether it still would be."""
     os.environ.update(environment(LACUNA_DEVICE=device))
@@ -88,6 +90,10 @@ def steps_of(
         Console(quiet=True),
     )
     steps = RecordedSteps(run.built, run.objective.loss)
+    if waits:
+        steps.knows_documents = True  # as by an attention that needs no masks
+        plain = steps._pass
+        steps._pass = lambda *how: warnings.warn(SAID, stacklevel=2) or plain(*how)
     if spoils:
 
         def spoil() -> None:
@@ -109,12 +115,13 @@ def steps(
     *flags: str,
     records: bool = True,
     spoils: bool = False,
+    waits: bool = False,
     device: str = "cpu",
 ) -> Any:
     """`steps_of` a run with these flags, which has a process to itself."""
     words = [str(world / "run.toml"), "--job.dump_folder", str(folder), *flags]
     with ProcessPoolExecutor(1, mp_context=get_context("forkserver")) as pool:
-        return pool.submit(steps_of, words, records, spoils, device).result()
+        return pool.submit(steps_of, words, records, spoils, waits, device).result()
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -148,6 +155,14 @@ def test_a_graph_that_finds_another_loss_is_given_up(world: Path, tmp_path: Path
     assert not wanted
     assert made == 1  # the first, which was compared
     assert same(given_up, computed)
+
+
+def test_a_model_whose_passes_wait_for_numbers_is_not_recorded(world: Path, tmp_path: Path) -> None:
+    watched, made, wanted = steps(world, tmp_path / "watched", *PACKED, waits=True)
+    computed, _, _ = steps(world, tmp_path / "computed", *PACKED, records=False)
+    assert not wanted
+    assert made == 0
+    assert same(watched, computed)
 
 
 def test_what_is_drawn_on_the_cpu_is_noticed() -> None:

@@ -266,13 +266,13 @@ def _waits_of_host() -> Iterator[list[str]]:
     """Within it, notes where the host waits for a number of the GPU."""
     waits: list[str] = []
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("warn")
-    try:
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             yield waits
-    finally:
-        torch.cuda.set_sync_debug_mode(before)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
     waits += [str(one.message) for one in said if "synchronizing CUDA" in str(one.message)]
 
 

@@ -33,7 +33,8 @@ def recorded_steps(
     reason = _reason_not_to_record(training, built)
     if wanted and reason:
         raise UserError(f"compile.cuda_graphs: {reason}; leave it out.")
-    is_due = wanted or _host_is_slower(training, built, peak)
+    # What is not compiled may have kernels that are tuned, or choose, by what they are given.
+    is_due = wanted or (built.head.compiled and _host_is_slower(training, built, peak))
     if reason or built.device.type != "cuda" or not is_due:
         return None
     logger.info("steps are recorded as CUDA graphs (compile.cuda_graphs)")
