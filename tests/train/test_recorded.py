@@ -22,14 +22,16 @@ from rich.console import Console
 from torch import Tensor
 
 from lacuna.config import load_config
+from lacuna.config.sections import TrainingConfig
 from lacuna.parallel.processes import start_process
 from lacuna.train import recorded
 from lacuna.train.recorded import RecordedSteps
+from lacuna.train.recording_choice import _host_is_slower
 from lacuna.train.setup import Run
 from lacuna.train.state import Interval
 from lacuna.train.trainer import train_step
 from runs import environment, refused
-from tiny import tiny_config
+from tiny import random_model, tiny_config
 
 RUNS = {
     "AdamW": (),
@@ -201,6 +203,16 @@ def test_a_mixture_is_refused(world: Path, tmp_path: Path) -> None:
     asked = ("--compile.cuda_graphs", "true", "--job.dump_folder", tmp_path / "run")
     tokenizer = ("--model.tokenizer_path", world / "model")
     assert "routers" in refused("train", world / "run.toml", *model, *tokenizer, *asked)
+
+
+@pytest.mark.parametrize(("peak", "slower"), [(1e15, True), (1e13, False), (None, False)])
+def test_steps_are_recorded_unasked_where_kernels_take_less_time_than_the_host(
+    peak: float | None, slower: bool
+) -> None:
+    model = random_model(tiny_config("llama", num_hidden_layers=4))
+    built: Any = SimpleNamespace(model=model, flops=lambda tokens, lengths: 1e8 * tokens)
+    training = TrainingConfig(batch_size=4, seq_len=256)  # 0.3 ms at 1e15, of 8 that the host takes
+    assert _host_is_slower(training, built, peak) is slower
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
