@@ -200,6 +200,8 @@ def own_batches(case: Case, mesh: Mesh, seed: int = 3, packed: bool = True) -> l
 def one_step(model_config: Path, case: Case) -> Outcome:
     """Trains one step on the eight sequences, this rank and each micro-batch on their share."""
     config, mesh = configuration(model_config, case), mesh_of(case.layout)
+    if case.compiled:
+        torch._dynamo.reset()  # of what a case before it had compiled
     built = build_model(config, tokenizer_of_words(), mesh, CPU)
     optimizer = build_optimizer(built.model, config.optimizer)
     batches = own_batches(case, mesh)

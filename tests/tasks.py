@@ -187,7 +187,14 @@ def settings_of(config: Config, task: Task) -> Config:
 
 
 def train_all(cases: list[Trained], count: int) -> list[Losses | str]:
-    return [train_steps(*trained, count) for trained in cases]
+    found = []
+    for model, case, task in cases:
+        try:
+            found.append(train_steps(model, case, task, count))
+        except Exception as error:
+            error.add_note(f"in {task.name}, {case}")
+            raise
+    return found
 
 
 def results_of(cases: list[Trained], count: int = STEPS) -> list[Losses | str]:

@@ -132,6 +132,9 @@ LAYOUTS: dict[str, tuple[object, ...]] = {
 }
 
 
+DEEP = ("--optimizer.lr", 1e-3)
+"""Flags of one case whose model has two layers, which `shallow` has not."""
+
 InLayout = Callable[[str, str], Path]
 """Tells the folder of a run of four steps of a case in a layout, which is made once."""
 
@@ -155,7 +158,9 @@ def in_layout(
     @cache
     def made(case: str, layout: str) -> Path:
         folder = root / case / layout
-        own = flags(prompts, *CASES[case], *shallow, *LAYOUTS[layout])
+        shutil.rmtree(folder, ignore_errors=True)  # what failed is not gone on with
+        model = DEEP if case == "adapters" else shallow
+        own = flags(prompts, *CASES[case], *model, *LAYOUTS[layout])
         train(world, folder, *own, "--training.steps", 4)
         return folder
 

@@ -161,7 +161,10 @@ def test_a_stopped_run_goes_on_to_the_bit(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     own = flags_of(case, prompts, teacher, "--checkpoint.interval", 2)
     train(world, straight, *own, "--training.steps", 6)
-    as_stopped(straight, resumed, 4)
+    if case == "nf4":  # of runs that have ended one is enough
+        train(world, resumed, *own, "--training.steps", 4)
+    else:
+        as_stopped(straight, resumed, 4)
     # A run that was killed later had written completions that the run that goes on makes anew.
     with open(resumed / "completions.jsonl", "a") as file:
         file.write(json.dumps({"step": 5, "prompt": "lost"}) + '\n{"step": 5, "pro')
@@ -206,7 +209,7 @@ def check_layouts(
 ) -> None:
     """Runs a case in each layout, and compares what is logged with one process's."""
     own = flags_of(case, prompts, teacher, "--training.steps", 4)
-    if case != "nf4":  # where completions are in a layout no layer knows
+    if case == "whole":  # where completions are in a layout no layer knows
         own += ["--model.config", write_model(folder / "model", num_hidden_layers=1)]
     train(world, folder / "alone", *own)
     wanted = curve(folder / "alone", *KEYS)

@@ -95,7 +95,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
     own = ppo(prompts, *CASES[name], *SHARED_LAYOUTS.get(layout, ()), "--checkpoint.interval", 2)
     keys = KEYS if case == "plain" else (*KEYS, "divergence", "beta")
     train(world, straight, *own, "--training.steps", 7)
-    if case == "plain":  # of runs that have ended one is enough
+    if case == "adaptive":  # of runs that have ended one is enough: it has updates left
         train(world, resumed, *own, "--training.steps", 4)
     else:
         as_stopped(straight, resumed, 4)
@@ -126,6 +126,9 @@ LAYOUTS = {
 }
 
 
+DEEP = ("--optimizer.lr", 1e-3)
+"""Flags of one case whose model has two layers, which `shallow` has not."""
+
 InLayout = Callable[[str, str], Path]
 """Tells the folder of a run of four steps of a case in a layout, which is made once."""
 
@@ -149,7 +152,9 @@ def in_layout(
     @cache
     def made(case: str, layout: str) -> Path:
         folder = root / case / layout
-        own = ppo(prompts, *CASES[case], *shallow, *EVERY_LAYOUT[layout])
+        shutil.rmtree(folder, ignore_errors=True)  # what failed is not gone on with
+        model = DEEP if case == "temperature" else shallow
+        own = ppo(prompts, *CASES[case], *model, *EVERY_LAYOUT[layout])
         train(world, folder, *own, "--training.steps", 4)
         return folder
 
@@ -292,13 +297,11 @@ def alone(
     world: Path,
     prompts: Path,
     shallow: tuple[object, ...],
-    in_layout: InLayout,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> Path:
-    """A run of 7 steps in one process; to be read only."""
+    """A run of 7 steps in one process, without a stop; to be read only."""
     folder = tmp_path_factory.mktemp("alone") / "run"
     own = ppo(prompts, *CASES["adaptive"], *shallow)
-    shutil.copytree(in_layout("adaptive", "alone"), folder)
     train(world, folder, *own, "--training.steps", 7)
     return folder
 

@@ -76,8 +76,13 @@ def check(models: Models, tasks_of: TasksOf, parts: dict[str, dict[str, Case]]) 
             for layout, case in {"alone": Case(), **of_depth}.items() if of_depth else ():
                 trained[name, layout, depth] = model, case, tasks[name]
     found = dict(zip(trained, results_of([*trained.values()]), strict=True))
+    wrong = []
     for (name, layout, depth), losses in found.items():
-        compare(losses, found[name, "alone", depth], f"{name}, {layout}")
+        try:
+            compare(losses, found[name, "alone", depth], f"{name}, {layout}")
+        except AssertionError as error:
+            wrong.append(str(error))
+    assert not wrong, "\n\n".join(wrong)
 
 
 def compare(other: Losses | str, alone: Losses | str, name: str) -> None:

@@ -234,7 +234,10 @@ def test_a_stopped_run_goes_on_to_the_bit(
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     own = flags(talks, *CASES[case], "--checkpoint.interval", 3)
     train(world, straight, *own, "--training.steps", 5, cwd=talks)
-    as_stopped(straight, resumed, 3)
+    if case == "ppo":  # of runs that have ended one is enough
+        train(world, resumed, *own, "--training.steps", 3, cwd=talks)
+    else:
+        as_stopped(straight, resumed, 3)
     train(world, resumed, *own, "--training.steps", 5, cwd=talks)
     assert curve(straight, *KEYS) == curve(resumed, *KEYS)
     assert completions(straight) == completions(resumed)

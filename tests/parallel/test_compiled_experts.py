@@ -62,7 +62,14 @@ def three_steps(folder: Path, case: Case, backend: str) -> Steps:
 
 
 def steps_of_each(trained: list[tuple[Path, Case, str]]) -> list[Steps]:
-    return [three_steps(*one) for one in trained]
+    found = []
+    for one in trained:
+        try:
+            found.append(three_steps(*one))
+        except Exception as error:
+            error.add_note(f"in {one}")
+            raise
+    return found
 
 
 @pytest.fixture(scope="module")

@@ -162,7 +162,7 @@ def test_a_process_that_cannot_begin_is_no_verdict(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match="before it begins"):
         run({"program": "print(1)", "filter": ["nonsense"]}, b"", LIMITS, 100)
     with pytest.raises(RuntimeError, match="too long to begin"):
-        missing_protections(Limits(0.001, 2**30))
+        missing_protections(Limits(1e-9, 2**30))
     monkeypatch.setattr(sandbox, "_BEGINNING", 0.001)
     with pytest.raises(RuntimeError, match="begins too late"):
         run({"program": "print(1)"}, b"", LIMITS, 100)
