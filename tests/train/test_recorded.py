@@ -30,6 +30,7 @@ from lacuna.train.recording_choice import _host_is_slower
 from lacuna.train.setup import Run
 from lacuna.train.state import Interval
 from lacuna.train.trainer import train_step
+from lacuna.train.watching import draws_of_host
 from runs import environment, refused
 from tiny import random_model, tiny_config
 
@@ -108,6 +109,8 @@ def steps_of(
     for _ in range(STEPS):
         train_step(run, stop=False)
     names = run.built.model.named_parameters()
+    if device == "cuda":
+        made = [kind.seen - 2 for kind in steps.kinds.values() if kind.graph is not None]
     return {name: one.detach().cpu() for name, one in names}, sum(made), steps.is_wanted
 
 
@@ -138,8 +141,9 @@ def test_recorded_steps_are_the_steps_of_the_model(world: Path, tmp_path: Path, 
     assert same(replayed, computed)
     assert wanted
     assert none == 0
-    # Passes from the third on, and updates where the kernels of these wait for nothing.
-    passes = STEPS * (2 if name == "in micro-batches" else 1) - 2
+    # Passes from the first of the second or third step on, and updates from the third where the
+    # kernels of these wait for nothing.
+    passes = STEPS * 2 - 2 if name == "in micro-batches" else STEPS - 2
     updates = 0 if name in ("small state", "foreach") else STEPS - 2
     assert made == passes + updates
 
@@ -147,8 +151,9 @@ def test_recorded_steps_are_the_steps_of_the_model(world: Path, tmp_path: Path, 
 def test_rows_of_one_document_are_computed_by_transformers_own_mask(
     world: Path, tmp_path: Path
 ) -> None:
-    _, made, _ = steps(world, tmp_path, "--data.document_mask", "false")
+    _, made, wanted = steps(world, tmp_path, "--data.document_mask", "false")
     assert made == STEPS - 2  # the updates alone
+    assert wanted
 
 
 def test_a_graph_that_finds_another_loss_is_given_up(world: Path, tmp_path: Path) -> None:
@@ -169,10 +174,10 @@ def test_a_model_whose_passes_wait_for_numbers_is_not_recorded(world: Path, tmp_
 
 def test_what_is_drawn_on_the_cpu_is_noticed() -> None:
     for draw in (random.random, np.random.rand, lambda: torch.rand(1)):
-        before = recorded._draws()
-        assert recorded._draws() == before
+        before = draws_of_host()
+        assert draws_of_host() == before
         draw()
-        assert recorded._draws() != before
+        assert draws_of_host() != before
 
 
 @pytest.mark.parametrize(
@@ -185,6 +190,7 @@ def test_what_is_drawn_on_the_cpu_is_noticed() -> None:
             "what goes to CPU memory cannot be recorded",
         ),
         (("--training.enable_cpu_offload",), "the whole model on its device"),
+        (("--data.document_mask", "false"), "leaves out the mask of whole rows"),
     ],
 )
 def test_what_cannot_be_recorded_is_refused(
@@ -196,13 +202,24 @@ def test_what_cannot_be_recorded_is_refused(
     assert message in said
 
 
-def test_a_mixture_is_refused(world: Path, tmp_path: Path) -> None:
-    config = tiny_config("qwen3_moe", output_router_logits=True)
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("qwen3_moe", ()),
+        ("deepseek_v3", ("--model.router_bias_update_rate", "0.01")),
+        ("deepseek_v3", ("--metrics.router", "true")),
+    ],
+)
+def test_a_mixture_whose_choices_are_counted_is_refused(
+    kind: str, flags: tuple[str, ...], world: Path, tmp_path: Path
+) -> None:
+    more = {"output_router_logits": True} if kind == "qwen3_moe" else {}
+    config = tiny_config(kind, **more)
     config.to_json_file(tmp_path / "mixture.json")
     model = ("--model.name_or_path", "none", "--model.config", tmp_path / "mixture.json")
     asked = ("--compile.cuda_graphs", "true", "--job.dump_folder", tmp_path / "run")
     tokenizer = ("--model.tokenizer_path", world / "model")
-    assert "routers" in refused("train", world / "run.toml", *model, *tokenizer, *asked)
+    assert "routers" in refused("train", world / "run.toml", *model, *tokenizer, *asked, *flags)
 
 
 @pytest.mark.parametrize(("peak", "slower"), [(1e15, True), (1e13, False), (None, False)])
@@ -221,8 +238,9 @@ def test_on_a_gpu_replayed_kernels_make_the_same_steps(
     world: Path, tmp_path: Path, name: str
 ) -> None:
     flags = ("--training.deterministic", *RUNS[name])
-    replayed, _, wanted = steps(world, tmp_path / "replayed", *flags, device="cuda")
+    replayed, made, wanted = steps(world, tmp_path / "replayed", *flags, device="cuda")
     others = {"records": False, "device": "cuda"}
     computed, _, _ = steps(world, tmp_path / "computed", *flags, **others)
+    assert made > 0
     assert wanted
     assert same(replayed, computed)

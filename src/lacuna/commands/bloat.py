@@ -36,7 +36,11 @@ EXTENSIONS = {
     "closing-hints": ("train/hints.py",),
     "curriculum": ("train/curriculum.py",),
     "profiling": ("train/profiling.py",),
-    "recorded-training": ("train/recorded.py", "train/recording_choice.py"),
+    "recorded-training": (
+        "train/recorded.py",
+        "train/recording_choice.py",
+        "train/watching.py",
+    ),
     "imports": ("imports.py",),
     "chat": ("data/chat.py", "data/marks.py"),
     "conversations": ("data/messages.py", "data/template.py"),

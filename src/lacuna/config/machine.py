@@ -121,8 +121,8 @@ class CompileConfig(Section):
 
     cuda_graphs: bool | None = None
     """Record the passes and the update of a step once, as CUDA graphs, and replay them, which
-    spares the host's time. Unset: where one GPU trains a model so small that it would wait for the
-    host, by pretrain or sft."""
+    spares the host's time. Unset: where one GPU trains a compiled model so small that it would wait
+    for the host, by pretrain or sft."""
 
 
 class Float8Config(Section):

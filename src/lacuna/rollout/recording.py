@@ -1,4 +1,4 @@
-"""Steps of generating that are recorded once, as CUDA graphs, and then replayed."""
+"""Steps of generating or training that are recorded once, as CUDA graphs, and then replayed."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,6 +47,17 @@ def give_back_memory() -> None:
     _keeper.cache_clear()
 
 
+def _free_generator(device: torch.device) -> None:
+    """Lets numbers be drawn again after a capture that failed.
+
+    Before torch's pull request 176752 the generator takes such a capture to go on (issue 171263).
+    """
+    state = torch.cuda.get_rng_state(device)
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    generator.graphsafe_set_state(torch.Generator(generator.device))
+    torch.cuda.set_rng_state(state, device)
+
+
 def record(
     step: Callable[[], None],
     device: torch.device,
@@ -80,6 +91,7 @@ def record(
         with suppress(RuntimeError):  # where the capture itself has ended
             torch._C._cuda_endAllocateToPool(stream.device_index, memory)
         torch.cuda.synchronize()
+        _free_generator(device)
         said = " ".join(str(fault).split())[:200]
         logger.warning("%s goes on without CUDA graphs: %s", what, said)
         return None

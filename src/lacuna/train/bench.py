@@ -192,6 +192,8 @@ def _memory_parts(run: Run) -> dict[str, float]:
     hook = run.optimizer.register_step_pre_hook(see_gradients)
     train_step(run, False)
     hook.remove()
+    if run.recorded is not None:  # whose graph calls no optimizer
+        seen.append(stored_gib(list(run.recorded.gradients.values()), device))
     states = [
         value
         for state in run.optimizer.state.values()

@@ -1,14 +1,9 @@
 """Steps on one GPU whose passes and updates are recorded once, as CUDA graphs, and replayed."""
 
-import random
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
@@ -16,7 +11,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from lacuna.config import logger
 from lacuna.config.attentions import TRAINED
 from lacuna.data import Batch
-from lacuna.model.attention import PACKED
+from lacuna.model.attention import BOUNDS, PACKED, UNTOLD
 from lacuna.model.build import BuiltModel
 from lacuna.model.forward import loss_sums, run_forward
 from lacuna.model.inputs import Inputs
@@ -24,6 +19,7 @@ from lacuna.model.loss import Loss
 from lacuna.rollout.recording import can_record, record
 from lacuna.train.muon import Muon
 from lacuna.train.optimizer import LocalAdamW, update
+from lacuna.train.watching import draws_of_host, waits_of_host
 
 # Micro-batches of a kind that are computed as ever before one is recorded: code is compiled then.
 _BEFORE = 2
@@ -33,9 +29,11 @@ _COMPARED = 2
 _MOST = 16
 # Kinds that are told apart.
 _KNOWN = 1024
-# Losses of the same micro-batch differ by less, unless a graph has kept something of another one.
-_TOLERANCE = 1e-4
-# Where passes have taken a larger share of a GPU's memory, there is none for recorded ones beside.
+# Losses, and norms of gradients, of the same micro-batch differ by less, unless a graph has kept
+# something of another one.
+_TOLERANCE, _TOLERANCE_OF_NORM = 1e-4, 1e-3
+# Where a run has taken a larger share of a GPU's memory, there is none for recorded passes beside;
+# and where it has taken twice as much with these, none for those of more kinds.
 _SHARE = 0.4
 
 
@@ -69,6 +67,7 @@ class RecordedSteps:
         self.built = built
         self.loss = loss
         self.kinds: dict[Any, _Kind] = {}
+        self.parameters = [*built.model.parameters()]
         self.gradients: dict[nn.Parameter, Tensor] = {}
         self.memory = torch.cuda.graph_pool_handle()
         self.is_wanted = True
@@ -78,8 +77,7 @@ class RecordedSteps:
         zero = partial(torch.zeros, (), device=built.device)
         self.divisor, self.norm, self.skip = zero(), zero(), zero()
         self.rates: list[Tensor] = []
-        attention = str(built.model.config._attn_implementation)
-        self.knows_documents = attention.startswith((PACKED, TRAINED))
+        self.knows_documents = is_told_of_documents(built)
 
     def begin(self) -> None:
         """Must be called before the first micro-batch of a step; sets gradients to zeros."""
@@ -102,7 +100,7 @@ class RecordedSteps:
         kind.seen += 1
         if kind.seen == _BEFORE and self.knows_documents:
             return self._watched(inputs, divisor)
-        if kind.graph is None and self._is_due(kind):
+        if kind.graph is None and is_first and self._is_due(kind):
             kept = {number: tensor.clone() for number, tensor in tensors.items()}
             kind.tensors = [*kept.values(), divisor.clone()]
             arguments, columns = tree_unflatten([kept.get(id(one), one) for one in leaves], spec)
@@ -129,9 +127,12 @@ class RecordedSteps:
             group["lr"] = place.fill_(number)
         self.divisor.copy_(divisor)
         self.updates += 1
-        if self.updating is None and self._has_lasting_gradients():
+        if self.is_wanted and self.gradients and not self._has_lasting_gradients():
+            self._give_up("other weights are learnt than before")
+        is_due = self.updates > _BEFORE and self.gradients and can_record(self.built.device)
+        if self.updating is None and is_due and self.is_wanted:
             self._record_update(optimizer)
-        if self.updating is None or not self.is_wanted:
+        if self.updating is None:
             self._update(optimizer)
         else:
             self.updating.replay()
@@ -164,8 +165,8 @@ class RecordedSteps:
             return False
         total = torch.cuda.get_device_properties(self.built.device).total_memory
         taken = torch.cuda.max_memory_reserved(self.built.device) / total
-        if recorded == 0 and taken > _SHARE:
-            self._give_up(f"passes take {taken:.0%} of the GPU's memory, and graphs as much again")
+        if taken > (_SHARE if recorded == 0 else 2 * _SHARE):
+            self._give_up(f"{taken:.0%} of the GPU's memory is taken, and graphs take more")
         return self.is_wanted
 
     def _compute(self, inputs: Inputs, divisor: Tensor) -> Tensor:
@@ -174,7 +175,7 @@ class RecordedSteps:
         if not self.gradients and self.is_wanted:
             self.gradients = {
                 parameter: parameter.grad
-                for parameter in self.built.model.parameters()
+                for parameter in self.parameters
                 if parameter.grad is not None
             }
         return sums
@@ -191,7 +192,7 @@ class RecordedSteps:
 
         By these it would decide what to compute, which a graph would do as for the first batch.
         """
-        with _waits_of_host() as waits:
+        with waits_of_host() as waits:
             sums = self._compute(inputs, divisor)
         if waits:
             self._give_up("the model has the host decide by what is in a batch")
@@ -203,16 +204,18 @@ class RecordedSteps:
         def passes() -> None:
             kind.sums.copy_(self._pass(inputs, kind.tensors[-1]))
 
-        drawn = _draws()
+        drawn = draws_of_host()
+        before = [parameter.grad for parameter in self.parameters]
         torch.cuda.empty_cache()  # what was computed until now has its own memory
         kind.graph = record(passes, self.built.device, "training", self.memory)
         self.is_wanted = kind.graph is not None
-        if _draws() != drawn:
+        if draws_of_host() != drawn:
             self._give_up("the model draws numbers on the CPU, which a graph would repeat")
-        for parameter in self.built.model.parameters():
-            if parameter.grad is not self.gradients.get(parameter):
-                parameter.grad = None
-                self._give_up("other weights are learnt than before")
+        after = [parameter.grad for parameter in self.parameters]
+        if any(one is not other for one, other in zip(before, after, strict=True)):
+            for parameter, gradient in zip(self.parameters, before, strict=True):
+                parameter.grad = gradient
+            self._give_up("other weights are learnt than before")
 
     def _compared(self, kind: _Kind, inputs: Inputs, divisor: Tensor) -> Tensor:
         """Computes the first micro-batch of a step both ways, and gives up graphs if they differ.
@@ -223,20 +226,29 @@ class RecordedSteps:
         kind.compared += 1
         state = torch.cuda.get_rng_state()
         kind.graph.replay()
+        norm = self._norm()
         self.begin()
         torch.cuda.set_rng_state(state)
         self.is_first = False
         sums = self._compute(inputs, divisor)
-        if not torch.allclose(sums, kind.sums, rtol=_TOLERANCE, atol=0, equal_nan=True):
+        same = partial(torch.allclose, atol=0, equal_nan=True)
+        if not same(sums, kind.sums, rtol=_TOLERANCE):
             said = kind.sums.tolist(), sums.tolist()
             self._give_up("a graph's sums of the loss are {}, and the model's {}".format(*said))
+        elif not same(self._norm(), norm, rtol=_TOLERANCE_OF_NORM):
+            norms = norm.item(), self._norm().item()
+            self._give_up("a graph's gradients have the norm {}, the model's {}".format(*norms))
         return sums
 
+    def _norm(self) -> Tensor:
+        """The norm of the gradients that there are."""
+        norms = torch._foreach_norm([*self.gradients.values()])
+        norm: Tensor = torch.linalg.vector_norm(torch.stack(norms).float())
+        return norm
+
     def _has_lasting_gradients(self) -> bool:
-        """Whether an update can be recorded now: gradients are where they will always be."""
-        is_due = self.updates > _BEFORE and self.is_wanted and can_record(self.built.device)
-        lasting = all(weight.grad is grad for weight, grad in self.gradients.items())
-        return is_due and bool(self.gradients) and lasting
+        """Whether gradients are where they always are, and no other weight has one."""
+        return all(one.grad is self.gradients.get(one) for one in self.parameters)
 
     def _update(self, optimizer: torch.optim.AdamW) -> None:
         norm, skip = update(self.built, optimizer, self.divisor)
@@ -256,27 +268,15 @@ class RecordedSteps:
         self.is_wanted = self.updating is not None
 
     def _give_up(self, reason: str) -> None:
-        """Has all micro-batches computed as ever from now on."""
+        """Has all micro-batches computed as ever from now on, and gives up the graphs' memory."""
         self.is_wanted = False
+        self.updating = None
+        for kind in self.kinds.values():
+            kind.graph = None
         logger.warning("compile.cuda_graphs: training goes on without them: %s", reason)
 
 
-@contextmanager
-def _waits_of_host() -> Iterator[list[str]]:
-    """Within it, notes where the host waits for a number of the GPU."""
-    waits: list[str] = []
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        torch.cuda.set_sync_debug_mode("warn")
-        try:
-            yield waits
-        finally:
-            torch.cuda.set_sync_debug_mode(before)
-    waits += [str(one.message) for one in said if "synchronizing CUDA" in str(one.message)]
-
-
-def _draws() -> tuple[Any, ...]:
-    """How far the CPU's random numbers have been drawn."""
-    of_torch = torch.default_generator.get_state().numpy().tobytes()
-    return random.getstate(), repr(np.random.get_state()), of_torch
+def is_told_of_documents(built: BuiltModel) -> bool:
+    """Whether a model's attention needs no masks, which transformers makes, to know documents."""
+    attention = str(built.model.config._attn_implementation)
+    return attention.startswith((PACKED, TRAINED, BOUNDS, UNTOLD, "flash_attention"))

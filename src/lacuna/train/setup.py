@@ -268,7 +268,9 @@ class Run:
             from lacuna.train.recording_choice import recorded_steps  # an extension
 
             how = self.config.training, self.built, self.objective.loss, self.peak_flops
-            self.recorded = recorded_steps(wanted, *how)
+            counts = self.router_load is not None
+            masks = self.config.data.document_mask
+            self.recorded = recorded_steps(wanted, *how, masks, counts)
 
     def say_what_changed(self, started_with: dict[str, Any] | None) -> None:
         """Logs what a resumed run goes on with that differs from what it was `started_with`."""
