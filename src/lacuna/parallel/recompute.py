@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
 
+from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 
 # The names of operations, or how these begin.
@@ -33,8 +35,16 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
 
     A layer's forward is replaced instead of wrapping the layer, so that parameters keep their
     names. Layers whose parts recompute by operation (`recomputes_parts`) are left as they are.
+    Raises `UserError` for a memory budget beside dropout, which torch 2.13 then draws anew in the
+    backward pass: gradients are those of another loss (docs/log.md).
     """
     if settings.mode == "memory_budget":
+        if any(_drops_out(module) for layer in layers for module in layer.modules()):
+            raise UserError(
+                "activation_checkpoint.mode: with memory_budget torch would compute dropout again "
+                "from other random numbers, and gradients would be wrong: set the dropout of the "
+                "model's configuration (and lora.dropout) to 0, or choose another mode."
+            )
         torch._functorch.config.activation_memory_budget = settings.memory_budget
     if settings.mode not in ("full", "selective"):
         return
@@ -44,6 +54,13 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
     for layer in layers[every - 1 :: every]:
         if not hasattr(layer, "recomputes_parts"):
             layer.forward = with_checkpointing(layer.forward, **kept)
+
+
+def _drops_out(module: nn.Module) -> bool:
+    """Whether a module, its parts left out, has a share of dropout, by torch's or its own name."""
+    shares = [value for name, value in vars(module).items() if "drop" in name]
+    shares += [module.p] if isinstance(module, _DropoutNd) else []
+    return any(isinstance(share, float) and share > 0 for share in shares)
 
 
 def is_by_operation(settings: ActivationCheckpointConfig) -> bool:
