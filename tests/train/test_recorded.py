@@ -164,6 +164,17 @@ def test_a_graph_that_finds_another_loss_is_given_up(world: Path, tmp_path: Path
     assert same(given_up, computed)
 
 
+def test_nothing_is_left_of_graphs_that_are_given_up() -> None:
+    given_up = RecordedSteps.__new__(RecordedSteps)
+    weight = torch.nn.Parameter(torch.ones(2))
+    given_up.kinds, given_up.gradients = {}, {weight: torch.ones(2)}
+    given_up._give_up("a test")
+    given_up.begin()
+    assert not given_up.is_wanted
+    assert given_up.updating is None
+    assert weight.grad is None  # zeros would have its moments decay
+
+
 def test_a_model_whose_passes_wait_for_numbers_is_not_recorded(world: Path, tmp_path: Path) -> None:
     watched, made, wanted = steps(world, tmp_path / "watched", *PACKED, waits=True)
     computed, _, _ = steps(world, tmp_path / "computed", *PACKED, records=False)

@@ -208,7 +208,9 @@ class RecordedSteps:
         before = [parameter.grad for parameter in self.parameters]
         torch.cuda.empty_cache()  # what was computed until now has its own memory
         kind.graph = record(passes, self.built.device, "training", self.memory)
-        self.is_wanted = kind.graph is not None
+        if kind.graph is None:
+            self._drop_graphs()
+            return
         if draws_of_host() != drawn:
             self._give_up("the model draws numbers on the CPU, which a graph would repeat")
         after = [parameter.grad for parameter in self.parameters]
@@ -265,15 +267,24 @@ class RecordedSteps:
             group["capturable"] = False
         for parameter, gradient in self.gradients.items():
             parameter.grad = gradient
-        self.is_wanted = self.updating is not None
+        if self.updating is None:
+            self._drop_graphs()
 
     def _give_up(self, reason: str) -> None:
-        """Has all micro-batches computed as ever from now on, and gives up the graphs' memory."""
+        """Has all steps made as ever from now on, and says why."""
+        self._drop_graphs()
+        logger.warning("compile.cuda_graphs: training goes on without them: %s", reason)
+
+    def _drop_graphs(self) -> None:
+        """Has all steps made as ever from now on; gradients are no more zeros where there are none.
+
+        What a step has of them stays with its weights until they are updated.
+        """
         self.is_wanted = False
         self.updating = None
+        self.gradients = {}
         for kind in self.kinds.values():
             kind.graph = None
-        logger.warning("compile.cuda_graphs: training goes on without them: %s", reason)
 
 
 def is_told_of_documents(built: BuiltModel) -> bool:

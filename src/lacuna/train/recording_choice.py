@@ -12,7 +12,7 @@ from lacuna.train.recorded import RecordedSteps, is_told_of_documents
 
 # The time that the host takes for a layer, forward and back, and the share of a GPU's peak that
 # kernels have: a GPU that would be done sooner has to wait. With 6 layers of 384 a host took 4 ms
-# for each, and the kernels of all of them 7 (docs/log.md).
+# for each, and the kernels of all of them 7 (docs/log.md); other hosts are faster.
 _HOST_SECONDS = 0.002
 _KERNELS = 0.4
 
@@ -30,8 +30,8 @@ def recorded_steps(
 
     They are where that is `wanted`; where it is None, they are if the host would be slower. `peak`
     is the FLOP/s of the device, if they are known. The run `masks` documents, and `counts` what
-    routers choose, or not. Raises `UserError` where recorded steps are
-    wanted and cannot be had. On a CPU there are none.
+    routers choose, or not. Raises `UserError` where recorded steps are wanted and cannot be had. On
+    a CPU there are none.
     """
     reason = _reason_not_to_record(training, built, masks, counts)
     if wanted and reason:
