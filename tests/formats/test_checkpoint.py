@@ -16,23 +16,24 @@ from lacuna.config.sections import JobConfig
 from lacuna.formats.checkpoint import find_damage, newest_complete, prepare_folder
 from lacuna.parallel.processes import Process
 from lacuna.train.start import find_start
-from runs import checkpoint, curve, ended, rows, start, steps, together, train, wait_until, weights
+from runs import (
+    as_stopped,
+    checkpoint,
+    curve,
+    ended,
+    rows,
+    start,
+    steps,
+    together,
+    train,
+    wait_until,
+    weights,
+)
 
 STEPS = 8
 TENSORS = "__0_0.distcp"
 EVERY_SECOND = ("--checkpoint.interval", 2)
 FILE_LIMIT = 600_000  # bytes, fewer than a checkpoint's tensors have
-
-
-def stopped_copy(run: Path, folder: Path, last: int = STEPS) -> Path:
-    """A copy of a finished run as it was just after its checkpoint of step `last`."""
-    shutil.copytree(run, folder)
-    shutil.rmtree(folder / "hf")
-    (folder / "finished.json").unlink()
-    for step in steps(folder):
-        if step > last:
-            shutil.rmtree(checkpoint(folder, step))
-    return folder
 
 
 def flip(path: Path, position: int) -> None:
@@ -81,7 +82,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_damaged_checkpoint_is_named_with_its_problem_and_passed_over(
     straight: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
 ) -> None:
-    folder = stopped_copy(straight, tmp_path / "run") / "checkpoint"
+    folder = as_stopped(straight, tmp_path / "run", STEPS) / "checkpoint"
     assert newest_complete(str(folder), Process()) == str(folder / "step-8")
     apply, problem = DAMAGES[damage]
     apply(folder / "step-8")
@@ -118,7 +119,7 @@ def said(
     """What runs in `folder` said that went on from an earlier checkpoint, or could not."""
     folder = tmp_path_factory.mktemp("runs")
     for name in ("damaged", "shared damage", "damaged load_step"):
-        stopped_copy(straight, folder / name)
+        as_stopped(straight, folder / name, STEPS)
     for name in ("load_step", "missing load_step"):
         shutil.copytree(straight, folder / name)
     shutil.copytree(weights_only, folder / "weights only")
@@ -274,7 +275,7 @@ def test_a_disk_that_takes_no_more_ends_a_run_clearly_and_leaves_the_last_checkp
     world: Path, straight: Path, tmp_path: Path
 ) -> None:
     def go_on(mode: str) -> None:
-        folder = stopped_copy(straight, tmp_path / mode, last=4)
+        folder = as_stopped(straight, tmp_path / mode, 4)
         flags = (*EVERY_SECOND, "--checkpoint.async_mode", mode)
         with ended(
             start("train", world / "run.toml", "--job.dump_folder", folder, *flags)
