@@ -1,8 +1,13 @@
 """Runs by rewards: prompts, the flags of a short run, and the completions that it keeps."""
 
 import json
+import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
+
+from runs import train, write_model
 
 CHAT = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
 KEYS = ("loss", "grad_norm", "reward", "entropy", "clipped", "mismatch_mean", "tokens")
@@ -60,3 +65,28 @@ def flags(prompts: Path, *more: object) -> list[object]:
 def completions(folder: Path) -> list[dict[str, Any]]:
     """The rows of completions.jsonl, by bytes: completions may hold other ends of lines."""
     return [json.loads(line) for line in (folder / "completions.jsonl").read_bytes().splitlines()]
+
+
+DEEP = ("--optimizer.lr", 1e-3)
+"""Flags of one case whose model has two layers, which others have not (`shallow_model`)."""
+
+InLayout = Callable[[str, str], Path]
+"""Tells the folder of a run of four steps of a case in a layout, which is made once."""
+
+
+def shallow_model(folder: Path) -> tuple[object, ...]:
+    """Flags of a model with one layer: where samples are in a layout no layer knows."""
+    return "--model.config", write_model(folder, num_hidden_layers=1), *DEEP
+
+
+def made_once(world: Path, root: Path, flags_of: Callable[[str, str], list[object]]) -> InLayout:
+    """Makes runs of four steps with the flags of a case and a layout, each when it is asked for."""
+
+    @cache
+    def made(case: str, layout: str) -> Path:
+        folder = root / case / layout
+        shutil.rmtree(folder, ignore_errors=True)  # what failed is not gone on with
+        train(world, folder, *flags_of(case, layout), "--training.steps", 4)
+        return folder
+
+    return made

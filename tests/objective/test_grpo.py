@@ -3,8 +3,6 @@
 import json
 import shlex
 import shutil
-from collections.abc import Callable
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,17 @@ from lacuna.config.machine import CheckpointConfig
 from lacuna.config.reinforcement import GrpoConfig
 from lacuna.objective.reference import on_policy_reference_kind
 from lacuna.rollout.sandbox import Limits, missing_protections
-from rewarded import KEYS, SHARED_LAYOUTS, completions, flags, write_prompts
+from rewarded import (
+    DEEP,
+    KEYS,
+    SHARED_LAYOUTS,
+    InLayout,
+    completions,
+    flags,
+    made_once,
+    shallow_model,
+    write_prompts,
+)
 from runs import (
     as_stopped,
     curve,
@@ -132,18 +140,9 @@ LAYOUTS: dict[str, tuple[object, ...]] = {
 }
 
 
-DEEP = ("--optimizer.lr", 1e-3)
-"""Flags of one case whose model has two layers, which `shallow` has not."""
-
-InLayout = Callable[[str, str], Path]
-"""Tells the folder of a run of four steps of a case in a layout, which is made once."""
-
-
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
-    """Flags of a model with one layer: where samples are in a layout no layer knows."""
-    folder = write_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=1)
-    return "--model.config", folder, "--optimizer.lr", 1e-3
+    return shallow_model(tmp_path_factory.mktemp("shallow"))
 
 
 @pytest.fixture(scope="module")
@@ -153,18 +152,11 @@ def in_layout(
     shallow: tuple[object, ...],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> InLayout:
-    root = tmp_path_factory.mktemp("layouts")
-
-    @cache
-    def made(case: str, layout: str) -> Path:
-        folder = root / case / layout
-        shutil.rmtree(folder, ignore_errors=True)  # what failed is not gone on with
+    def flags_of(case: str, layout: str) -> list[object]:
         model = DEEP if case == "adapters" else shallow
-        own = flags(prompts, *CASES[case], *model, *LAYOUTS[layout])
-        train(world, folder, *own, "--training.steps", 4)
-        return folder
+        return flags(prompts, *CASES[case], *model, *LAYOUTS[layout])
 
-    return made
+    return made_once(world, tmp_path_factory.mktemp("layouts"), flags_of)
 
 
 def test_a_layout_trains_as_one_process_does(in_layout: InLayout) -> None:

@@ -2,8 +2,6 @@
 
 import math
 import shutil
-from collections.abc import Callable
-from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,16 @@ from lacuna.objective.sample_rows import lay_out
 from lacuna.parallel.mesh import Layout
 from lacuna.rollout.groups import Sample
 from policies import one_rank
-from rewarded import SHARED_LAYOUTS, completions, flags, write_prompts
+from rewarded import (
+    DEEP,
+    SHARED_LAYOUTS,
+    InLayout,
+    completions,
+    flags,
+    made_once,
+    shallow_model,
+    write_prompts,
+)
 from runs import (
     as_stopped,
     checkpoint,
@@ -126,18 +133,9 @@ LAYOUTS = {
 }
 
 
-DEEP = ("--optimizer.lr", 1e-3)
-"""Flags of one case whose model has two layers, which `shallow` has not."""
-
-InLayout = Callable[[str, str], Path]
-"""Tells the folder of a run of four steps of a case in a layout, which is made once."""
-
-
 @pytest.fixture(scope="module")
 def shallow(tmp_path_factory: pytest.TempPathFactory) -> tuple[object, ...]:
-    """Flags of a model with one layer: where samples are in a layout no layer knows."""
-    folder = write_model(tmp_path_factory.mktemp("shallow"), num_hidden_layers=1)
-    return "--model.config", folder, "--optimizer.lr", 1e-3
+    return shallow_model(tmp_path_factory.mktemp("shallow"))
 
 
 @pytest.fixture(scope="module")
@@ -147,18 +145,11 @@ def in_layout(
     shallow: tuple[object, ...],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> InLayout:
-    root = tmp_path_factory.mktemp("layouts")
-
-    @cache
-    def made(case: str, layout: str) -> Path:
-        folder = root / case / layout
-        shutil.rmtree(folder, ignore_errors=True)  # what failed is not gone on with
+    def flags_of(case: str, layout: str) -> list[object]:
         model = DEEP if case == "temperature" else shallow
-        own = ppo(prompts, *CASES[case], *model, *EVERY_LAYOUT[layout])
-        train(world, folder, *own, "--training.steps", 4)
-        return folder
+        return ppo(prompts, *CASES[case], *model, *EVERY_LAYOUT[layout])
 
-    return made
+    return made_once(world, tmp_path_factory.mktemp("layouts"), flags_of)
 
 
 def check_layouts(case: str, layouts: list[str], in_layout: InLayout) -> None:
