@@ -1,11 +1,14 @@
 """What comes from pages is what transformers says, however many run at a time and end when."""
 
 import random
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
 
 from lacuna.config import UserError
@@ -149,9 +152,23 @@ def test_restricted_drawing_is_among_the_likeliest() -> None:
         assert all(max(map(abs, one.logprobs)) < 1e-6 for [one] in found)
 
 
+def compiled_reading(graphs: list[int]) -> Callable[..., Tensor]:
+    """`prompt_logits` that notes how many graphs each call compiles."""
+
+    def noting(*given: Any) -> Tensor:
+        assert given[-1] is True
+        before = counters["stats"]["unique_graphs"]
+        logits = passes.prompt_logits(*given)
+        graphs.append(counters["stats"]["unique_graphs"] - before)
+        return logits
+
+    return noting
+
+
 @pytest.mark.slow
-def test_compiled_layers_say_the_same() -> None:
-    model = ending_model("qwen3")
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3_moe"])
+def test_compiled_layers_say_the_same(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ending_model(architecture)
     wanted = said_by(model, Drawing(0.8), 16, (4, 64, 5))
     torch._dynamo.reset()
     for layer in decoder_layers(model):
@@ -161,7 +178,12 @@ def test_compiled_layers_say_the_same() -> None:
         for number, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
     ]
     with torch.no_grad():
+        complete_in_pages(model, asked[1:3], Drawing(0.8), ENDS, 64, CPU, compiled=True, size=4)
+        read: list[int] = []
+        monkeypatch.setattr(engine, "prompt_logits", compiled_reading(read))
         found = complete_in_pages(model, asked, Drawing(0.8), ENDS, 64, CPU, compiled=True, size=4)
+    assert len(read) > 1
+    assert not any(read), "prompts of other numbers and lengths are read by the code that is there"
     for group, other in zip(found, wanted, strict=True):
         for one, two in zip(group, other, strict=True):
             assert one.tokens == two.tokens

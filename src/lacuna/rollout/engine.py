@@ -13,15 +13,15 @@ from transformers import PreTrainedModel
 
 from lacuna.config import UserError
 from lacuna.rollout.drawing import Asked, Completion, Drawing, uniform_numbers
-from lacuna.rollout.pages import SIZE, Pool
+from lacuna.rollout.pages import SIZE, Kept, Pool
 from lacuna.rollout.passes import Steps, no_rows, prompt_logits
 
 # Tokens of prompts in one forward pass, unless one prompt has more.
 _PACK = 8192
 # The share of a GPU's free memory that pages may have.
 _SHARE = 0.8
-# The memory of a token in the pages of all layers, by the model.
-_bytes_per_token: WeakKeyDictionary[PreTrainedModel, int] = WeakKeyDictionary()
+# What layers keep of a token, by their names, by the model.
+_kept: WeakKeyDictionary[PreTrainedModel, dict[str, Kept]] = WeakKeyDictionary()
 
 
 class Prompt:
@@ -92,6 +92,9 @@ def complete_in_pages(
     most = max(one.limit for one in asked)
     running: list[Running] = []
     with Pool(_pages_for(model, prompts, rows, size, device, graphs), size) as pool:
+        if compiled:
+            for name, kept in _kept_by(model, device).items():
+                pool.make(model.get_submodule(name), kept, device)
         empty = no_rows(rows, longest, most, device)
         steps = Steps(model, empty, drawing, ends, graphs, compiled)
         while waiting or running:
@@ -128,11 +131,8 @@ def _pages_for(
     wanted = 1 + sum(own[:rows]) + sum(read[: 2 * rows // fewest + 2])
     if device.type != "cuda":
         return wanted
-    if model not in _bytes_per_token:
-        with Pool(2, size) as pool:
-            prompt_logits(model, [([0], [1])], pool, device)
-            _bytes_per_token[model] = pool.bytes_per_page() // size
-    each = _bytes_per_token[model] * size
+    kept = _kept_by(model, device).values()
+    each = size * sum(2 * one.heads * one.width * one.dtype.itemsize for one in kept)
     if torch.cuda.mem_get_info(device)[0] * _SHARE < wanted * each:
         torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
@@ -140,6 +140,16 @@ def _pages_for(
     if dist.is_initialized() and not alone:
         dist.all_reduce(room, dist.ReduceOp.MIN)
     return min(wanted, int(room))
+
+
+def _kept_by(model: PreTrainedModel, device: torch.device) -> dict[str, Kept]:
+    """What the layers of a model keep of a token, by their names; a pass finds it, once."""
+    if model not in _kept:
+        with Pool(2) as pool:
+            prompt_logits(model, [([0], [1])], pool, device)
+            names = {module: name for name, module in model.named_modules()}
+            _kept[model] = {names[module]: one for module, one in pool.kept().items()}
+    return _kept[model]
 
 
 def _admit(
@@ -176,7 +186,7 @@ def _begin(
     """
     if not new:
         return new
-    _read([one for one in new if one.prompt.logits is None], model, pool, steps.device)
+    _read([one for one in new if one.prompt.logits is None], model, pool, steps)
     copied = [one for one in new if one.prompt.shares_part_of_page(pool.size)]
     sources = [one.prompt.pages[-1] for one in copied]
     pool.copy(sources, [one.table[one.prompt.shared] for one in copied])
@@ -196,14 +206,14 @@ def _begin(
     return new
 
 
-def _read(new: Sequence[Running], model: PreTrainedModel, pool: Pool, device: torch.device) -> None:
+def _read(new: Sequence[Running], model: PreTrainedModel, pool: Pool, steps: Steps) -> None:
     """Computes the keys and values of the prompts of these, each once, and what follows them."""
     left = [*{id(one.prompt): one for one in new}.values()]
     while left:
         lengths = accumulate(len(one.prompt.asked.tokens) for one in left)
         count = max(sum(length <= _PACK for length in lengths), 1)
         read = [(one.prompt.asked.tokens, one.prompt.pages or one.table) for one in left[:count]]
-        found = prompt_logits(model, read, pool, device)
+        found = prompt_logits(model, read, pool, steps.device, steps.is_compiled)
         for one, logits in zip(left, found, strict=False):
             one.prompt.logits = logits
         left = left[count:]

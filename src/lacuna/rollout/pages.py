@@ -1,7 +1,7 @@
 """Keys and values of running sequences in pages, and the attention that keeps them there."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,11 +18,19 @@ PAGED = "lacuna_paged"
 SIZE = 64
 
 
+class Kept(NamedTuple):
+    """What an attention layer keeps of a token: a key and a value of each of its key heads."""
+
+    heads: int
+    width: int
+    dtype: torch.dtype
+
+
 class Pool:
     """Pages of every attention layer of a model, under the same numbers; page 0 belongs to none.
 
-    A layer's pages are made when it is first called. They are attributes of its module, since that
-    is all that attention is given of a layer.
+    A layer's pages are made when it is first called, or all before. They are attributes of its
+    module, since that is all that attention is given of a layer.
     """
 
     def __init__(self, pages: int, size: int = SIZE) -> None:
@@ -39,18 +47,16 @@ class Pool:
             del module.rollout_keys, module.rollout_values
         self.modules.clear()
 
-    def store(self, module: nn.Module, key: Tensor, value: Tensor, places: Tensor) -> None:
-        """Writes keys and values [1, key heads, T, D] of a layer to `places` [T] of the pages."""
-        if module not in self.modules:
-            shape = (self.pages, key.shape[1], self.size, key.shape[3])
-            # Not left as they are found: plain attention reads beyond the end of a sequence.
-            for name in ("rollout_keys", "rollout_values"):
-                setattr(module, name, key.new_zeros(shape))
-                maybe_mark_dynamic(getattr(module, name), 0)
-            self.modules[module] = None
-        page, offset = places // self.size, places % self.size
-        module.rollout_keys[page, :, offset] = key[0].transpose(0, 1)  # type: ignore[operator]
-        module.rollout_values[page, :, offset] = value[0].transpose(0, 1)  # type: ignore[operator]
+    def make(self, module: nn.Module, kept: Kept, device: torch.device) -> None:
+        """Makes the pages of a layer, unless it has them."""
+        if module in self.modules:
+            return
+        shape = (self.pages, kept.heads, self.size, kept.width)
+        # Not left as they are found: plain attention reads beyond the end of a sequence.
+        for name in ("rollout_keys", "rollout_values"):
+            setattr(module, name, torch.zeros(shape, dtype=kept.dtype, device=device))
+            maybe_mark_dynamic(getattr(module, name), 0)
+        self.modules[module] = None
 
     def tensors(self) -> list[Tensor]:
         """The pages of all layers."""
@@ -69,9 +75,12 @@ class Pool:
         """So many pages that nobody has."""
         return [self.free.pop() for _ in range(count)]
 
-    def bytes_per_page(self) -> int:
-        """The memory of a page, of all layers that have been called."""
-        return sum(tensor[0].nbytes for tensor in self.tensors())
+    def kept(self) -> dict[nn.Module, Kept]:
+        """What each layer keeps of a token, of those that have been called."""
+        found: dict[nn.Module, Any] = {module: module.rollout_keys for module in self.modules}
+        return {
+            module: Kept(keys.shape[1], keys.shape[3], keys.dtype) for module, keys in found.items()
+        }
 
 
 def paged_attention(
@@ -94,10 +103,11 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Causal attention to keys and values in pages, for transformers' attention interface.
 
-    Prompts come packed, as `query` [1, heads, T, D], with their `parts` and the `places` of their
-    tokens in the `pool`. A new token of each of B sequences comes as [B, heads, 1, D], with the
-    sequences' pages in the `page_table` and the tokens' `new_positions`. Returns [B, T, heads, D].
-    Raises `UserError` for attention of other kinds.
+    Prompts come packed, as `query` [1, heads, T, D], with their `parts` and the `places` [T] of
+    their tokens, in pages that the layer has or is given from the `pool`. A new token of each of B
+    sequences comes as [B, heads, 1, D], with the sequences' pages in the `page_table` and the
+    tokens' `new_positions`. Returns [B, T, heads, D]. Raises `UserError` for attention of other
+    kinds.
     """
     if attention_mask is not None or softcap is not None or s_aux is not None:
         raise UserError("its attention has a mask, a soft cap or sinks")
@@ -110,12 +120,23 @@ def paged_attention(
         where = (page_table, new_positions)
         output = decode_attention(*tokens, *own, *where, scaling, sliding_window or 0)
         return output[:, None], None
-    if pool is None or places is None:
+    if places is None:
         raise UserError("its attention is not told of pages")
-    pool.store(module, key, value, places)
+    if pool is not None:
+        pool.make(module, Kept(key.shape[1], key.shape[3], key.dtype), key.device)
+    _store(module, key, value, places)
     return packed_attention(
         module, query, key, value, None, scaling, 0.0, sliding_window, parts=parts
     )
+
+
+def _store(module: Any, key: Tensor, value: Tensor, places: Tensor) -> None:
+    """Writes keys and values [1, key heads, T, D] of a layer to `places` [T] of its pages."""
+    assert key.shape[1] == module.rollout_keys.shape[1], "one head would be taken for all"
+    size = module.rollout_keys.shape[2]
+    page, offset = places // size, places % size
+    module.rollout_keys[page, :, offset] = key[0].transpose(0, 1)
+    module.rollout_values[page, :, offset] = value[0].transpose(0, 1)
 
 
 AttentionInterface.register(PAGED, paged_attention)

@@ -29,10 +29,12 @@ def prompt_logits(
     prompts: Sequence[tuple[list[int], list[int]]],
     pool: Pool,
     device: torch.device,
+    compiled: bool = False,
 ) -> Tensor:
     """What follows each of the `prompts`, tokens and their pages: [prompts, vocabulary].
 
-    All are packed into one row; their keys and values are written to the pages.
+    All are packed into one row; their keys and values are written to the pages, which all layers
+    have already if these are `compiled`.
     """
     size = pool.size
     ids = [token for tokens, _ in prompts for token in tokens]
@@ -43,20 +45,24 @@ def prompt_logits(
         for place in range(len(tokens))
     ]
     lengths = [len(tokens) for tokens, _ in prompts]
+    is_alone = len(prompts) == 1 and not compiled  # which is attention of another kind
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    part = Part(bounds, bounds, max(lengths), len(ids), whole=len(prompts) == 1)
     last = bounds[1:].long() - 1
-    options: dict[str, Any] = {}
+    where = torch.tensor(places, device=device)
+    options: dict[str, Any] = {} if compiled else {"pool": pool}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = last
-    with torch.compiler.set_stance("force_eager"):
+    # One code for all prompts, whatever their lengths: most numbers of tokens come only once.
+    with (
+        torch.compiler.set_stance("default" if compiled else "force_eager"),
+        torch._dynamo.config.patch(assume_static_by_default=False),
+    ):
         logits: Tensor = model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
             use_cache=False,
-            pool=pool,
-            places=torch.tensor(places, device=device),
-            parts=(part,),
+            places=where,
+            parts=(Part(bounds, bounds, max(lengths), len(ids), whole=is_alone),),
             **options,
         ).logits[0]
     return logits if len(logits) == len(prompts) else logits[last]
@@ -141,6 +147,7 @@ class Steps:
         self.model = model
         self.rows = rows
         self.drawing = drawing
+        self.is_compiled = compiled
         self.stance = "default" if compiled else "force_eager"
         self.take = torch.compile(take) if compiled else take
         self.ends = torch.tensor(sorted({*ends}), dtype=torch.long, device=self.device)
