@@ -66,7 +66,7 @@ def test_what_is_no_model_or_no_number_is_refused(trained: Path, tmp_path: Path)
         lambda: run_to_end("generate", trained),
         lambda: run_to_end("generate", trained, "--prompt", PROMPT, "--temperature", -1),
     )
-    said = ("nowhere", "--prompt", "--temperature not negative")
+    said = ("nowhere", "--prompt", "--temperature 0 or from 0.01")
     for outcome, part in zip(outcomes, said, strict=True):
         assert outcome.status == 2, outcome.output
         assert part in outcome.output

@@ -165,7 +165,7 @@ def test_options_that_do_not_go_together_are_refused(world: Path, tmp_path: Path
         (*answers, "--top-k", 3): "--top-k is for log-probabilities",
         (*answers, "--samples", 2): "greedy answers are all alike",
         (*answers, "--max-tokens", 0): "--max-tokens must be at least 1",
-        (*answers, "--temperature", -1): "--temperature must not be negative",
+        (*answers, "--temperature", -1): "--temperature must be 0 or from 0.01 to 100",
         (*answers, "--data.streaming"): "leave out data.streaming",
         (*answers, "--cpus", 2): "--answers works in one process",
     }.items():

@@ -427,3 +427,31 @@ def test_adapters_are_by_default_those_that_training_starts_from(folder):
     assert f"lora.adapter: cannot read {folder}/gone/adapter_config.json: No such file" in error_of(
         f"--lora.adapter {folder}/gone"
     )
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        *(
+            (f"--{name} {value}", f"{name}: should be from 0.01 to 100")
+            for name in ("rollout.temperature", "validation.temperature")
+            for value in ("1e-40", "1e39")
+        ),
+        ("--rollout.validation_temperature 1e-3", "should be from 0.01 to 100, or 0"),
+        ("--distillation.temperature 1e-46", "should be from 0.01 to 100"),
+        ("--rollout.temperature 0", "rollout.temperature"),
+        *(
+            (f"--{name} 100000000000000000000", name)
+            for name in (
+                "rewards.timeout_seconds",
+                "rewards.code_seconds",
+                "rollout.server_timeout",
+                "comm.init_timeout_seconds",
+                "comm.train_timeout_seconds",
+                "comm.save_timeout_seconds",
+            )
+        ),
+    ],
+)
+def test_numbers_that_nothing_can_be_done_by_are_refused(flags: str, reason: str) -> None:
+    assert reason in error_of(flags)

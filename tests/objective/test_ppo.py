@@ -476,6 +476,28 @@ def test_a_critic_that_is_not_what_it_should_be_is_refused(
     assert "ppo.critic: no tokenizer can be loaded" in said and "that has a tokenizer" in said
 
 
+def test_a_critic_with_several_labels_is_refused_by_name(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    critic = write_model(tmp_path / "critic", num_labels=2)
+    model_config = LlamaConfig.from_pretrained(critic)
+    AutoModelForSequenceClassification.from_config(model_config).save_pretrained(critic)
+    own = ppo(prompts, "--ppo.critic", critic)
+    said = train(world, tmp_path / "run", *own, status=2)
+    assert "ppo.critic: " in said
+    assert "the model has 2 labels, and a score is one number" in said
+
+
+def test_a_critic_of_a_kind_that_cannot_score_is_refused_by_a_dry_run_too(
+    world: Path, prompts: Path, judge: Path, tmp_path: Path
+) -> None:
+    AutoTokenizer.from_pretrained(judge).save_pretrained(tmp_path)
+    tiny_config("cohere", vocab_size=257).save_pretrained(tmp_path)
+    own = ppo(prompts, "--ppo.critic", tmp_path, "--job.dump_folder", tmp_path / "run")
+    said = refused("train", world / "run.toml", *own, "--dry-run")
+    assert "ppo.critic: job.task: transformers has no sequence classifier" in said
+
+
 def test_a_layout_that_no_critic_can_have_is_refused_by_name(
     world: Path, prompts: Path, tmp_path: Path
 ) -> None:

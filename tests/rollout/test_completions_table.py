@@ -41,6 +41,15 @@ def test_the_best_the_worst_and_one_between_are_shown() -> None:
     assert "good" in one and "bad" not in one
 
 
+def test_rewards_that_differ_by_rounding_are_the_same() -> None:
+    rounded = group_of(["a", "b"], [0.1 + 0.2 + 0.3, 0.3 + 0.2 + 0.1])
+    assert rounded.rewards[0] != rounded.rewards[1]
+    assert not rounded.varies
+    assert not group_of(["a", "b"], [0.1 + 0.2 - 0.3, 0.0]).varies
+    assert not group_of(["a", "b"], [math.nan, 1.0]).varies
+    assert group_of(["a", "b"], [1.0, 1.0 + 1e-6]).varies
+
+
 def test_texts_are_shown_as_they_are() -> None:
     text = "[red]a[/red]\n\tb\x1b[31m\x07 \u202ec \ud800 [link=x]d \\[e] :smile: \x9b"
     said = shown(group_of([text], [1], prompt="[bold]p[/bold]\r"), width=200)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from decimal import Decimal
 from fractions import Fraction
+from multiprocessing import get_context
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from lacuna.config import OutageError, UserError
 from lacuna.config.reinforcement import RewardsConfig
-from lacuna.rollout import math_reward
+from lacuna.rollout import asking, math_reward
 from lacuna.rollout.asking import Overdue, Unheard, ask, ask_alone
 from lacuna.rollout.rewards import FAILED, score, total
 from lacuna.rollout.verifiers import Answered, Reward, answer_in, find_rewards
@@ -128,6 +129,22 @@ def raises(rows: list[dict], completions: list[str]) -> list[float]:
     return [1.0] * len(completions)
 
 
+class Unusual(BaseException):
+    """No Exception."""
+
+    def __str__(self) -> str:
+        return "'no error'"
+
+
+def gives_up(rows: list[dict], completions: list[str]) -> list[float]:
+    raise Unusual
+
+
+def waits(rows: list[dict], completions: list[str]) -> list[float]:
+    time.sleep(60)
+    return []
+
+
 def hangs(rows: list[dict], completions: list[str]) -> list[float]:
     for one in completions:
         try:
@@ -167,6 +184,7 @@ def only_together(rows: list[dict], completions: list[str]) -> list[float]:
         (miscounts, r"row 1 .*it returned 0 scores for 1 completions"),
         (of_words, r"row 1 .*it returned 'good', which is no number"),
         (leaves, r"row 1 .*it called sys.exit\(0\)"),
+        (gives_up, r"row 1 .*\(Unusual: 'no error'\)"),
         (only_together, r"fails on 3 completions together .* on none of them alone"),
     ],
 )
@@ -205,6 +223,19 @@ def test_a_function_that_fails_on_all_together_alone_is_told_of(
     assert "fails on 3 completions together" in caplog.text
 
 
+@pytest.mark.parametrize("function", [gives_up, waits])
+def test_the_first_failure_is_told_of_where_failures_do_not_stop_the_run(
+    function: Callable[[list[dict], list[str]], list[float]], caplog: pytest.LogCaptureFixture
+) -> None:
+    name = f"{__name__}:{function.__name__}"
+    settings = RewardsConfig(functions=(name,), timeout_seconds=0.1, on_error="skip")
+    found = score(find_rewards(settings, no_model), [*ANSWERS, *ANSWERS], settings)[name]
+    assert found == [FAILED] * 6
+    assert "row 1 with" in caplog.text
+    assert ("takes longer" if function is waits else "Unusual") in caplog.text
+    assert "6 of 6 samples are left out" in caplog.text
+
+
 def endless(count: int) -> Iterator[float]:
     while True:
         yield 1.0
@@ -235,6 +266,7 @@ RETURNED: dict[str, Callable[[int], object]] = {
     "infinite": lambda count: [math.inf] * count,
     "array of infinity": lambda count: np.full(count, -np.inf),
     "huge": lambda count: [10**400] * count,
+    "too large to be learnt from": lambda count: [-1e13] * count,
     "complex": lambda count: [1j] * count,
     "texts": lambda count: ["1"] * count,
     "array of texts": lambda count: np.array(["1"] * count),
@@ -352,3 +384,23 @@ def test_a_function_that_catches_everything_is_interrupted_again() -> None:
 
     with pytest.raises(Overdue):
         ask(stubborn, ANSWERS, 0.1)
+
+
+def retries_for_ever(answers: Sequence[Answered]) -> list[float]:
+    while True:
+        try:
+            time.sleep(60)
+        except BaseException:
+            continue
+
+
+def asked_in_vain() -> None:
+    asking._MOST_ALARMS = 2
+    ask(retries_for_ever, ANSWERS, 0.1)
+
+
+def test_a_function_that_nothing_interrupts_ends_the_process() -> None:
+    process = get_context("forkserver").Process(target=asked_in_vain)
+    process.start()
+    process.join(60)
+    assert process.exitcode == 1

@@ -293,14 +293,18 @@ def test_a_server_that_has_answered_meanwhile_is_waited_for_anew(
             {"engine": "server", "server": "a:1", "server_folder": "a"},
             "rollout.server: it should begin with http:// or https://",
         ),
-        (
-            {
-                "engine": "server",
-                "server": "http://a:1",
-                "server_folder": "a",
-                "temperature": 0.001,
-            },
-            "rollout.temperature, rollout.engine: vLLM draws at no temperature below 0.01",
+        *(
+            (
+                {"engine": "server", "server": address, "server_folder": "a"},
+                "rollout.server: it is no address",
+            )
+            for address in (
+                "http://",
+                "http://a b",
+                "http://[::1",
+                "http://a:99999999",
+                "http://:1",
+            )
         ),
     ],
 )

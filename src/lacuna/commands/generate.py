@@ -9,6 +9,7 @@ from typing import Any
 
 from lacuna.commands.arguments import TRUST, CommandParser
 from lacuna.config import UserError, explained
+from lacuna.config.fields import is_temperature
 
 ABOUT = """Prints the completion of a prompt while it is made, and nothing else. With --chat and no
 prompt it is a conversation: a line of standard input is a message, until its end (Ctrl-D) or
@@ -46,9 +47,9 @@ def _build_parser() -> CommandParser:
 
 def _check_options(given: Namespace) -> None:
     """Raises `UserError` for numbers out of range, and options that do not go together."""
-    if given.max_new_tokens < 1 or given.temperature < 0:
+    if given.max_new_tokens < 1 or not is_temperature(given.temperature):
         raise UserError(
-            "generate: --max-new-tokens must be at least 1 and --temperature not negative."
+            "generate: --max-new-tokens must be at least 1 and --temperature 0 or from 0.01 to 100."
         )
     if not 0 < given.top_p <= 1 or given.top_k < 0:
         raise UserError(

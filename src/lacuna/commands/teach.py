@@ -23,6 +23,7 @@ from argparse import Namespace
 
 from lacuna.commands.arguments import CommandParser, parse_run
 from lacuna.config import Config, UserError
+from lacuna.config.fields import is_temperature
 from lacuna.config.objectives import DistillationConfig
 from lacuna.launch import launch, processes_to_start
 
@@ -95,8 +96,8 @@ def _check_words(given: Namespace) -> None:
         value = getattr(given, name)
         if value is not None and value < 1:
             raise UserError(f"teach: --{name.replace('_', '-')} must be at least 1.")
-    if (given.temperature or 0) < 0:
-        raise UserError("teach: --temperature must not be negative.")
+    if not is_temperature(given.temperature or 0):
+        raise UserError("teach: --temperature must be 0 or from 0.01 to 100.")
     if (given.samples or 1) > 1 and not given.temperature:
         raise UserError("teach: greedy answers are all alike: give --samples a --temperature.")
 

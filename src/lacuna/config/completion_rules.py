@@ -1,12 +1,10 @@
 """Rules for how completions are made and measured: held-out prompts, servers, turns."""
 
-from functools import partial
+from urllib.parse import urlsplit
 
 from lacuna.config.rules import Predicate, Rule, is_changed, is_given, refused_for
 from lacuna.config.sections import Config
 
-# The coldest that vLLM draws at: it takes what is colder for this.
-_COLDEST = 0.01
 OF_DIVIDED_PIECES = (
     "beside parallelism.tensor_parallel_degree its pieces are those of divided sequences, and "
     "text is generated with whole ones; drop one of the two"
@@ -37,8 +35,13 @@ def has_divided_pieces(config: Config) -> bool:
     )
 
 
-def _is_too_cold(name: str, config: Config) -> bool:
-    return config.rollout.engine == "server" and getattr(config.rollout, name) < _COLDEST
+def _is_no_address(config: Config) -> bool:
+    address = str(config.rollout.server)
+    try:
+        parts = urlsplit(address)
+        return not (parts.hostname and parts.port != 0) or len(address.split()) != 1
+    except ValueError:  # such as of a port beyond all there are
+        return True
 
 
 COMPLETION_RULES: tuple[Rule, ...] = (
@@ -104,17 +107,14 @@ COMPLETION_RULES: tuple[Rule, ...] = (
         "it should begin with http:// or https://",
     ),
     Rule(
+        ("rollout.server",),
+        is_given("rollout.server", _is_no_address),
+        "it is no address; give one such as http://localhost:8000",
+    ),
+    Rule(
         ("rollout.engine", "rollout.server_folder"),
         lambda config: config.rollout.engine == "server" and not config.rollout.server_folder,
         "give a folder that the server can read in the second: the weights are written there",
-    ),
-    *(
-        Rule(
-            (f"rollout.{name}", "rollout.engine"),
-            is_given(f"rollout.{name}", partial(_is_too_cold, name)),
-            f"vLLM draws at no temperature below {_COLDEST}; raise the first",
-        )
-        for name in ("temperature", "validation_temperature")
     ),
     Rule(
         ("rollout.environment", "rollout.tools"),

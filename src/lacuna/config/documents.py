@@ -12,7 +12,16 @@ from pydantic import (
 )
 
 from lacuna.config.errors import UserError
-from lacuna.config.fields import Names, Path, Paths, Section, Shares, Texts, packaged
+from lacuna.config.fields import (
+    Names,
+    Path,
+    Paths,
+    Section,
+    Shares,
+    Temperature,
+    Texts,
+    packaged,
+)
 
 # The name of the text that every Python brings along, and of the tokenizer that is trained on it.
 BUILT_IN = "python-stdlib"
@@ -216,7 +225,7 @@ class ValidationConfig(Section):
     max_new_tokens: PositiveInt = 64
     """Longest continuation of a prompt, in tokens."""
 
-    temperature: NonNegativeFloat = 0.8
+    temperature: Temperature = 0.8
     """Temperature of the continuations; 0 takes the likeliest token."""
 
     def resolved_source(self) -> Source | None:

@@ -12,6 +12,7 @@ from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
+    Field,
     NonNegativeFloat,
     Strict,
     TypeAdapter,
@@ -21,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 # The recipes and model configurations that ship with the package.
 RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
+_COLDEST, _HOTTEST = 0.01, 100.0
 FLAME_FILE = os.path.join("flame", "models", "fla.toml")  # as flame's commands name it
 
 
@@ -70,7 +72,24 @@ def _checked_path(text: str) -> str:
     return os.path.expanduser(text)
 
 
+def is_temperature(number: float) -> bool:
+    """Whether logits can be divided by a number, or the likeliest token be taken, which is 0.
+
+    Beyond these bounds they are too far from each other for float32, or too near.
+    """
+    return number == 0 or _COLDEST <= number <= _HOTTEST
+
+
+def _checked_temperature(number: float) -> float:
+    if not is_temperature(number):
+        raise ValueError(f"should be from {_COLDEST:g} to {_HOTTEST:g}, or 0 where that is allowed")
+    return number
+
+
 Path = Annotated[str, AfterValidator(_checked_path)]
+Temperature = Annotated[NonNegativeFloat, AfterValidator(_checked_temperature)]
+# Up to a year: what waits takes no numbers that are much larger.
+Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_split_list)]
 Paths = Annotated[
     tuple[Annotated[str, AfterValidator(lambda text: text and _checked_path(text))], ...],

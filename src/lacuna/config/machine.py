@@ -273,13 +273,13 @@ class ProfilingConfig(Section):
 class CommConfig(Section):
     """How long ranks wait for each other."""
 
-    init_timeout_seconds: PositiveInt = 300
+    init_timeout_seconds: int = Field(default=300, gt=0, le=31_536_000)
     """Longest wait until the first step is done, in seconds."""
 
-    train_timeout_seconds: PositiveInt = 100
+    train_timeout_seconds: int = Field(default=100, gt=0, le=31_536_000)
     """Longest wait after the first step, in seconds."""
 
-    save_timeout_seconds: PositiveInt = 7200
+    save_timeout_seconds: int = Field(default=7200, gt=0, le=31_536_000)
     """Longest wait while checkpoints are written or read, and for news between steps, in
     seconds."""
 

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat
 
-from lacuna.config.fields import Path, Section
+from lacuna.config.fields import Path, Section, Temperature
 
 
 class PreferenceConfig(Section):
@@ -54,7 +54,7 @@ class DistillationConfig(Section):
     two."""
     beta: float = Field(default=0.5, gt=0, lt=1)
     """The teacher's share in jsd's mixture of teacher and student."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = Field(default=1.0, gt=0)
     """Divides the logits of teacher and student."""
     alpha: float = Field(default=1.0, gt=0, le=1)
     """Share of the divergence in the loss; the rest is the cross-entropy of the data."""

@@ -4,7 +4,7 @@ from typing import Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from lacuna.config.fields import Names, Path, Section, Shares
+from lacuna.config.fields import Names, Path, Seconds, Section, Shares, Temperature
 
 
 class RolloutConfig(Section):
@@ -12,7 +12,7 @@ class RolloutConfig(Section):
 
     samples: PositiveInt = 8
     """Completions of each prompt; grpo compares them with each other."""
-    temperature: PositiveFloat = 1.0
+    temperature: Temperature = Field(default=1.0, gt=0)
     """Divides the logits of the model when it generates, and when it is trained on what it said.
     Tokens are drawn from all of the vocabulary."""
     max_tokens: PositiveInt = 256
@@ -29,7 +29,7 @@ class RolloutConfig(Section):
     server_folder: Path | None = None
     """Folder through which the server gets the weights of each rollout; it must find the folder
     under the same absolute path."""
-    server_timeout: PositiveFloat = 600.0
+    server_timeout: Seconds = 600.0
     """Seconds that the server may take for an answer, and for coming back where it is gone."""
     shown: NonNegativeInt = 3
     """Completions of one prompt that are shown with their rewards where a run writes to a terminal,
@@ -44,7 +44,7 @@ class RolloutConfig(Section):
     """Most turns of the model in a completion, with rollout.environment or rollout.tools."""
     validation_samples: PositiveInt = 1
     """Completions of each prompt of validation.dataset."""
-    validation_temperature: NonNegativeFloat = 0.0
+    validation_temperature: Temperature = 0.0
     """Temperature of these completions; 0 takes the likeliest token."""
 
     @property
@@ -68,7 +68,7 @@ class RewardsConfig(Section):
     on_error: Literal["stop", "skip"] = "stop"
     """Whether a function that fails on a completion or takes too long stops the run, or the
     completion is not learnt from."""
-    timeout_seconds: PositiveFloat = 60.0
+    timeout_seconds: Seconds = 60.0
     """Longest time that a call of a function of your own may take."""
     answer_column: str = "answer"
     """Column of the data with the right answer (exact, math), a list of right ones (exact) or the
@@ -79,9 +79,9 @@ class RewardsConfig(Section):
     of Python."""
     tests_column: str = "tests"
     """Column of the data with the tests of code: asserts, or inputs with outputs."""
-    code_seconds: PositiveFloat = 10.0
+    code_seconds: Seconds = 10.0
     """Longest time that all tests of a completion may take."""
-    code_memory_gib: float = Field(default=1.0, ge=0.125)
+    code_memory_gib: float = Field(default=1.0, ge=0.125, le=65536)
     """Addresses that its code may take, libraries included, in GiB."""
     code_processes: PositiveInt | None = None
     """Completions whose code a rank runs at a time. Unset: as many as it has cores."""
@@ -148,7 +148,7 @@ class GrpoConfig(PolicyConfig):
 class PpoConfig(PolicyConfig):
     """How a model and its critic learn from the rewards of completions (job.task = ppo)."""
 
-    critic: str | None = None
+    critic: str | None = Field(default=None, min_length=1)
     """Folder or Hub id of the model that the critic begins as, such as a model that scores; it must
     have the same tokens. Unset: as the model itself, expecting 0."""
     critic_lr: PositiveFloat | None = None

@@ -84,7 +84,16 @@ def probe_scores(model: PreTrainedModel, compiled: bool) -> Head:
 
 
 def with_new_scores(slices: dict[str, Any], shadow: PreTrainedModel) -> dict[str, Any]:
-    """The tensors of a model's files, with a layer that scores 0 where the files have none."""
+    """The tensors of a model's files, with a layer that scores 0 where the files have none.
+
+    Raises `UserError` where theirs gives other than one score.
+    """
+    for name, stored in slices.items():
+        if name == f"{_LAYER}.weight" and stored.get_shape()[0] != 1:
+            raise UserError(
+                f"model.name_or_path: the model has {stored.get_shape()[0]} labels, and a score is "
+                "one number: choose one that has a single label, or a causal LM."
+            )
     new = {
         name: torch.zeros(parameter.shape)
         for name, parameter in shadow.named_parameters()

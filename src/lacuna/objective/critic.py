@@ -15,7 +15,7 @@ from lacuna.config.contradictions import contradictions_of
 from lacuna.config.machine import CriticParallelismConfig, ParallelismConfig
 from lacuna.data import Batch
 from lacuna.data.tokenizer import grown_tokenizer
-from lacuna.model.build import BuiltModel, build_model
+from lacuna.model.build import BuiltModel, build_meta_model, build_model
 from lacuna.model.forward import head_input, run_forward
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
@@ -24,6 +24,7 @@ from lacuna.model.scores import scores_of
 from lacuna.objective.sample_batches import of_samples, read_batches, whole_rows
 from lacuna.objective.sample_rows import LaidOut
 from lacuna.parallel.mesh import Layout, Mesh, build_mesh, resolve_layout
+from lacuna.parallel.processes import device_type
 from lacuna.rollout.groups import Sample
 
 _MEND = "choose another critic"
@@ -84,7 +85,7 @@ def layout_beside(settings: ParallelismConfig, ranks: int) -> Layout:
 
 
 def check_critic(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Raises `UserError` for a critic that has other tokens than the model, or an odd layout."""
+    """Raises `UserError` for a critic that has other tokens than the model, or cannot be one."""
     for problem in (
         contradictions_of(critic_config(config)) if is_apart(config.critic_parallelism) else ()
     ):
@@ -108,6 +109,8 @@ def check_critic(config: Config, tokenizer: PreTrainedTokenizerBase) -> None:
             f"ppo.critic: {config.ppo.critic} has another vocabulary: token {number} is {token!r} "
             f"for {of} alone: choose a critic with the model's tokenizer."
         )
+    with explained("ppo.critic", UserError, mend=_MEND):
+        build_meta_model(critic_config(config), tokenizer, Layout(), device_type())
 
 
 def build_critic(

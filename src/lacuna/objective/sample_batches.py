@@ -151,18 +151,23 @@ def of_samples(
 
 
 def mismatch_of(trained: Sequence[Sample], device: torch.device) -> dict[str, float | None]:
-    """How log-probabilities of generating and training differ, over all ranks' trained samples."""
+    """How log-probabilities of generating and training differ, over all ranks' trained samples.
+
+    There is None where no rank has any.
+    """
     sampled, old = (values_of_tokens(trained, name) for name in ("sampled", "old"))
     apart = (sampled - old).abs().to(device)
     largest = apart.max() if len(apart) else apart.sum()
     sums = torch.stack([apart.sum(), (apart > _MISMATCH).sum(), apart.new_tensor(len(apart))])
     dist.all_reduce(sums)
     dist.all_reduce(largest, dist.ReduceOp.MAX)
-    count = max(sums[2].item(), 1)
+    total, beyond, count = sums.tolist()
+    if not count:
+        return dict.fromkeys(("mismatch_mean", "mismatch_largest", "mismatch_share"))
     return {
-        "mismatch_mean": sums[0].item() / count,
+        "mismatch_mean": total / count,
         "mismatch_largest": largest.item(),
-        "mismatch_share": sums[1].item() / count,
+        "mismatch_share": beyond / count,
     }
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import os
 import signal
 from collections.abc import Awaitable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -11,6 +12,7 @@ from itertools import islice
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
+from lacuna.config import logger
 from lacuna.rollout.verifiers import Answered, AsyncReward, OwnTime, Reward
 
 # Seconds for a function to end once it is told to.
@@ -19,6 +21,10 @@ GRACE = 0.5
 _CLOSING = 5.0
 # Failures in a row on single samples for want of time, after which no more samples are asked about.
 _MOST_OVERDUE = 3
+# Alarms that a function may go on after, one every GRACE seconds.
+_MOST_ALARMS = 20
+# Squares of larger rewards, and of the gradients that they make, are not finite.
+_LARGEST = 1e12
 
 
 class Overdue(BaseException):
@@ -78,7 +84,9 @@ def _heard(function: Reward, answer: Answered, seconds: float) -> Outcome:
     """What a function says of one completion, or what it raises."""
     try:
         return ask(function, [answer], seconds)
-    except (Exception, Overdue) as error:  # whatever the user's own lines raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's own lines raise
         return error
 
 
@@ -189,13 +197,25 @@ def _number(value: Any) -> float:
     if isinstance(value, str | bytes):
         raise WrongScores(f"it returned {value!r}, which is no number")
     number = math.nan if value is None else float(value)
-    if math.isinf(number):
-        raise WrongScores(f"it returned {number}")
+    if abs(number) > _LARGEST:
+        raise WrongScores(f"it returned {number}, beyond what can be learnt from ({_LARGEST:g})")
     return number
 
 
 def _told(seconds: float) -> str:
     return f"it takes longer than rewards.timeout_seconds = {seconds:g}"
+
+
+def _end_process(frame: FrameType | None) -> None:
+    """Ends this process, as nothing else ends code that catches whatever is raised in it."""
+    where = f"{frame.f_code.co_filename}, line {frame.f_lineno}" if frame else "it"
+    logger.error(
+        "a function in rewards.functions or rollout.environment takes too long, catches whatever "
+        "interrupts it and goes on (%s): the run is ended at once. Let it catch Exception, not "
+        "BaseException; the same command goes on from the last checkpoint.",
+        where,
+    )
+    os._exit(1)
 
 
 @contextmanager
@@ -211,11 +231,17 @@ def no_exit() -> Iterator[None]:
 def deadline(seconds: float, more: float = 0.0, again: float = 0.0) -> Iterator[None]:
     """A context that raises `Overdue` when it takes `more` than so long, by this process's alarm.
 
-    After that it does so each `again` seconds, unless that is 0. Of code that is not Python it
-    interrupts only what looks for signals, such as waiting, reading and regular expressions.
+    After that it does so each `again` seconds, unless that is 0, and ends the process where code
+    catches that time after time. Of code that is not Python it interrupts only what looks for
+    signals, such as waiting, reading and regular expressions.
     """
+    alarms = 0
 
     def ring(number: int, frame: FrameType | None) -> None:
+        nonlocal alarms
+        alarms += 1
+        if alarms > _MOST_ALARMS:
+            _end_process(frame)
         raise Overdue(_told(seconds))
 
     before = signal.signal(signal.SIGALRM, ring)

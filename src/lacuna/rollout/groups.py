@@ -22,6 +22,9 @@ from lacuna.rollout.talks import Talk
 from lacuna.rollout.turns import go_on
 from lacuna.rollout.verifiers import Reward, require_columns
 
+# Sums of several scores that differ by less, or by less of them, are the same but for rounding.
+_ROUNDING = 1e-9
+
 
 @dataclass
 class Sample:
@@ -95,8 +98,11 @@ class Group:
 
     @property
     def varies(self) -> bool:
-        """Whether some completion is worth more than another."""
-        return len({reward for reward in self.rewards if not math.isnan(reward)}) > 1
+        """Whether some completion is worth more than another, and not by rounding alone."""
+        known = [reward for reward in self.rewards if not math.isnan(reward)]
+        if not known:
+            return False
+        return not math.isclose(min(known), max(known), rel_tol=_ROUNDING, abs_tol=_ROUNDING)
 
     def note_rewards(self) -> None:
         """Writes into the samples, in place, what they are worth."""

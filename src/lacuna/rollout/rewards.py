@@ -81,7 +81,9 @@ def _scores_of(
 ) -> list[float]:
     try:
         return ask(function, answers, settings.timeout_seconds)
-    except (Exception, Overdue) as error:  # whatever the user's own lines raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # whatever the user's own lines raise
         return _scores_alone(name, function, answers, settings, error)
 
 
@@ -95,6 +97,7 @@ def _scores_alone(
     """What a function says of each completion alone, after a `failure` on all together."""
     alone = []
     failed = 0
+    said = ""
     outcomes = ask_alone(function, answers, settings.timeout_seconds)
     for answer, outcome in zip(answers, outcomes, strict=True):
         if not isinstance(outcome, BaseException):
@@ -104,7 +107,7 @@ def _scores_alone(
             raise _explained(name, answer, outcome) from outcome
         failed += 1
         alone.append(FAILED)
-        said = str(_explained(name, answer, outcome))
+        said = said or str(_explained(name, answer, outcome))
     if not failed:
         mend = "mend it"
         if isinstance(failure, Overdue):
