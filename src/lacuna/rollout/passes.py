@@ -47,16 +47,14 @@ def prompt_logits(
     lengths = [len(tokens) for tokens, _ in prompts]
     is_alone = len(prompts) == 1 and not compiled  # which is attention of another kind
     bounds = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    maybe_mark_dynamic(bounds, 0)
     last = bounds[1:].long() - 1
     where = torch.tensor(places, device=device)
     options: dict[str, Any] = {} if compiled else {"pool": pool}
     if "logits_to_keep" in inspect.signature(model.forward).parameters:
         options["logits_to_keep"] = last
-    # One code for all prompts, whatever their lengths: most numbers of tokens come only once.
-    with (
-        torch.compiler.set_stance("default" if compiled else "force_eager"),
-        torch._dynamo.config.patch(assume_static_by_default=False),
-    ):
+    # What differs in size from the prompts before is compiled once more, for all sizes.
+    with torch.compiler.set_stance("default" if compiled else "force_eager"):
         logits: Tensor = model(
             input_ids=torch.tensor([ids], device=device),
             position_ids=torch.tensor([positions], device=device),
