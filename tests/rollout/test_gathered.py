@@ -1,5 +1,8 @@
 """Weights are gathered and cast once for many passes, and afterwards are what they were."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -7,11 +10,25 @@ from torch.distributed.tensor import DTensor
 
 from lacuna.config import Config
 from lacuna.config.sections import ModelConfig
+from lacuna.model.build import build_model
 from lacuna.model.layers.casting import compute_in
 from lacuna.model.vocabulary import look_up_on_cpu
 from lacuna.parallel.fsdp import inference
+from lacuna.parallel.mesh import Layout
+from lacuna.rollout.drawing import Asked, Drawing
+from lacuna.rollout.engine import complete_in_pages
 from lacuna.rollout.gathered import cast_once, gathered, looked_up_on
-from tiny import random_model, run_ranks, sharded_model, tiny_config
+from lacuna.rollout.generate import generating
+from lacuna.rollout.joined import joined, of_one_input
+from tiny import (
+    CPU,
+    mesh_of,
+    random_model,
+    run_ranks,
+    sharded_model,
+    tiny_config,
+    tokenizer_of_words,
+)
 
 IDS = torch.arange(5, 13)[None]
 
@@ -70,3 +87,38 @@ def test_gathered_ranks_pass_by_themselves_and_train_together_again(tmp_path: ob
         wanted = model(IDS, use_cache=False).logits
     for logits in run_ranks(2, pass_alone, str(tmp_path)):
         assert torch.allclose(logits, wanted, atol=1e-5)
+
+
+def said_in_layout(folder: str, degrees: dict[str, int], layout: Layout) -> list[Any]:
+    """What a rank completes of prompts of its own, uncompiled and compiled, of two sizes."""
+    config = Config(
+        model={"name_or_path": folder},
+        training={"seq_len": 64, "batch_size": 2},
+        compile={"enable": True},
+        parallelism=degrees,
+    )
+    model = build_model(config, tokenizer_of_words(), mesh_of(layout), CPU).model
+    found = []
+    for lengths in ((3, 8), (20, 30, 1)[: 2 + dist.get_rank()]):
+        asked = [Asked([*range(5, 5 + length)], [length, 7], 3) for length in lengths]
+        groups = of_one_input(model, CPU)
+        for compiled in (False, True):
+            with generating(model, in_pages=True), gathered(model), joined(model, groups):
+                drawing = Drawing(0.8)
+                given = model, asked, drawing, [2], 64, CPU, True, compiled
+                found.append([[one.tokens for one in group] for group in complete_in_pages(*given)])
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("degrees", "layout"),
+    [({}, Layout(dp_shard=2)), ({"tensor_parallel_degree": 2}, Layout(tp=2))],
+)
+def test_compiled_ranks_that_share_a_model_say_the_same(
+    degrees: dict[str, int], layout: Layout, tmp_path: Path
+) -> None:
+    random_model(tiny_config("llama")).save_pretrained(tmp_path)
+    for plain, compiled, *others in run_ranks(2, said_in_layout, str(tmp_path), degrees, layout):
+        assert plain == compiled
+        assert others[0] == others[1]
