@@ -166,7 +166,7 @@ def compiled_reading(graphs: list[int]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma3", "qwen3_moe"])
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen3_moe"])
 def test_compiled_layers_say_the_same(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ending_model(architecture)
     wanted = said_by(model, Drawing(0.8), 16, (4, 64, 5))
