@@ -1,6 +1,7 @@
 """Rewards are weighted, may not apply, and name the sample that they fail on."""
 
 import math
+import os
 import re
 import sys
 import time
@@ -396,7 +397,10 @@ def retries_for_ever(answers: Sequence[Answered]) -> list[float]:
 
 def asked_in_vain() -> None:
     asking._MOST_ALARMS = 2
-    ask(retries_for_ever, ANSWERS, 0.1)
+    try:
+        ask(retries_for_ever, ANSWERS, 0.1)
+    finally:  # an exception would be status 1 as well
+        os._exit(3)
 
 
 def test_a_function_that_nothing_interrupts_ends_the_process() -> None:

@@ -39,7 +39,7 @@ def _is_no_address(config: Config) -> bool:
     address = str(config.rollout.server)
     try:
         parts = urlsplit(address)
-        return not (parts.hostname and parts.port != 0) or len(address.split()) != 1
+        return not parts.hostname or parts.port == 0 or address.split() != [address]
     except ValueError:  # such as of a port beyond all there are
         return True
 

@@ -23,6 +23,8 @@ from pydantic.fields import FieldInfo
 # The recipes and model configurations that ship with the package.
 RECIPES = pathlib.Path(__file__).parent.parent / "recipes"
 _COLDEST, _HOTTEST = 0.01, 100.0
+# In seconds; what waits takes no numbers that are much larger.
+_YEAR = 31_536_000
 FLAME_FILE = os.path.join("flame", "models", "fla.toml")  # as flame's commands name it
 
 
@@ -88,8 +90,8 @@ def _checked_temperature(number: float) -> float:
 
 Path = Annotated[str, AfterValidator(_checked_path)]
 Temperature = Annotated[NonNegativeFloat, AfterValidator(_checked_temperature)]
-# Up to a year: what waits takes no numbers that are much larger.
-Seconds = Annotated[float, Field(gt=0, le=31_536_000)]
+Seconds = Annotated[float, Field(gt=0, le=_YEAR)]
+WholeSeconds = Annotated[int, Field(gt=0, le=_YEAR)]
 Names = Annotated[tuple[str, ...], Strict(False), BeforeValidator(_split_list)]
 Paths = Annotated[
     tuple[Annotated[str, AfterValidator(lambda text: text and _checked_path(text))], ...],

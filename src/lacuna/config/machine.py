@@ -4,7 +4,7 @@ from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, NonNegativeInt, PositiveInt, WithJsonSchema
 
-from lacuna.config.fields import Names, Path, Section, other_spellings
+from lacuna.config.fields import Names, Path, Section, WholeSeconds, other_spellings
 
 Schedule = Literal[
     "GPipe",
@@ -273,13 +273,13 @@ class ProfilingConfig(Section):
 class CommConfig(Section):
     """How long ranks wait for each other."""
 
-    init_timeout_seconds: int = Field(default=300, gt=0, le=31_536_000)
+    init_timeout_seconds: WholeSeconds = 300
     """Longest wait until the first step is done, in seconds."""
 
-    train_timeout_seconds: int = Field(default=100, gt=0, le=31_536_000)
+    train_timeout_seconds: WholeSeconds = 100
     """Longest wait after the first step, in seconds."""
 
-    save_timeout_seconds: int = Field(default=7200, gt=0, le=31_536_000)
+    save_timeout_seconds: WholeSeconds = 7200
     """Longest wait while checkpoints are written or read, and for news between steps, in
     seconds."""
 
