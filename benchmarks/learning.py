@@ -3,10 +3,11 @@ r"""Does it learn? Runs by reward on arithmetic, several seeds each, and TRL's t
 python benchmarks/learning.py [--output FOLDER] [--limit-seconds 540] [--only RUN ...] [--report]
 
 A small model is first trained on sums with careless answers (sft), then by reward: grpo-SEED,
-success-SEED (the same with curriculum.by_success), ppo-SEED; trl-SEED and trl-batches-SEED are
-TRL's GRPOTrainer with the same model, prompts, groups and lengths, by its two ways to generate in
-its own process. A call goes on where the last one ended, and stops in time, whatever is under way;
-call it until it says that all is done. FOLDER/learning.json, .md and .svg are written by each.
+success-SEED (the same with curriculum.by_success), ppo-SEED; trl-SEED, trl-static-SEED and
+trl-batches-SEED are TRL's GRPOTrainer with the same model, prompts, groups and lengths, by its
+ways to generate in its own process. A call goes on where the last one ended, and stops in time,
+whatever is under way; call it until it says that all is done. FOLDER/learning.json, .md and .svg
+are written by each.
 
   --output FOLDER     where everything goes (learning)
   --limit-seconds N   time of this call; what is under way saves itself and ends (540)
@@ -19,11 +20,13 @@ call it until it says that all is done. FOLDER/learning.json, .md and .svg are w
   --sft-steps N       steps before (1500); 0 begins with the weights of --model
   --model FOLDER      a model to begin with in place of one from scratch: folder or Hub id
   --lr X              learning rate of the adapters of all runs by reward (3e-4)
-  --max-tokens N      longest completion (32; 256 with --speed)
+  --max-tokens N      longest completion (32; 256 with --long and --speed)
   --target X          held-out accuracy up to which samples are counted (nine tenths of GRPO's way)
   --trl FOLDER        where TRL 1.16 and accelerate lie, if they are not installed
+  --long              sums of up to 19 numbers whose answers write every step out: about 100
+                      tokens, 64 prompts × 8 a step, 60 steps
   --speed             no learning: a dozen updates of random weights in SmolLM2 135M's shape, 32
-                      prompts × 8 completions of 256 tokens, by grpo-0, trl-0 and trl-batches-0
+                      prompts × 8 completions of 256 tokens, by grpo-0 and TRL's ways
   --tiny              a tiny model and few steps, for CPUs: a test of this, no result
 """
 
@@ -34,28 +37,20 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import learning_report
-from learning_task import LARGE, RESULT, SPEED, TINY, Sizes, write_model, write_task
+from learning_settings import TRL_WAYS, Learning, wanted
+from learning_task import LARGE, LONG, SPEED, TINY, Sizes, write_model, write_task
 
+OF_THE_FOLDER = (
+    *("steps", "freq", "sft_steps", "model", "lr", "max_tokens"),
+    *("long", "speed", "tiny"),
+)
+"""What all calls with the same output have to agree in."""
 GRACE = 60
 """Seconds that a run is given to save itself, before it is killed."""
-PPO_UPDATES = 4
-
-
-@dataclass(frozen=True)
-class Learning:
-    """A run: what it is called, and the settings of lacuna's that it has; TRL's has none."""
-
-    name: str
-    settings: dict[str, Any]
-
-    @property
-    def is_trl(self) -> bool:
-        return self.name.startswith("trl")
 
 
 def main() -> None:
@@ -89,7 +84,7 @@ def main() -> None:
 
 def sizes_of(given: argparse.Namespace) -> Sizes:
     """How much there is of everything in the runs that are asked for."""
-    sizes = SPEED if given.speed else TINY if given.tiny else LARGE
+    sizes = SPEED if given.speed else TINY if given.tiny else LONG if given.long else LARGE
     return replace(sizes, max_tokens=given.max_tokens or sizes.max_tokens)
 
 
@@ -112,17 +107,19 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--trl")
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--report", action="store_true")
+    parser.add_argument("--long", action="store_true")
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
-    given.steps = given.steps or (4 if given.tiny else 12 if given.speed else 300)
+    usual = 4 if given.tiny else 12 if given.speed else 60 if given.long else 300
+    given.steps = given.steps or usual
     given.freq = given.freq or (2 if given.tiny else 20)
     given.lr = given.lr or 3e-4
     if given.speed:
         given.sft_steps = 0
         given.seeds = 1
         given.model = str(Path(given.output).resolve() / "model")
-        given.only = given.only or ["grpo-0", "trl-0", "trl-batches-0"]
+        given.only = given.only or ["grpo-0", *(f"{way}-0" for way in TRL_WAYS)]
     if given.sft_steps is None:
         given.sft_steps = 20 if given.tiny else 1500
     if not given.sft_steps and not given.model:
@@ -130,104 +127,9 @@ def arguments() -> argparse.Namespace:
     return given
 
 
-def wanted(given: argparse.Namespace, sizes: Sizes) -> list[Learning]:
-    """The runs of a call, in the order in which they are made."""
-    runs = {}
-    if given.sft_steps:
-        runs["sft"] = Learning("sft", sft_settings(given))
-    for seed in range(given.seeds):
-        base = reward_settings(given, sizes, seed)
-        by_success = {"curriculum.by_success": True}
-        updates = {
-            "job.task": "ppo",
-            "ppo.updates": PPO_UPDATES,
-            "ppo.beta": 0.0,
-            "ppo.critic_lr": given.lr / 10,  # all of it is trained
-            "optimizer.lr": given.lr / 2,  # there are more updates
-            "training.steps": given.steps * PPO_UPDATES,
-            "validation.freq": given.freq * PPO_UPDATES,
-            "lr_scheduler.warmup_steps": warm_up(given) * PPO_UPDATES,
-        }
-        runs[f"grpo-{seed}"] = Learning(f"grpo-{seed}", base)
-        if seed < given.trl_seeds:  # beside ours, in the same call where there is time
-            # Batches take all memory that there is, which a CPU has better use for.
-            for way in ("trl",) if given.tiny else ("trl", "trl-batches"):
-                runs[f"{way}-{seed}"] = Learning(f"{way}-{seed}", base)
-        runs[f"success-{seed}"] = Learning(f"success-{seed}", base | by_success)
-        runs[f"ppo-{seed}"] = Learning(f"ppo-{seed}", base | updates)
-    if unknown := [name for name in given.only if name not in runs]:
-        sys.exit(f"no such runs: {', '.join(unknown)}; there are {', '.join(runs)}")
-    return [runs[name] for name in given.only or runs]
-
-
-def warm_up(given: argparse.Namespace) -> int:
-    return int(min(10, given.steps // 2))
-
-
-def sft_settings(given: argparse.Namespace) -> dict[str, Any]:
-    """What the model learns before: how sums are worked, and how they go wrong."""
-    output = Path(given.output).resolve()
-    begin: dict[str, Any] = {"model.config": str(output / "model")}
-    if given.model:
-        begin = {"model.name_or_path": given.model}
-    return begin | {
-        "job.task": "sft",
-        "data.dataset": str(output / "task" / "sft.jsonl"),
-        "chat.template": str(output / "task" / "plain.jinja"),
-        "data.num_workers": 1 if given.tiny else 4,
-        "training.steps": given.sft_steps,
-        "training.batch_size": 4 if given.tiny else 64,
-        "training.seq_len": 128,
-        "optimizer.lr": 5e-5 if given.model else 1e-3,
-        "checkpoint.interval": 200,
-        "metrics.log_freq": 10,
-        "metrics.enable_tensorboard": False,
-    }
-
-
-def reward_settings(given: argparse.Namespace, sizes: Sizes, seed: int) -> dict[str, Any]:
-    """The settings of all runs by reward; `learning_trl.py` gives TRL the same."""
-    output = Path(given.output).resolve()
-    start = str(output / "sft" / "hf") if given.sft_steps else given.model
-    return {
-        "job.task": "grpo",
-        "model.name_or_path": start,
-        "data.dataset": str(output / "task" / "prompts.jsonl"),
-        "data.num_workers": 0,
-        "validation.dataset": str(output / "task" / "held_out.jsonl"),
-        "validation.dataset_split": "train",
-        "validation.freq": given.freq,
-        "rewards.functions": ["exact"],
-        "rewards.answer_pattern": RESULT,
-        # It is measured as it is trained: the likeliest answer is right long before most are.
-        "rollout.validation_temperature": 1.0,
-        # A model so small has learnt sharply: noise of this size in all its weights ends it.
-        "lora.rank": 16,
-        "lora.alpha": 32,
-        "rollout.samples": sizes.samples,
-        "rollout.max_tokens": sizes.max_tokens,
-        "rollout.batch_size": sizes.batch * sizes.samples,
-        "training.seed": seed,
-        "training.steps": given.steps,
-        "training.batch_size": sizes.batch,
-        "training.seq_len": 64 + sizes.max_tokens,
-        "optimizer.lr": given.lr,
-        "optimizer.beta2": 0.999,
-        "optimizer.weight_decay": 0.0,
-        "lr_scheduler.decay_type": "constant",
-        "lr_scheduler.warmup_steps": warm_up(given),
-        "checkpoint.interval": 50,
-        "metrics.log_freq": 1,
-        "metrics.enable_tensorboard": False,
-    }
-
-
 def prepare(output: Path, sizes: Sizes, given: argparse.Namespace) -> None:
     """Writes the task and the model, once; refuses a folder of other sizes or settings."""
-    asked = {
-        name: getattr(given, name)
-        for name in ("steps", "freq", "sft_steps", "model", "lr", "max_tokens", "speed", "tiny")
-    }
+    asked = {name: getattr(given, name) for name in OF_THE_FOLDER}
     file = output / "settings.json"
     if file.exists():
         before = json.loads(file.read_text())
@@ -249,7 +151,8 @@ def go_on(output: Path, one: Learning, sizes: Sizes, given: argparse.Namespace, 
     folder.mkdir(exist_ok=True)
     environment = dict(os.environ)
     if one.is_trl:
-        task = {"settings": one.settings, "batches": "batches" in one.name, "parts": sizes.parts}
+        way = TRL_WAYS[one.name.rpartition("-")[0]]
+        task = {"settings": one.settings, "way": way, "parts": sizes.parts}
         (folder / "task.json").write_text(json.dumps(task))
         words = [sys.executable, str(Path(__file__).with_name("learning_trl.py")), str(folder)]
         if given.trl:

@@ -7,14 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from learning_settings import TRL_WAYS
 from learning_task import Sizes
 
-SERIES = ("grpo", "success", "ppo", "trl", "trl-batches")
+SERIES = ("grpo", "success", "ppo", *TRL_WAYS)
 COLOURS = {
     "grpo": "#1f77b4",
     "success": "#2ca02c",
     "ppo": "#9467bd",
     "trl": "#d62728",
+    "trl-static": "#8c564b",
     "trl-batches": "#ff7f0e",
 }
 WARM_UP = 5
@@ -155,8 +157,8 @@ def reaches(curve: Curve, target: float | None) -> float | None:
 
 
 def beside_trl(series: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """How GRPO's figures compare with those of TRL's faster way to generate."""
-    peers = [series[name] for name in ("trl", "trl-batches") if name in series]
+    """How GRPO's figures compare with those of TRL's fastest way to generate."""
+    peers = [series[name] for name in TRL_WAYS if name in series]
     peers = [one for one in peers if one["updates_a_minute"]]
     if not peers or not series.get("grpo", {}).get("updates_a_minute"):
         return {}
@@ -190,7 +192,7 @@ def table(result: dict[str, Any]) -> str:
     lines.append(f"\ntarget: an accuracy of {said(result['target'], '.3f')}; device: {device()}")
     if beside := result["beside TRL"]:
         lines.append(
-            f"GRPO beside TRL's faster way: {beside['updates_a_minute']:.2f} × the updates a "
+            f"GRPO beside TRL's fastest way: {beside['updates_a_minute']:.2f} × the updates a "
             f"minute, {beside['memory']:.2f} × the memory"
         )
     return "\n".join(lines)

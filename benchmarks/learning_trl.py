@@ -42,7 +42,7 @@ def main() -> None:
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32),
         reward_funcs=exact,
-        args=arguments(folder, settings, task["batches"], task["parts"]),
+        args=arguments(folder, settings, task["way"], task["parts"]),
         train_dataset=Dataset.from_list(rows_of(settings["data.dataset"])),
         processing_class=tokenizer,
         callbacks=[watch],
@@ -68,10 +68,12 @@ def rows_of(path: str) -> list[dict[str, str]]:
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def arguments(folder: Path, settings: dict[str, Any], batches: bool, parts: int) -> GRPOConfig:
+def arguments(
+    folder: Path, settings: dict[str, Any], way: dict[str, Any], parts: int
+) -> GRPOConfig:
     """Our settings by TRL's names; dapo's loss is its default as it is ours.
 
-    A batch of completions, made at once, is trained in so many `parts`.
+    A batch of completions, made at once in this `way`, is trained in so many `parts`.
     """
     samples = settings["rollout.samples"]
     return GRPOConfig(
@@ -98,8 +100,7 @@ def arguments(folder: Path, settings: dict[str, Any], batches: bool, parts: int)
         gradient_checkpointing=False,
         bf16=IS_ON_GPU,
         use_cpu=not IS_ON_GPU,
-        # With bf16 it makes the weights themselves bfloat16, as TRL 1.16 has it.
-        use_transformers_continuous_batching=batches,
+        **way,  # with continuous batching and bf16 TRL makes the weights themselves bfloat16
         seed=settings["training.seed"],
         save_steps=settings["checkpoint.interval"],
         save_total_limit=2,

@@ -56,6 +56,8 @@ def test_a_careless_answer_goes_on_from_what_it_says() -> None:
     assert task.worked([12, 34, -5], numbers, 0.0) == "46,41"
     first, second = map(int, task.worked([12, 34, -5], numbers, 1.0).split(","))
     assert abs(first - 46) in (1, 10) and abs(second - (first - 5)) in (1, 10)
+    long = task.worked([12, 34, -50, 3], numbers, 0.0, is_written_out=True)
+    assert long == "12+34=46,46-50=-4,-4+3=-1" and re.findall(task.RESULT, long) == ["-1"]
 
 
 def test_the_tokenizer_has_a_token_for_each_sign_and_the_task_fits(tmp_path: Path) -> None:
@@ -65,10 +67,16 @@ def test_the_tokenizer_has_a_token_for_each_sign_and_the_task_fits(tmp_path: Pat
     assert len(tokenizer("99+99+99+99=").input_ids) == 12
     longest = task.worked([99] * 6, random.Random(0), 0.0) + task.END
     assert len(tokenizer(longest).input_ids) <= task.LARGE.max_tokens
+    most = task.LONG.levels[-1]
+    longest = task.worked([*most], random.Random(0), 0.0, is_written_out=True) + task.END
+    asked = "+".join(map(str, most)) + "="
+    assert len(tokenizer(longest).input_ids) <= task.LONG.max_tokens
+    assert len(tokenizer(asked + longest).input_ids) <= task.LONG.sft_row
 
 
 @pytest.mark.parametrize(
-    ("asked", "own", "of_trl"), [(["--tiny"], 10, 1), ([], 10, 2), (["--speed"], 1, 2)]
+    ("asked", "own", "of_trl"),
+    [(["--tiny"], 10, 1), ([], 10, 3), (["--long"], 10, 3), (["--speed"], 1, 3)],
 )
 def test_every_run_is_a_configuration(
     asked: list[str], own: int, of_trl: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
