@@ -26,10 +26,8 @@ class Case(NamedTuple):
 
 CASES = {"training": Case(0, False), "save": Case(1, True)}
 MORE = {
-    "training, the second": Case(1, False),
-    "save, the first": Case(0, True),
-    "training, the first of three": Case(0, False, 3),
-    "save, the last of three": Case(2, True, 3),
+    "training, the last of three": Case(2, False, 3),
+    "save, the first of three": Case(0, True, 3),
 }
 
 
