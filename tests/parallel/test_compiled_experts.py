@@ -113,7 +113,6 @@ def check(every: dict[str, Trained], folder_of: FolderOf) -> dict[str, int]:
 
 
 SLOW = {
-    "split": ("qwen3_moe", Case(Layout(tp=2), compiled=True)),
     "split, by operation": ("qwen3_moe", Case(Layout(tp=2), compiled=True, recompute=BY_OPERATION)),
     "spread, by operation": ("qwen3_moe", Case(TWO, 2, compiled=True, recompute=BY_OPERATION)),
     "biases, by operation": ("gpt_oss", Case(TWO, compiled=True, recompute=BY_OPERATION)),
@@ -126,8 +125,8 @@ SLOW = {
 }
 
 
-# Graphs are the same whoever makes code of them, which takes long.
-BY_INDUCTOR = ("cp", "split", "adapters of experts")
+# Graphs are the same whoever makes code of them, which takes long: once for each kind of split.
+BY_INDUCTOR = ("cp", "split, by operation")
 
 
 @pytest.mark.slow
