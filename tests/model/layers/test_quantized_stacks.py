@@ -261,8 +261,8 @@ LAYOUTS = {
         pipelined(Layout(pp=2), 4),
         Case(SPREAD, 2, recompute=FULL),
         Case(SPREAD, 2, recompute=BY_OPERATION),
-        Case(SPREAD, compiled=True),
         Case(SPREAD, offload=True),
+        Case(SPREAD, compiled=True),
         Case(Layout(cp=2, ep=2)),
     ],
     4: [
@@ -280,7 +280,10 @@ def test_any_layout_is_one_process(tmp_path: Path) -> None:
     plain = [Case(lora=adapters, base="nf4") for adapters in (ON_ATTENTION, ON_STACKS)]
     wanted = dict(zip((ON_ATTENTION, ON_STACKS), outcomes(tmp_path, plain), strict=True))
     for of_ranks in LAYOUTS.values():
-        cases = [replace(case, lora=one.lora, base="nf4") for one in plain for case in of_ranks]
+        # Stacks that nobody adapts are computed by the same code, which saves less: half will do.
+        chosen = [(ON_STACKS, case) for case in of_ranks]
+        chosen += [(ON_ATTENTION, case) for case in of_ranks[1::2]]
+        cases = [replace(case, lora=adapters, base="nf4") for adapters, case in chosen]
         for case, outcome in zip(cases, outcomes(tmp_path, cases), strict=True):
             print(case)  # in what pytest shows where the next line fails
             check_same(trained_only(outcome), trained_only(wanted[case.lora]))
