@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from runs import train, write_model
+from runs import ended, rows, start, train, wait_until, write_model
 
 CHAT = "{% for message in messages %}{{ message.content + eos_token }}{% endfor %}"
 KEYS = ("loss", "grad_norm", "reward", "entropy", "clipped", "mismatch_mean", "tokens")
@@ -90,3 +90,23 @@ def made_once(world: Path, root: Path, flags_of: Callable[[str, str], list[objec
         return folder
 
     return made
+
+
+def rewards_until(
+    enough: Callable[[list[float]], bool], last: int, recipe: str, folder: Path
+) -> list[float]:
+    """The rewards of a recipe's steps until they are enough, or until its step `last`.
+
+    It is a run of all of the recipe's steps, as the learning rate depends on; the others are not
+    made.
+    """
+    found: list[float] = []
+
+    def is_over() -> bool:
+        found[:] = [row["reward"] for row in rows(folder) if "reward" in row]
+        return bool(found) and (len(found) >= last or enough(found))
+
+    words = ("train", recipe, "--job.dump_folder", folder, "--metrics.log_freq", 1)
+    with ended(start(*words)) as process:
+        wait_until(is_over, process, timeout=600, pause=0.1)
+    return found
