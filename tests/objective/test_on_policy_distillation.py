@@ -226,8 +226,8 @@ def test_every_layout_learns_as_one_process_does(
     case: str, world: Path, prompts: Path, teacher: Path, tmp_path: Path
 ) -> None:
     layouts = ["shards", "replicas"]
-    if case == "whole":  # GRPO has the others
-        layouts = [name for name in LAYOUTS if name not in [*SHARED_LAYOUTS][1::2]]
+    if case == "whole":  # PPO and GRPO have the others
+        layouts += ["accumulated", "unpacked", "tp 2", "cp 2 × tp 2"]
     elif case == "adapters":  # packed weights do not split, so that there is no tensor parallelism
         layouts.append("cp 2, ring")
     # With nf4 the learning rate is so high that the ring's rounding grows to 2e-3 in four steps.
