@@ -207,7 +207,7 @@ def sharded_model(
         mesh,
         settings.parallelism,
         settings.activation_checkpoint,
-        compile_enabled(settings.compile, settings.parallelism, "cpu"),
+        "layers" if compile_enabled(settings.compile, settings.parallelism, "cpu") else "nothing",
         settings.training,
         settings.quantization,
     )

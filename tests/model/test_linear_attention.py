@@ -3,18 +3,16 @@
 # ruff: noqa: E402
 
 import importlib.util
-import json
 import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 # The variable must be there before anything imports Triton.
 if importlib.util.find_spec("fla") is None or os.environ.get("TRITON_INTERPRET") != "1":
@@ -27,10 +25,11 @@ fla_on_cpu.interpret()
 from fla.modules.l2warp import l2_warp
 
 from first_weights import drawn_otherwise
+from fla_small import HYBRID, ONE_HEAD, OWN_SIZES, config_of, folder_of, interpreted_steps
 from lacuna.cli import main
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.data.fla_models import MODEL_TYPES, register_models
+from lacuna.data.fla_models import MODEL_TYPES
 from lacuna.model.added_losses import require_no_added_loss
 from lacuna.model.architecture import meta_model
 from lacuna.model.fla_softmax import use_our_softmax_attention
@@ -42,53 +41,16 @@ from lacuna.objective.language_modelling import (
     warped_cross_entropy,
 )
 from lacuna.parallel.mesh import Layout
-from layouts import Case, Outcome, alone_loss, check_same, merge, pipelined, steps
+from layouts import Case, Outcome, alone_loss, check_same, merge, pipelined
 from runs import make_world, rows
 from tiny import CPU, VOCABULARY, random_model, relative_error, run_ranks
 
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_heads": 2,
-    "intermediate_size": 64,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-WINDOW = {"layers": [1], "num_heads": 2, "num_kv_heads": 2, "window_size": 8}
-ONE_HEAD = {"hidden_size": 16, "num_heads": 1, "intermediate_size": 32}
-"""Where heads are not what is tried: the interpreter computes each by itself."""
-OWN_SIZES: dict[str, dict[str, Any]] = {
-    "bitnet": {"fuse_norm": True},
-    "hgrn2": {"expand_ratio": 16},
-    "mamba": {"fuse_norm": True},
-    "mamba2": {"fuse_norm": True, "head_dim": 16, "num_heads": 4},
-    "mamba3": {"head_dim": 16, "num_heads": 4},
-    "nsa": {"head_dim": 16, "num_kv_heads": 1},
-    "rodimus": {"attn": WINDOW, "ska_attn": WINDOW},
-    "mom": {"aux_loss_scale": 0.0},
-    "rwkv7": {"head_dim": 16},
-    "samba": {"attn": WINDOW},
-}
-HYBRID = {"attn": {"layers": [1], "num_heads": 2, "window_size": 8}}
 ALONE = Case(Layout())
 TWO_RANKS = {
     "dp_shard 2": Case(Layout(dp_shard=2)),
     "dp_replicate 2": Case(Layout(dp_replicate=2)),
     "pp 2": pipelined(Layout(pp=2), 4),
 }
-
-
-def folder_of(folder: Path, kind: str, **settings: Any) -> Path:
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": kind, **SIZES, **settings}))
-    return folder
-
-
-def config_of(folder: Path, kind: str, **settings: Any) -> Any:
-    register_models(str(folder_of(folder, kind, **settings)))
-    return AutoConfig.from_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -99,11 +61,6 @@ def hybrid(tmp_path_factory: pytest.TempPathFactory) -> Path:
     bounds_choices("auto", model_config, "cpu", Layout())
     random_model(model_config, "eager").save_pretrained(folder)
     return folder
-
-
-def interpreted_steps(model: Path, cases: list[Case]) -> list[Outcome]:
-    fla_on_cpu.interpret()
-    return steps(model, cases)
 
 
 @pytest.fixture(scope="module")

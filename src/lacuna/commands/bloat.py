@@ -129,7 +129,12 @@ EXTENSIONS = {
     "sinks": ("model/sinks.py",),
     "pieces": ("model/pieces.py",),
     "flash-attn-4": ("model/flash.py",),
-    "fla": ("data/fla_models.py", "model/fla_softmax.py", "model/linear_attention.py"),
+    "fla": (
+        "data/fla_models.py",
+        "model/fla_softmax.py",
+        "model/linear_attention.py",
+        "parallel/feed_forward.py",
+    ),
     "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
     "optimizers": (
         "model/parameter_groups.py",

@@ -22,7 +22,7 @@ from lacuna.model.checks import (
     check_lengths,
     check_mixture,
     check_ties,
-    is_compiled,
+    compiled_parts,
     required_router,
 )
 from lacuna.model.flops import flops_of
@@ -178,8 +178,9 @@ def build_model(
     dtype = compute_dtype(training, device.type)
     router = required_router(config.job.task, config.model, model.config, device)
     pieces = 1 if router is None else recomputed.mlp_chunks
-    compiled = is_compiled(config.compile, parallelism, dtype, model.config, pieces, device.type)
-    head = replace(_known_head(model.config, device), compiled=compiled, router=router)
+    compiled = compiled_parts(config.compile, parallelism, dtype, model.config, pieces, device.type)
+    is_compiled = compiled != "nothing"
+    head = replace(_known_head(model.config, device), compiled=is_compiled, router=router)
     parameters = model.num_parameters()
     flops = flops_of(model)
     trained = trained_names(model)
@@ -192,7 +193,7 @@ def build_model(
         model, layers, mesh, parallelism, recomputed, compiled, training, config.quantization
     )
     _fill(model, trained, config, mesh.layout, device, fill)
-    if config.lora.rank and compiled and mesh.layout.pp == 1:
+    if config.lora.rank and is_compiled and mesh.layout.pp == 1:
         require_gradients_of_embedded(model)
     for stage in stages:
         attach_forward(stage.module)

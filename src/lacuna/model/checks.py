@@ -18,7 +18,7 @@ from lacuna.model.architecture import asks_for_router_loss, decoder_layers, is_f
 from lacuna.model.layers.lora import trained_names
 from lacuna.model.over_tokens import has_recurrences
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.parallelize import compile_enabled
+from lacuna.parallel.parallelize import Compiled, compile_enabled
 from lacuna.parallel.precision import kept_in_float32, named_dtype
 from lacuna.parallel.stages import check_pipeline
 from lacuna.parallel.tensor import check_tensor_parallel
@@ -122,8 +122,6 @@ def reason_not_to_compile(
 
     Where they count what routers choose, they do so in `counted_pieces` of the sequence.
     """
-    if is_from_fla(model_config):
-        return "fla's kernels are compiled already, and break the graph of a layer"
     if has_recurrences(model_config):
         return "recurrences over tokens have kernels that break the graph of a layer"
     if counted_pieces > 1:
@@ -158,17 +156,22 @@ def required_router(
     return router
 
 
-def is_compiled(
+def compiled_parts(
     settings: CompileConfig,
     parallelism: ParallelismConfig,
     dtype: torch.dtype,
     model_config: PretrainedConfig,
     counted_pieces: int,
     device_type: str,
-) -> bool:
-    """Whether layers, which compute in `dtype`, are compiled: where it is wanted and can be."""
+) -> Compiled:
+    """What of layers, which compute in `dtype`, is compiled: where it is wanted and can be."""
+    if not compile_enabled(settings, parallelism, device_type):
+        return "nothing"
+    if is_from_fla(model_config):
+        logger.info("of fla's layers the feed-forward blocks are compiled: its kernels are already")
+        return "feed_forward"
     against = reason_not_to_compile(model_config, counted_pieces, dtype, device_type)
-    is_wanted = compile_enabled(settings, parallelism, device_type)
-    if is_wanted and against is not None:
-        logger.info("layers are not compiled: %s", against)
-    return is_wanted and against is None
+    if against is None:
+        return "layers"
+    logger.info("layers are not compiled: %s", against)
+    return "nothing"

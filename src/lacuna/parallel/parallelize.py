@@ -1,6 +1,7 @@
 """The recipe of parallelism: what is done to a model on the meta device, in order."""
 
 import logging
+from typing import Literal
 
 import torch
 from torch import nn
@@ -16,6 +17,9 @@ from lacuna.parallel.recompute import recompute
 from lacuna.parallel.schedule import splits_backward
 from lacuna.parallel.stages import Stage, keep_own_stages
 from lacuna.parallel.tensor import overlap_communication, slice_positions, split_layers
+
+Compiled = Literal["nothing", "feed_forward", "layers"]
+"""What of each layer is compiled: of fla's layers their feed-forward blocks, else all."""
 
 
 def compile_enabled(
@@ -36,13 +40,13 @@ def parallelize(
     mesh: Mesh,
     parallelism: ParallelismConfig,
     recomputed: ActivationCheckpointConfig,
-    compiled: bool,
+    compiled: Compiled,
     training: TrainingConfig,
     quantization: QuantizationConfig,
 ) -> list[Stage]:
     """Spreads `model` over `mesh`, in place, and returns the parts of it that this rank runs.
 
-    `compiled` says whether layers are compiled. Raises `UserError` for a model that cannot be
+    `compiled` says what of the layers is compiled. Raises `UserError` for a model that cannot be
     spread like that.
     """
     stages = keep_own_stages(model, layers, mesh, parallelism)
@@ -56,12 +60,8 @@ def parallelize(
         from lacuna.parallel.experts import prepare_mixtures  # an extension
 
         prepare_mixtures(own, model, mesh, training, quantization, recomputed)
-    if compiled:
-        _compile_layers(own, mesh)
-        for stage in stages:
-            if mesh.layout.tp == 1:  # split norms have hooks
-                for norm in norms_to_compile(stage.module):
-                    norm.compile(fullgraph=True)
+    if compiled != "nothing":
+        _compile(stages, mesh, compiled, recomputed)
     recompute(own, recomputed)
     for stage in stages:
         if recomputed.offload:
@@ -80,7 +80,9 @@ def parallelize(
     return stages
 
 
-def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
+def _compile(
+    stages: list[Stage], mesh: Mesh, compiled: Compiled, recomputed: ActivationCheckpointConfig
+) -> None:
     """Has layers be compiled, in place, before they are made to recompute their activations.
 
     Layers are compiled one by one: one small graph serves them all, and sharding's hooks stay
@@ -90,12 +92,22 @@ def _compile_layers(layers: list[nn.Module], mesh: Mesh) -> None:
     torch._dynamo.config.recompile_limit = 64
     # It warns wherever operations are kept that others may change in place, as none here does.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
+    layers = [layer for stage in stages for layer in stage.layers]
+    if compiled == "feed_forward":
+        from lacuna.parallel.feed_forward import compile_feed_forward  # an extension
+
+        compile_feed_forward(layers, recomputed)
+        return
     if mesh.layout.tp * mesh.layout.ep > 1:
         from lacuna.parallel.experts import compile_in_parts  # an extension
 
         layers = compile_in_parts(layers, mesh)
     for layer in layers:
         layer.compile(fullgraph=True)
+    for stage in stages:
+        if mesh.layout.tp == 1:  # split norms have hooks
+            for norm in norms_to_compile(stage.module):
+                norm.compile(fullgraph=True)
 
 
 def norms_to_compile(module: PreTrainedModel) -> list[nn.Module]:

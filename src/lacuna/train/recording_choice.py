@@ -4,7 +4,7 @@ import torch
 
 from lacuna.config import UserError, logger
 from lacuna.config.sections import TrainingConfig
-from lacuna.model.architecture import decoder_layers
+from lacuna.model.architecture import decoder_layers, is_from_fla
 from lacuna.model.build import BuiltModel
 from lacuna.model.loss import Loss
 from lacuna.parallel.fsdp import is_alone
@@ -37,7 +37,8 @@ def recorded_steps(
     if wanted and reason:
         raise UserError(f"compile.cuda_graphs: {reason}; leave it out.")
     # What is not compiled may have kernels that are tuned, or choose, by what they are given.
-    is_due = wanted or (built.head.compiled and _host_is_slower(training, built, peak))
+    is_compiled = built.head.compiled and not is_from_fla(built.model.config)
+    is_due = wanted or (is_compiled and _host_is_slower(training, built, peak))
     if reason or built.device.type != "cuda" or not is_due:
         return None
     logger.info("steps are recorded as CUDA graphs (compile.cuda_graphs)")

@@ -1,0 +1,107 @@
+"""Feed-forward blocks of flash-linear-attention's layers as plain PyTorch, which is compiled."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.parallel.recompute import is_by_operation, keeping_operations, with_checkpointing
+
+Result = Tensor | tuple[Tensor, Tensor]
+
+
+def compile_feed_forward(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig) -> None:
+    """Has feed-forward blocks of fla's layers, and the norms before them, be compiled, in place.
+
+    fla's own kernels break the graph of a whole layer. In plain PyTorch a block is one graph, whose
+    norm is computed again instead of kept. Where operations are kept (`is_by_operation`), that is
+    all that is recomputed of such a layer: fla's kernels take longer than they keep.
+    """
+    for layer in layers:
+        for block in layer.modules():
+            feed_forward: Any = getattr(block, "mlp", None)
+            if is_swiglu(feed_forward):
+                norm = getattr(block, "mlp_norm", None)
+                _compile_block(feed_forward, norm if _is_rms_norm(norm) else None, settings)
+                if is_by_operation(settings):
+                    setattr(layer, "recomputes_parts", True)  # noqa: B010
+
+
+def is_swiglu(module: Any) -> bool:
+    """Whether a module is fla's usual feed-forward block."""
+    return type(module).__name__ == "GatedMLP" and module.hidden_act == "swish"
+
+
+def _is_rms_norm(module: nn.Module | None) -> bool:
+    return type(module).__name__ == "RMSNorm" and not isinstance(module, nn.RMSNorm)
+
+
+def _compile_block(
+    feed_forward: nn.Module, norm: nn.Module | None, settings: ActivationCheckpointConfig
+) -> None:
+    """Has a block be compiled, in place, and the `norm` before it leave its work to the block."""
+    compute = _compiled_by_operation() if is_by_operation(settings) else _compiled()
+    # What the norm was given last, for the block to compute.
+    left: list[Tensor] = []
+    own: Any = norm.forward if norm is not None else None
+
+    def block(hidden: Tensor, **_: Any) -> Tensor:
+        is_to_be_normed = bool(left) and left[0] is hidden
+        left.clear()
+        return compute(feed_forward, norm if is_to_be_normed else None, hidden)
+
+    def leave_to_block(
+        x: Tensor,
+        residual: Tensor | None = None,
+        prenorm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> Result:
+        if residual_in_fp32:
+            found: Result = own(x, residual, prenorm, residual_in_fp32)
+            return found
+        total = x if residual is None else x + residual
+        left[:] = [total]
+        return (total, total) if prenorm else total
+
+    setattr(feed_forward, "forward", block)  # noqa: B010
+    if norm is not None:
+        setattr(norm, "forward", leave_to_block)  # noqa: B010
+
+
+def normed_swiglu(feed_forward: Any, norm: Any, hidden: Tensor) -> Tensor:
+    """What such a block makes of hidden states [B, T, width], normalised before if there is a norm.
+
+    Every layer of it is called.
+    """
+    if norm is not None:
+        hidden = _rms_norm(hidden, norm.weight, norm.bias, norm.eps)
+    gate = F.silu(feed_forward.gate_proj(hidden))
+    made: Tensor = feed_forward.down_proj(gate * feed_forward.up_proj(hidden))
+    return made
+
+
+def _rms_norm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    wide = hidden.float()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    if weight is not None:
+        normed = normed * weight.float()
+    if bias is not None:
+        normed = normed + bias.float()
+    return normed.to(hidden.dtype)
+
+
+@cache
+def _compiled() -> Callable[..., Tensor]:
+    """One graph for the blocks of all layers."""
+    return torch.compile(normed_swiglu, fullgraph=True)
+
+
+@cache
+def _compiled_by_operation() -> Callable[..., Tensor]:
+    """The same, which keeps every second product and computes the others again."""
+    kept = with_checkpointing(normed_swiglu, context_fn=keeping_operations)
+    return torch.compile(kept, fullgraph=True)
