@@ -24,6 +24,7 @@ from fla_small import ONE_HEAD, OWN_SIZES, config_of, interpreted_steps
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.data.fla_models import MODEL_TYPES
 from lacuna.model.architecture import decoder_layers
+from lacuna.model.layers.linear import plain_linears
 from lacuna.model.linear_attention import bounds_choices
 from lacuna.parallel import feed_forward
 from lacuna.parallel.mesh import Layout
@@ -89,3 +90,14 @@ def values_of(layer: Any) -> dict[str, Tensor]:
             weights[name] = weight
     gradients = torch.autograd.grad(made.square().sum(), [*weights.values()])
     return {"made": made} | dict(zip(weights, gradients, strict=True))
+
+
+def test_layers_whose_weights_flas_kernels_take_are_not_plain(tmp_path: Path) -> None:
+    """Adapters and products in few bits would be passed by."""
+    left_out = {"gla": {"mlp.down_proj"}, "hgrn2": {"mlp.down_proj", "attn.o_proj"}}
+    for kind, names in left_out.items():
+        model_config = config_of(tmp_path / kind, kind, **OWN_SIZES.get(kind, {}))
+        bounds_choices("auto", model_config, "cpu", Layout())
+        layer = decoder_layers(random_model(model_config, "eager"))[0]
+        linear = {name for name, part in layer.named_modules() if isinstance(part, nn.Linear)}
+        assert linear - plain_linears(layer).keys() == names

@@ -105,8 +105,16 @@ def _read_weights(kind: type[nn.Module]) -> set[str]:
     """The names of the children whose weights the code of a kind of module reads itself.
 
     Reading only their dtype, device or shape does not count, nor do slices (BLOOM's, for old
-    checkpoints).
+    checkpoints), nor giving them their first values.
     """
-    own = (one for one in kind.__mro__ if one.__module__.startswith("transformers.models."))
+    own = (
+        one for one in kind.__mro__ if one.__module__.startswith(("transformers.models.", "fla."))
+    )
+    code = [
+        inspect.getsource(function)
+        for one in own
+        for name, function in vars(one).items()
+        if inspect.isfunction(function) and "init" not in name
+    ]
     read = r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size)|\[)"
-    return {child for one in own for child in re.findall(read, inspect.getsource(one))}
+    return {child for one in code for child in re.findall(read, one)}
