@@ -35,6 +35,7 @@ from lacuna.model.architecture import meta_model
 from lacuna.model.fla_softmax import use_our_softmax_attention
 from lacuna.model.flops import step_flops
 from lacuna.model.linear_attention import bounds_choices, find_bounds, products_and_widths
+from lacuna.model.pieces import compute_in_pieces
 from lacuna.objective.language_modelling import (
     ChatModelling,
     cross_entropy,
@@ -137,6 +138,8 @@ def test_what_these_models_cannot_have_is_refused(
             bounds_choices("auto", model_config, "cpu", layout)
     with pytest.raises(UserError, match='model.attention: "sdpa"'):
         bounds_choices("sdpa", model_config, "cpu", Layout())
+    with pytest.raises(UserError, match="activation_checkpoint.mlp_chunks: fla's feed-forward"):
+        compute_in_pieces(meta_model(model_config, None, torch.float32), 2, 1)
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(UserError, match="need a GPU, and this run is on the CPU"):
         bounds_choices("auto", model_config, "cpu", Layout())

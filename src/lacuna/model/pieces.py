@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import UserError
-from lacuna.model.architecture import decoder_layers
+from lacuna.model.architecture import decoder_layers, is_from_fla
 from lacuna.model.specimen import LENGTH, specimen_and_layers
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.mixtures import mixtures_in
@@ -29,6 +29,12 @@ def compute_in_pieces(model: PreTrainedModel, pieces: int, tensor_parallel: int)
     blocks. `tensor_parallel` ranks are to share each block, which is not split yet. Raises
     `UserError` for layers that have no such block.
     """
+    if is_from_fla(model.config):
+        raise UserError(
+            f"{SETTING}: fla's feed-forward blocks are not computed in pieces: have them be "
+            'recomputed instead, by activation_checkpoint.mode = "selective" and '
+            'selective_ac_option = "op".'
+        )
     blocks = token_wise_blocks(model.config)
     layers = decoder_layers(model)
     if tensor_parallel > 1 and any(mixtures_in(layer, model.config) for layer in layers):
