@@ -75,7 +75,11 @@ SHARED_WITH = {
         "lora.rank=*",
         "lora.alpha=*",
     ),
-    "fla": SHARED,
+    "fla": (
+        *SHARED,
+        "activation_checkpoint.mode=selective",  # it keeps everything then
+        "activation_checkpoint.selective_ac_option=op",
+    ),
 }
 
 # What a peer imports, and what pip knows it as. torch brings triton along, but for CPUs.

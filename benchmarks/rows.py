@@ -291,6 +291,13 @@ ROWS = {
         PACKED,
         "fla",
     ),
+    "gla-340m-op": Row(
+        "gla-340m, our feed-forward blocks recomputed by operation; fla keeps everything",
+        GLA_340M,
+        (1, 65536),
+        PACKED | BY_OPERATION,
+        "fla",
+    ),
     "gla-340m-half": Row("gla-340m in rows of 32,768", GLA_340M, (1, 32768), PACKED, "fla"),
 }
 ROWS["qwen3-moe-2-kept"] = replace(
