@@ -18,21 +18,20 @@ def compile_feed_forward(layers: Sequence[nn.Module], settings: ActivationCheckp
     """Has feed-forward blocks of fla's layers, and the norms before them, be compiled, in place.
 
     fla's own kernels break the graph of a whole layer. In plain PyTorch a block is one graph, whose
-    norm is computed again instead of kept. Where operations are kept (`is_by_operation`), that is
-    all that is recomputed of such a layer: fla's kernels take longer than they keep.
+    norm is computed again instead of kept. Where operations are kept (`is_by_operation`), nothing
+    else of such layers is recomputed: fla's kernels would take long for the memory that they spare.
     """
     for layer in layers:
         for block in layer.modules():
             feed_forward: Any = getattr(block, "mlp", None)
-            if is_swiglu(feed_forward):
+            if _is_swiglu(feed_forward):
                 norm = getattr(block, "mlp_norm", None)
                 _compile_block(feed_forward, norm if _is_rms_norm(norm) else None, settings)
                 if is_by_operation(settings):
                     setattr(layer, "recomputes_parts", True)  # noqa: B010
 
 
-def is_swiglu(module: Any) -> bool:
-    """Whether a module is fla's usual feed-forward block."""
+def _is_swiglu(module: Any) -> bool:
     return type(module).__name__ == "GatedMLP" and module.hidden_act == "swish"
 
 
@@ -73,10 +72,7 @@ def _compile_block(
 
 
 def normed_swiglu(feed_forward: Any, norm: Any, hidden: Tensor) -> Tensor:
-    """What such a block makes of hidden states [B, T, width], normalised before if there is a norm.
-
-    Every layer of it is called.
-    """
+    """What such a block makes of hidden states [B, T, width], which a `norm` is for, if any."""
     if norm is not None:
         hidden = _rms_norm(hidden, norm.weight, norm.bias, norm.eps)
     gate = F.silu(feed_forward.gate_proj(hidden))
