@@ -1,7 +1,7 @@
 """Layers whose experts are gathered by themselves are compiled in parts, to the same training."""
 
 from collections.abc import Callable
-from functools import cache, partialmethod
+from functools import cache, partial, partialmethod
 from pathlib import Path
 
 import pytest
@@ -39,6 +39,7 @@ Trained = tuple[str, Case, str]
 """The kind of a model, what it is trained in, and which backend compiles it."""
 FolderOf = Callable[[str], Path]
 PLAIN_COMPILE = nn.Module.compile
+COMPILE_FUNCTION = torch.compile
 
 
 def three_steps(folder: Path, case: Case, backend: str) -> Steps:
@@ -46,6 +47,7 @@ def three_steps(folder: Path, case: Case, backend: str) -> Steps:
     torch._dynamo.reset()  # nothing that was compiled before is found again
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     nn.Module.compile = partialmethod(PLAIN_COMPILE, backend=backend)
+    torch.compile = partial(COMPILE_FUNCTION, backend=backend)
     config, mesh = configuration(folder, case), mesh_of(case.layout)
     built = build_model(config, tokenizer_of_words(), mesh, CPU)
     optimizer = build_optimizer(built.model, config.optimizer)
