@@ -100,8 +100,7 @@ def train_step(run: Run, stop: bool) -> None:
             f"job.task: {config.job.task} divides the loss by {objective.denominator!r}, and its "
             f"batches count {', '.join(counted)}; name one of these as the denominator"
         )
-    # Where no token is trained there is nothing to learn, however many sequences there are.
-    divisor = totals[objective.denominator] * (totals["trained_tokens"] > 0)
+    divisor = totals[objective.denominator]
     rate = learning_rate(config.optimizer.lr, config.lr_scheduler, state.step, run.total_steps)
     for group in run.optimizer.param_groups:  # before the backward pass, which may update weights
         group["lr"] = rate * group.get("lr_ratio", 1.0)
