@@ -133,7 +133,7 @@ def _require_of_transformers(config: Config, processes: int, device: str) -> Non
 
 def _require_of_torchtitan(config: Config, processes: int, device: str) -> None:
     from lacuna.data.tokenizer import load_tokenizer, tokenizer_source
-    from lacuna.model.architecture import load_model_config
+    from lacuna.model.architecture import experts_of, load_model_config
     from lacuna.parallel.parallelize import compile_enabled
 
     layout = resolve_layout(config.parallelism, processes)
@@ -155,9 +155,14 @@ def _require_of_torchtitan(config: Config, processes: int, device: str) -> None:
             float8.recipe_name == "rowwise_with_gw_hp" and float8.filter_small
         ),
     }
-    _refuse_first("torchtitan", wrong)
     tokenizer = load_tokenizer(tokenizer_source(config.model), config.model.trust_remote_code)
-    require_shape_of_torchtitan(load_model_config(config.model, tokenizer), layout.dp_shard > 1)
+    model_config = load_model_config(config.model, tokenizer)
+    has_experts = experts_of(model_config)[0] > 0
+    wrong["its experts stay in bfloat16: leave out float8.filter_small"] = (
+        float8.enable_float8_linear and not float8.filter_small and has_experts
+    )
+    _refuse_first("torchtitan", wrong)
+    require_shape_of_torchtitan(model_config, layout.dp_shard > 1)
 
 
 def _require_of_automodel(config: Config, processes: int, device: str) -> None:

@@ -1,15 +1,19 @@
 r"""Does float8 learn what bfloat16 does? The same run in both, beside another seed of bfloat16.
 
-python benchmarks/float8_losses.py [--steps 1000] [--seeds 0 1] [--output FOLDER] [--tiny]
+python benchmarks/float8_losses.py [--steps 1000] [--seeds 0 1] [--output FOLDER] [--experts]
+                                  [--tiny]
 
 Trains a Llama of 8 layers and 1,024 wide from scratch on the Python standard library: in bfloat16
 with every seed, and with the first seed in each recipe of float8, all of its layers (not only those
-that gain by it). FOLDER then has float8.json, float8.md with a table, and float8.svg with the
-held-out losses. All runs are made at once, on one GPU: times mean nothing here.
+that gain by it). With --experts it is a Mixtral, of which a token visits two of eight experts of
+half the width, and they are in float8 as well. FOLDER then has float8.json, float8.md with a table,
+and float8.svg with the held-out losses. All runs are made at once, on one GPU: times mean nothing
+here.
 
   --steps N       steps of 16 rows of 1,024 tokens (1000)
   --seeds N ...   seeds of bfloat16 (default: 0 1)
   --output FOLDER where runs and results go (float8)
+  --experts       a mixture of experts
   --tiny          a tiny model and few steps, so that a CPU makes it: a test, no result
 """
 
@@ -23,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from curves import Curve, drawn
-from row_models import LLAMA, TINY
+from row_models import LLAMA, MIXTRAL, TINY
 from table import line, tail
 
 from lacuna.config.documents import BUILT_IN
@@ -44,6 +48,7 @@ SHAPE = {
     "num_attention_heads": 16,
     "num_key_value_heads": 16,
 }
+EXPERTS = {"intermediate_size": 1408}
 RUN = """
 [model]
 config = "{folder}/model.json"
@@ -94,6 +99,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
     parser.add_argument("--output", default="float8")
+    parser.add_argument("--experts", action="store_true")
     parser.add_argument("--tiny", action="store_true")
     given = parser.parse_args()
     given.steps = given.steps or (6 if given.tiny else 1000)
@@ -102,7 +108,10 @@ def arguments() -> argparse.Namespace:
 
 def write_run(folder: Path, given: argparse.Namespace) -> None:
     """Writes the model's configuration and the TOML that all runs have in common."""
-    (folder / "model.json").write_text(json.dumps(LLAMA | (TINY if given.tiny else SHAPE)))
+    model = LLAMA | SHAPE
+    if given.experts:
+        model = MIXTRAL | SHAPE | EXPERTS
+    (folder / "model.json").write_text(json.dumps(model | (TINY if given.tiny else {})))
     rows, length = (2, 64) if given.tiny else (16, 1024)
     settings = RUN.format(
         folder=folder,

@@ -66,6 +66,12 @@ QWEN3_MOE = LLAMA | {
 # Its layers that fit GPUs of 80 GB with weights, gradients and both moments in float32.
 QWEN3_MOE_1 = QWEN3_MOE | {"num_hidden_layers": 4}  # 3.1 billion parameters, 46.5 GiB
 QWEN3_MOE_2 = QWEN3_MOE | {"num_hidden_layers": 8}  # 5.6 billion, 41.8 GiB on each of two
+MIXTRAL = LLAMA | {
+    "architectures": ["MixtralForCausalLM"],
+    "model_type": "mixtral",
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
 GLA_340M = json.loads(files("lacuna.recipes").joinpath("gla_340m.json").read_text())
 TINY = {
     "vocab_size": 4096,

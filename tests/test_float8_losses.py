@@ -17,6 +17,7 @@ from runs import environment
 @pytest.mark.skipif(find_spec("torchao") is None, reason="needs torchao")
 def test_float8_learns_beside_bfloat16_by_one_command(tmp_path: Path) -> None:
     command = [sys.executable, bench.DRIVERS / "float8_losses.py", "--tiny", "--output", tmp_path]
+    command.append("--experts")  # beside which linear layers are in float8 as well
     ended = subprocess.run(
         [*map(str, command)],
         env=environment(),
@@ -33,5 +34,7 @@ def test_float8_learns_beside_bfloat16_by_one_command(tmp_path: Path) -> None:
     first, *others = (losses[0] for losses in (curves[0], *curves[2:]))
     assert others == pytest.approx([first] * 3, rel=1e-2), "they begin with the same weights"
     assert (tmp_path / "float8.md").read_text() in ended.stdout
+    of_rows = (tmp_path / "rowwise-0.log").read_text()
+    assert "in 8 linear layers and 4 stacks of experts" in of_rows
     drawn = minidom.parse(str(tmp_path / "float8.svg")).getElementsByTagName("polyline")
     assert len(drawn) == 6 + 5

@@ -99,6 +99,15 @@ def test_tied_embeddings_are_refused_where_weights_are_sharded(world: Path, tmp_
     assert "does not keep embeddings tied" in refusal(world, tmp_path, *sharded)
 
 
+def test_experts_in_float8_are_refused_beside_torchtitans(world: Path, tmp_path: Path) -> None:
+    folder = write_model(tmp_path / "model")
+    Qwen3MoeConfig(**LLAMA, head_dim=16).save_pretrained(folder)
+    words = (*WHOLE, "--model.config", folder, "--float8.enable_float8_linear")
+    every = refusal(world, tmp_path, *words, "--float8.filter_small", "false")
+    assert "its experts stay in bfloat16: leave out float8.filter_small" in every
+    assert "experts stay" not in refusal(world, tmp_path, *words)
+
+
 def test_a_peer_that_is_not_installed_is_named_with_its_line(
     world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -135,7 +135,11 @@ EXTENSIONS = {
         "model/linear_attention.py",
         "parallel/feed_forward.py",
     ),
-    "float8": ("model/layers/float8.py", "model/layers/float8_product.py"),
+    "float8": (
+        "model/layers/float8.py",
+        "model/layers/float8_product.py",
+        "model/layers/float8_stacks.py",
+    ),
     "optimizers": (
         "model/parameter_groups.py",
         "parallel/homes.py",

@@ -126,22 +126,23 @@ class CompileConfig(Section):
 
 
 class Float8Config(Section):
-    """Matrix products of linear layers in 8-bit floats; needs torchao and a recent GPU."""
+    """Matrix products of layers and experts in 8-bit floats; needs torchao and a recent GPU."""
 
     enable_float8_linear: bool = False
-    """Compute the linear layers that gain by it in float8; the head and stacks of experts stay as
-    they are."""
+    """Compute the linear layers, and the experts of mixtures, that gain by it in float8; the head
+    stays as it is."""
 
     recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] | None = None
     """What shares a scale: a whole tensor (tensorwise, the fastest and the default), or each row
-    and column (rowwise, more exact); rowwise_with_gw_hp also leaves gradients of weights to
-    bfloat16."""
+    and column (rowwise, more exact, and of experts always); rowwise_with_gw_hp also leaves
+    gradients of weights to bfloat16."""
 
     filter_fqns: Names = ()
-    """Layers that are left out: parts of their names, or patterns, such as attn or layers.0."""
+    """Layers that are left out: parts of their names, or patterns, such as attn or layers.0;
+    experts leaves out those of mixtures."""
 
     filter_small: bool = True
-    """Leave out layers that are too small to gain by float8."""
+    """Leave out layers that are too small to gain by float8, and experts with too few tokens."""
 
     enable_fsdp_float8_all_gather: bool = False
     """Send sharded weights in float8, which halves that traffic; only with recipe tensorwise."""

@@ -202,12 +202,7 @@ def non_embedding_parameters(model: PreTrainedModel) -> int:
     The head counts even when it is tied to the embedding. Of the weights of a mixture of experts
     only the share of the experts that a token visits counts.
     """
-    text_config = model.config.get_text_config()
-    of_experts = getattr(text_config, "ffn_config", text_config)  # DBRX has a table of its own
-    experts, chosen = (
-        next(filter(None, (getattr(of_experts, name, None) for name in names)), None)
-        for names in (_EXPERTS, _CHOSEN)
-    )
+    experts, chosen = experts_of(model.config)
     share = chosen / experts if experts and chosen else 1.0
     embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     head = getattr(model.get_output_embeddings(), "weight", None)
@@ -222,6 +217,17 @@ def non_embedding_parameters(model: PreTrainedModel) -> int:
         else:
             count += weight.numel()
     return int(count)
+
+
+def experts_of(model_config: PretrainedConfig) -> tuple[int, int]:
+    """The number of experts of a layer, and of those that a token visits; 0 where it has none."""
+    text_config = model_config.get_text_config()
+    table = getattr(text_config, "ffn_config", text_config)  # DBRX has a table of its own
+    experts, chosen = (
+        next(filter(None, (getattr(table, name, None) for name in names)), 0)
+        for names in (_EXPERTS, _CHOSEN)
+    )
+    return experts, chosen
 
 
 def layer_settings(text_config: PretrainedConfig) -> list[PretrainedConfig]:

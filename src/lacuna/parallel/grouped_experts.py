@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 from lacuna.parallel.expert_stacks import stacks_of
-from lacuna.parallel.permutation import copied_rows, order_of, summed_rows
+from lacuna.parallel.permutation import copied_rows, order_of, set_apart, summed_rows, taken_from
 
 PLAIN = "grouped_mm"  # transformers' name of its own
 GROUPED = "lacuna_grouped_mm"
+OWN_PRODUCT = "grouped_product"  # the method of experts that multiply otherwise than transformers
+EVEN = 16  # such a product has a multiple of these rows for each expert, and no expert has none
 
 
 def install_grouped_experts(model: nn.Module) -> None:
@@ -50,13 +52,41 @@ def grouped_experts(
 
 
 def _weighted_outputs(experts: Any, rows: Tensor, numbers: Tensor, weights: Tensor) -> Tensor:
-    """What the experts of these `numbers`, by which rows are sorted, make of rows, weighted.
+    """What the experts of these `numbers`, by which rows are sorted, make of rows, weighted."""
+    every = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
+    ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
+    if not hasattr(experts, OWN_PRODUCT):
+        return _outputs(experts, rows, numbers, ends, weights)
+    places, ends, count = _even_groups(numbers, ends)
+    numbers = torch.searchsorted(ends, torch.arange(count, device=ends.device), right=True)
+    rows = set_apart(rows, places, count)
+    weights = set_apart(weights, places, count)
+    return taken_from(_outputs(experts, rows, numbers, ends, weights), places)
+
+
+def _even_groups(numbers: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, int]:
+    """Where rows of experts with these `numbers` are if each expert has a multiple of `EVEN`.
+
+    Rows are sorted by `numbers`, and those of each expert end at `ends`. Returns their places, the
+    new ends, and the number of places, to which the last expert's rows go on: how many there really
+    are is not known on a CPU.
+    """
+    counts = ends.diff(prepend=ends.new_zeros(1))
+    even = counts.clamp(min=1).add(EVEN - 1) // EVEN * EVEN
+    new_ends = even.cumsum(0, dtype=ends.dtype)
+    count = (len(numbers) + EVEN - 1) // EVEN * EVEN + EVEN * len(ends)
+    before = (new_ends - even) - (ends - counts)
+    places = torch.arange(len(numbers), device=ends.device) + before[numbers]
+    new_ends[-1:] = count
+    return places, new_ends, count
+
+
+def _outputs(experts: Any, rows: Tensor, numbers: Tensor, ends: Tensor, weights: Tensor) -> Tensor:
+    """What experts make of rows, of which those of each end at `ends`, weighted.
 
     What the last matrices are given is weighted instead of what they make, which is as much: that
     is less to do, and gradients of weights then need nothing of what they make.
     """
-    every = torch.arange(experts.num_experts, device=numbers.device, dtype=numbers.dtype)
-    ends = torch.searchsorted(numbers, every, right=True, out_int32=True)
     scales = weights[:, None]
     if experts.has_gate:
         inner = experts._apply_gate(_product(experts, "gate_up_proj", rows, numbers, ends))
@@ -82,7 +112,11 @@ def _product(
     `ends` are where the rows of each expert end. Biases are added, times `scales` if there are any.
     """
     stack = getattr(experts, name)
-    product: Tensor = _grouped_linear(rows, stack, ends, is_transposed=experts.is_transposed)
+    product: Tensor
+    if hasattr(experts, OWN_PRODUCT):
+        product = experts.grouped_product(name, rows, stack, ends)
+    else:
+        product = _grouped_linear(rows, stack, ends, is_transposed=experts.is_transposed)
     if not experts.has_bias:
         return product
     biases: Tensor = _Biases.apply(  # type: ignore[no-untyped-call]

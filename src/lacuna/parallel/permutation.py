@@ -2,6 +2,7 @@
 
 Each row has a known number of copies at most, so that gradients are taken by the inverse order as
 well. What torch does for rows taken by any indices sorts these, and adds rows one after the other.
+Rows may also be set apart, among others that are zero, and taken from there.
 """
 
 from typing import Any, NamedTuple
@@ -66,6 +67,18 @@ def summed_rows(copies: Tensor, where: Order) -> Tensor:
     return rows
 
 
+def set_apart(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    """The rows [rows, ...] at these places, no two at one, of [count, ...] that else are zero."""
+    apart: Tensor = _SetApart.apply(rows, places, count)  # type: ignore[no-untyped-call]
+    return apart
+
+
+def taken_from(apart: Tensor, places: Tensor) -> Tensor:
+    """The rows at these places, no two at one."""
+    rows: Tensor = _TakenFrom.apply(apart, places)  # type: ignore[no-untyped-call]
+    return rows
+
+
 def _indices(where: Order) -> tuple[Tensor, Tensor, Tensor | None]:
     """The row whose copy is at each place, the places of the copies of each row, and which are."""
     times = where.places.shape[1]
@@ -99,6 +112,34 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         return gradients[0][ctx.origins], None, None, None
+
+
+class _SetApart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:
+        ctx.save_for_backward(places)
+        return _at_places(rows, places, count)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        return gradients[0][ctx.saved_tensors[0]], None, None
+
+
+class _TakenFrom(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, apart: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.count = len(apart)
+        return apart[places]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return _at_places(gradients[0], ctx.saved_tensors[0], ctx.count), None
+
+
+def _at_places(rows: Tensor, places: Tensor, count: int) -> Tensor:
+    # Not in place: what torch 2.11 compiles of that has no gradient, and does not say so.
+    return rows.new_zeros(count, *rows.shape[1:]).index_copy(0, places, rows)
 
 
 def _summed(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:

@@ -17,8 +17,8 @@ from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 
 # The names of operations, or how these begin.
-_GROUPED = "aten::_grouped_mm"
-PRODUCTS = ("aten::mm", "aten::addmm", _GROUPED, "aten::_scaled_mm")
+_GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", *_GROUPED)
 KEPT = (  # attention and communication
     "aten::_scaled_dot_product_",
     "torch_attn::_varlen_attn",
@@ -99,7 +99,7 @@ def _saving_policy() -> Callable[..., CheckpointPolicy]:
         name = operation.name()
         kept = name.startswith(KEPT)
         if name in PRODUCTS:
-            kept = next(keep_product[name == _GROUPED, context.is_recompute])
+            kept = next(keep_product[name in _GROUPED, context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy

@@ -1,4 +1,4 @@
-"""Which linear layers compute in 8-bit floats, and what such a run needs."""
+"""Which linear layers and experts compute in 8-bit floats, and what such a run needs."""
 
 import fnmatch
 import math
@@ -7,13 +7,17 @@ from functools import partial
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from lacuna.config import UserError, logger
 from lacuna.config.machine import Float8Config
 from lacuna.config.row_form import RowForm
 from lacuna.config.sections import TrainingConfig
+from lacuna.model.architecture import experts_of
 from lacuna.model.layers.linear import PlainLinear, is_transposed, plain_linears
+from lacuna.parallel.expert_stacks import stacks_of
+from lacuna.parallel.grouped_experts import GROUPED
 from lacuna.parallel.mesh import Mesh
 from lacuna.parallel.precision import compute_dtype
 
@@ -22,6 +26,8 @@ _TORCHTITANS_HEAD = "output"  # the name in its examples of float8.filter_fqns
 _MULTIPLE = 16  # of which the hardware wants both dimensions of a weight
 _ROW_STEP = 64  # rows of one example each may be shorter than asked for, by multiples of this
 _CAPABILITY = (8, 9)  # of the first GPUs that multiply in float8: Ada and Hopper
+_GROUPED_CAPABILITY = (9, 0)  # of the first for which torch has grouped products in float8
+_STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
 def check_float8(settings: Float8Config, training: TrainingConfig, device: torch.device) -> None:
@@ -51,13 +57,15 @@ def compute_in_float8(
     settings: Float8Config,
     training: TrainingConfig,
     pads: bool,
+    tokens: int,
     device: torch.device | None,
 ) -> None:
-    """Has the linear layers that gain by it compute in float8, in place.
+    """Has the linear layers and experts that gain by it compute in float8, in place.
 
     The model is whole, and has no adapters yet. `pads` says that numbers of tokens need not be
-    multiples of 16. Raises `UserError` where torchao is not installed, for a `device` that cannot
-    compute so, where no layer suits, and for names that match none.
+    multiples of 16; a layer's experts get so many `tokens` at once, each of which several compute.
+    Raises `UserError` where torchao is not installed, for a `device` that cannot compute so, where
+    nothing suits, and for names that match none.
     """
     if not find_spec("torchao"):
         raise UserError(
@@ -66,18 +74,25 @@ def compute_in_float8(
         )
     if device is not None:
         check_float8(settings, training, device)
-    from lacuna.model.layers.float8_product import wrap_layers
-
     chosen = chosen_layers(model, settings)
-    if not chosen:
+    stacks = chosen_stacks(model, settings, tokens, device)
+    if not chosen and not stacks:
         raise UserError(
             f"{SETTING}: no linear layer of the model would gain by float8: all are too small, or "
             "not multiples of 16, or left out by float8.filter_fqns. Leave it out, or set "
             "float8.filter_small = false."
         )
     recipe = settings.recipe_name or "tensorwise"
-    wrap_layers([*chosen.values()], recipe, settings.emulate, pads)
-    logger.info("float8: %s, in %d linear layers", recipe, len(chosen))
+    if chosen:
+        from lacuna.model.layers.float8_product import wrap_layers
+
+        wrap_layers([*chosen.values()], recipe, settings.emulate, pads)
+    for experts, names in stacks.items():
+        from lacuna.model.layers.float8_stacks import wrap_stacks
+
+        wrap_stacks(experts, names, recipe, settings.emulate)
+    counts = len(chosen), sum(map(len, stacks.values()))
+    logger.info("float8: %s, in %d linear layers and %d stacks of experts", recipe, *counts)
 
 
 def has_uneven_products(lengths: Iterable[int], form: RowForm, pieces: int, cp: int) -> bool:
@@ -100,20 +115,19 @@ def has_uneven_products(lengths: Iterable[int], form: RowForm, pieces: int, cp: 
 def chosen_layers(model: PreTrainedModel, settings: Float8Config) -> dict[str, PlainLinear]:
     """The linear layers of a model that compute in float8, by their names.
 
-    The head is none of them, nor are stacks of experts. Raises `UserError` for a pattern of names
-    that matches no layer at all; those of layers that are left out anyway change nothing.
+    The head is none of them. Raises `UserError` for a pattern of names that matches no layer and no
+    stack of experts at all; those of layers that are left out anyway change nothing.
     """
     head = model.get_output_embeddings()
     layers = {name: one for name, one in plain_linears(model).items() if one is not head}
-    left_out: set[str] = set()
     every = [_TORCHTITANS_HEAD, *(name for name, _ in model.named_modules())]
+    every += _stacks(model)
     for pattern in settings.filter_fqns:
         if not fnmatch.filter(every, f"*{pattern}*"):
             raise UserError(
                 f"float8.filter_fqns: {pattern!r} matches no layer: give a part of a name, "
                 f"such as {next(iter(layers), 'q_proj')}; what is too small is left out anyway."
             )
-        left_out.update(fnmatch.filter(layers, f"*{pattern}*"))
     chosen = {}
     for name, layer in layers.items():
         out, into = layer.weight.shape
@@ -121,8 +135,29 @@ def chosen_layers(model: PreTrainedModel, settings: Float8Config) -> dict[str, P
             out, into = into, out
         fits = out % _MULTIPLE == 0 and into % _MULTIPLE == 0
         small = settings.filter_small and loses(out, into, settings.recipe_name or "tensorwise")
-        if fits and not small and name not in left_out:
+        if fits and not small and not _is_left_out(name, settings):
             chosen[name] = layer
+    return chosen
+
+
+def chosen_stacks(
+    model: PreTrainedModel, settings: Float8Config, tokens: int, device: torch.device | None
+) -> dict[nn.Module, list[str]]:
+    """The modules that have experts of a layer, and the names of their stacks that take float8.
+
+    A layer's experts get so many `tokens` at once. Stacks are left out where they are not computed
+    by grouped products, and on a `device` for which torch has none in float8.
+    """
+    if device is not None and not settings.emulate and not _multiplies_groups(device):
+        return {}
+    _, each = experts_of(model.config)
+    chosen: dict[nn.Module, list[str]] = {}
+    for name, (experts, stack) in _stacks(model).items():
+        count, rows, columns = stack.shape
+        fits = rows % _MULTIPLE == 0 and columns % _MULTIPLE == 0
+        small = settings.filter_small and groups_lose(rows, columns, tokens * each / count)
+        if fits and not small and not _is_left_out(name, settings):
+            chosen.setdefault(experts, []).append(name.rpartition(".")[2])
     return chosen
 
 
@@ -135,6 +170,35 @@ def loses(out: int, into: int, recipe: str) -> bool:
     if recipe == "tensorwise":
         return out <= 1024 and into <= 4096
     return out <= 2048 or into <= 1024 or (out <= 4096 and into <= 2048)
+
+
+def groups_lose(rows: int, columns: int, tokens: float) -> bool:
+    """Whether experts' matrices [rows, columns] are slower in float8 when each has so many tokens.
+
+    Measured on an H100 (docs/log.md, 2026-11-27): Mixtral's gain a fifth to a quarter with 4,096
+    tokens and lose with 1,024; narrower ones lose, since the casts take longer than products save.
+    """
+    return min(rows, columns) < 4096 or tokens < 4096
+
+
+def _multiplies_groups(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _GROUPED_CAPABILITY
+
+
+def _stacks(model: PreTrainedModel) -> dict[str, tuple[nn.Module, nn.Parameter]]:
+    """The stacks of experts that are multiplied with by grouped products, each with its module."""
+    names = {module: name for name, module in model.named_modules()}
+    return {
+        f"{names[experts]}.{name}": (experts, stack)
+        for experts in stacks_of([model])
+        if getattr(experts.config, "_experts_implementation", None) == GROUPED
+        for name, stack in experts.named_parameters(recurse=False)
+        if name in _STACKS
+    }
+
+
+def _is_left_out(name: str, settings: Float8Config) -> bool:
+    return any(fnmatch.fnmatch(name, f"*{pattern}*") for pattern in settings.filter_fqns)
 
 
 def gather_filled(model: PreTrainedModel, settings: Float8Config, mesh: Mesh) -> Callable[[], None]:

@@ -43,7 +43,8 @@ def replace_layers(
         lengths = [stage.training.seq_len for stage in config.curriculum_stages()]
         pieces = config.activation_checkpoint.mlp_chunks
         pads = has_uneven_products(lengths, config.row_form, pieces, layout.cp)
-        compute_in_float8(model, config.float8, config.training, pads, device)
+        tokens = config.training.batch_size * min(lengths) * layout.ep // (layout.cp * pieces)
+        compute_in_float8(model, config.float8, config.training, pads, tokens, device)
     if config.lora.rank:
         _add_adapters(
             model, config.lora, config.model, named_dtype(config.training.dtype), is_packed
