@@ -59,6 +59,7 @@ SHARED_WITH = {
         "activation_checkpoint.selective_ac_option=*",
         "float8.enable*",
         "float8.recipe_name=*",
+        "float8.filter_fqns=('experts',)",
         "float8.filter_small=*",
         "float8.precompute*",
         "float8.emulate=*",
@@ -158,8 +159,8 @@ def _require_of_torchtitan(config: Config, processes: int, device: str) -> None:
     tokenizer = load_tokenizer(tokenizer_source(config.model), config.model.trust_remote_code)
     model_config = load_model_config(config.model, tokenizer)
     has_experts = experts_of(model_config)[0] > 0
-    wrong["its experts stay in bfloat16: leave out float8.filter_small"] = (
-        float8.enable_float8_linear and not float8.filter_small and has_experts
+    wrong['its experts stay in bfloat16: set float8.filter_fqns = ["experts"]'] = (
+        has_experts and float8.enable_float8_linear and not float8.filter_fqns
     )
     _refuse_first("torchtitan", wrong)
     require_shape_of_torchtitan(model_config, layout.dp_shard > 1)

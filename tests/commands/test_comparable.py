@@ -103,9 +103,9 @@ def test_experts_in_float8_are_refused_beside_torchtitans(world: Path, tmp_path:
     folder = write_model(tmp_path / "model")
     Qwen3MoeConfig(**LLAMA, head_dim=16).save_pretrained(folder)
     words = (*WHOLE, "--model.config", folder, "--float8.enable_float8_linear")
-    every = refusal(world, tmp_path, *words, "--float8.filter_small", "false")
-    assert "its experts stay in bfloat16: leave out float8.filter_small" in every
-    assert "experts stay" not in refusal(world, tmp_path, *words)
+    assert 'set float8.filter_fqns = ["experts"]' in refusal(world, tmp_path, *words)
+    words += ("--float8.filter_fqns", "experts")
+    assert "experts" not in refusal(world, tmp_path, *words)
 
 
 def test_a_peer_that_is_not_installed_is_named_with_its_line(

@@ -1,6 +1,8 @@
 """Recomputing activations saves memory and changes no gradient."""
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ import torch
 import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy
 
 from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
 from lacuna.config import UserError
@@ -17,7 +20,7 @@ from lacuna.model import merged_attention  # noqa: F401, which defines an operat
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel.grouped_experts import install_grouped_experts
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.recompute import KEPT, PRODUCTS, recompute
+from lacuna.parallel.recompute import KEPT, PRODUCTS, _saving_policy, recompute
 from layouts import Case, check_same, outcomes
 from tiny import random_model, tiny_config
 
@@ -136,6 +139,15 @@ class CountingGroupedProducts(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
         self.count += operation.name().startswith("aten::_grouped_mm")
         return operation(*given, **(named or {}))
+
+
+def test_the_first_of_two_grouped_products_is_kept_in_float8_too() -> None:
+    policy = _saving_policy()
+    names = ["aten::_scaled_grouped_mm"] * 2 + ["aten::_scaled_mm"] * 2 + ["aten::_grouped_mm"]
+    context = SimpleNamespace(is_recompute=False)
+    found = [policy(context, SimpleNamespace(name=partial(str, one))) for one in names]
+    kept = [one == CheckpointPolicy.MUST_SAVE for one in found]
+    assert kept == [True, False, True, False, True]
 
 
 def grouped_products(settings: ActivationCheckpointConfig) -> int:

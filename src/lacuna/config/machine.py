@@ -142,7 +142,8 @@ class Float8Config(Section):
     experts leaves out those of mixtures."""
 
     filter_small: bool = True
-    """Leave out layers that are too small to gain by float8, and experts with too few tokens."""
+    """Leave out layers that are too small to gain by float8, and experts that are narrow or get few
+    tokens."""
 
     enable_fsdp_float8_all_gather: bool = False
     """Send sharded weights in float8, which halves that traffic; only with recipe tensorwise."""

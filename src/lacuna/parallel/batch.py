@@ -65,7 +65,7 @@ def resolve_batch(
     accumulation = max(rows // micro, 1)  # 1 where it does not divide, which is refused below
     pieces = accumulation
     if layout.pp > 1:
-        pieces = _pipeline_microbatches(parallelism, accumulation)
+        pieces = pipeline_microbatches(parallelism, accumulation)
     _check_global_batch(training, folder, total, micro, ranks, saved)
     if not saved and training.gradient_accumulation_steps not in (None, accumulation):
         raise UserError(
@@ -98,7 +98,7 @@ def _refuse_early_step(optimizer: OptimizerConfig) -> None:
         )
 
 
-def _pipeline_microbatches(settings: ParallelismConfig, accumulation: int) -> int:
+def pipeline_microbatches(settings: ParallelismConfig, accumulation: int) -> int:
     """The number of micro-batches into which a pipeline cuts the rows of a rank.
 
     Where no setting says it, it is at least one for each stage.

@@ -58,10 +58,15 @@ def _weighted_outputs(experts: Any, rows: Tensor, numbers: Tensor, weights: Tens
     if not hasattr(experts, OWN_PRODUCT):
         return _outputs(experts, rows, numbers, ends, weights)
     places, ends, count = _even_groups(numbers, ends)
-    numbers = torch.searchsorted(ends, torch.arange(count, device=ends.device), right=True)
+    numbers = numbers_of(ends, count)
     rows = set_apart(rows, places, count)
     weights = set_apart(weights, places, count)
     return taken_from(_outputs(experts, rows, numbers, ends, weights), places)
+
+
+def numbers_of(ends: Tensor, rows: int) -> Tensor:
+    """The numbers of the experts of so many rows, of which those of each expert end at `ends`."""
+    return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
 def _even_groups(numbers: Tensor, ends: Tensor) -> tuple[Tensor, Tensor, int]:

@@ -110,7 +110,8 @@ def test_products_are_padded_where_some_have_no_multiple_of_16_tokens(
 ) -> None:
     cut = {"context_parallel_degree": cp}
     form = Config(packing={"mode": packing}, parallelism=cut).row_form
-    assert has_uneven_products(lengths, form, pieces, cp) == wanted
+    stages = [TrainingConfig(seq_len=length) for length in lengths]
+    assert has_uneven_products(stages, form, pieces, cp) == wanted
 
 
 @pytest.mark.parametrize(("length", "pads"), [(96, False), (72, True)])

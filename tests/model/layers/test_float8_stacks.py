@@ -11,9 +11,16 @@ from transformers import MixtralConfig
 
 from lacuna.config import UserError
 from lacuna.config.adapters import LoraConfig
-from lacuna.config.machine import ActivationCheckpointConfig, Float8Config
+from lacuna.config.machine import ActivationCheckpointConfig, Float8Config, ParallelismConfig
+from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import meta_model
-from lacuna.model.layers.float8 import chosen_layers, chosen_stacks, groups_lose
+from lacuna.model.layers.float8 import (
+    chosen_layers,
+    chosen_stacks,
+    groups_lose,
+    tokens_of_experts,
+)
+from lacuna.model.layers.stacks import add_stack_adapters
 from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.grouped_experts import (
     OWN_PRODUCT,
@@ -219,13 +226,38 @@ def test_stacks_that_no_grouped_products_compute_are_left_out() -> None:
     assert chosen_stacks(dense, *wanted) == {}
 
 
-def test_ada_has_no_grouped_products_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = float8(emulate=False)
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-    assert chosen_stacks(mixtral(), real, 16384, cuda) == {}
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-    assert len(chosen_stacks(mixtral(), real, 16384, cuda)) == 2
+@pytest.mark.parametrize(
+    ("capability", "modules"), [((8, 9), 0), ((9, 0), 2), ((10, 0), 2), ((12, 0), 0)]
+)
+def test_some_gpus_have_no_grouped_products_in_float8(
+    capability: tuple[int, int], modules: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    chosen = chosen_stacks(mixtral(), float8(emulate=False), 16384, torch.device("cuda"))
+    assert len(chosen) == modules
+
+
+@pytest.mark.parametrize(
+    ("layout", "pieces", "accumulation", "rows"),
+    [
+        (Layout(), 1, 2, 4),
+        (Layout(dp_shard=2), 1, 1, 4),
+        (Layout(dp_shard=2, ep=2), 1, 1, 8),
+        (Layout(cp=2, ep=2), 1, 1, 4),
+        (Layout(), 2, 1, 2),
+        (Layout(pp=2), 1, 1, 2),  # a micro-batch for each stage
+        (Layout(pp=2), 1, 8, 4),
+    ],
+)
+def test_the_tokens_that_reach_experts_together_are_counted(
+    layout: Layout, pieces: int, accumulation: int, rows: int
+) -> None:
+    cut = ParallelismConfig(pipeline_parallel_degree=layout.pp, pipeline_parallel_schedule="1F1B")
+    first = TrainingConfig(batch_size=4, seq_len=96, gradient_accumulation_steps=accumulation)
+    longer = first.model_copy(update={"batch_size": 16, "seq_len": 48})
+    shorter = first.model_copy(update={"seq_len": 32})
+    assert tokens_of_experts([first, longer], cut, pieces, layout) == rows * 96
+    assert tokens_of_experts([first, shorter], cut, pieces, layout) == rows * 32
 
 
 @pytest.fixture(scope="module", params=["qwen3_moe", "gpt_oss"])
@@ -286,3 +318,21 @@ def test_adapters_of_experts_learn_through_float8(model: Path) -> None:
     assert 1e-3 < relative_error(one.gradients, exact.gradients) < 0.3
     [spread] = outcomes(model, [Case(Layout(dp_shard=2, ep=2), lora=lora, float8=settings)])
     check_near(spread, one)
+
+
+@pytest.mark.parametrize("adapted", ["gate_up_proj", "down_proj"])
+@pytest.mark.parametrize("cast", ["gate_up_proj", "down_proj"])
+def test_adapters_do_not_decide_which_stacks_are_cast(adapted: str, cast: str) -> None:
+    pytest.importorskip("torchao")
+    from lacuna.model.layers.float8_stacks import wrap_stacks
+
+    experts = experts_alone("qwen3_moe")
+    wrap_stacks(experts, [cast], "rowwise", emulate=True)
+    alone = with_gradients(experts)
+    add_stack_adapters(experts, [f".{adapted}"], 2, 1.0, torch.float32)
+    for name, weight in experts.named_parameters():
+        if name.endswith("lora_B"):
+            nn.init.zeros_(weight)  # which changes nothing
+        elif name.endswith("lora_A"):
+            nn.init.normal_(weight)
+    assert torch.equal(with_gradients(experts)[""], alone[""])

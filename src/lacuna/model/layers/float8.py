@@ -11,14 +11,15 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from lacuna.config import UserError, logger
-from lacuna.config.machine import Float8Config
+from lacuna.config.machine import Float8Config, ParallelismConfig
 from lacuna.config.row_form import RowForm
 from lacuna.config.sections import TrainingConfig
 from lacuna.model.architecture import experts_of
 from lacuna.model.layers.linear import PlainLinear, is_transposed, plain_linears
+from lacuna.parallel.batch import pipeline_microbatches
 from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.grouped_experts import GROUPED
-from lacuna.parallel.mesh import Mesh
+from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.precision import compute_dtype
 
 SETTING = "float8.enable_float8_linear"
@@ -26,7 +27,7 @@ _TORCHTITANS_HEAD = "output"  # the name in its examples of float8.filter_fqns
 _MULTIPLE = 16  # of which the hardware wants both dimensions of a weight
 _ROW_STEP = 64  # rows of one example each may be shorter than asked for, by multiples of this
 _CAPABILITY = (8, 9)  # of the first GPUs that multiply in float8: Ada and Hopper
-_GROUPED_CAPABILITY = (9, 0)  # of the first for which torch has grouped products in float8
+_GROUPED_MAJORS = (9, 10)  # capabilities for which torch has grouped products in float8
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
@@ -78,30 +79,33 @@ def compute_in_float8(
     stacks = chosen_stacks(model, settings, tokens, device)
     if not chosen and not stacks:
         raise UserError(
-            f"{SETTING}: no linear layer of the model would gain by float8: all are too small, or "
-            "not multiples of 16, or left out by float8.filter_fqns. Leave it out, or set "
-            "float8.filter_small = false."
+            f"{SETTING}: no linear layer of the model would gain by float8, and no experts: all "
+            "are too small (or experts get too few tokens at once), or not multiples of 16, or "
+            "left out by float8.filter_fqns. Leave it out, or set float8.filter_small = false."
         )
     recipe = settings.recipe_name or "tensorwise"
     if chosen:
         from lacuna.model.layers.float8_product import wrap_layers
 
         wrap_layers([*chosen.values()], recipe, settings.emulate, pads)
-    for experts, names in stacks.items():
+    if stacks:
         from lacuna.model.layers.float8_stacks import wrap_stacks
 
-        wrap_stacks(experts, names, recipe, settings.emulate)
+        for experts, names in stacks.items():
+            wrap_stacks(experts, names, recipe, settings.emulate)
     counts = len(chosen), sum(map(len, stacks.values()))
     logger.info("float8: %s, in %d linear layers and %d stacks of experts", recipe, *counts)
 
 
-def has_uneven_products(lengths: Iterable[int], form: RowForm, pieces: int, cp: int) -> bool:
+def has_uneven_products(
+    stages: Iterable[TrainingConfig], form: RowForm, pieces: int, cp: int
+) -> bool:
     """Whether any product of a run may be of a number of tokens that is no multiple of 16.
 
-    `lengths` are those of the rows of all stages of its curriculum, of which `cp` ranks have a part
-    each, and layers compute so many `pieces` of it one after another.
+    Rows have the lengths of the `stages` of its curriculum; `cp` ranks have a part of each, and
+    layers compute so many `pieces` of it one after another.
     """
-    every = {*lengths}
+    every = {training.seq_len for training in stages}
     if form.packing.mode == "none" and not form.is_shared:
         every |= {*range(_ROW_STEP, max(every), _ROW_STEP)}
     for length in every:
@@ -110,6 +114,26 @@ def has_uneven_products(lengths: Iterable[int], form: RowForm, pieces: int, cp: 
         if rest or own % _MULTIPLE or piece % _MULTIPLE:
             return True
     return False
+
+
+def tokens_of_experts(
+    stages: Iterable[TrainingConfig], settings: ParallelismConfig, pieces: int, layout: Layout
+) -> int:
+    """The tokens that reach the experts of a layer together, in any of a run's stages at the least.
+
+    They are those of a micro-batch, or of one of so many `pieces` of it, of all ranks that share
+    the experts. (A resumed run whose batch no longer divides may have fewer.)
+    """
+    together = []
+    for training in stages:
+        rows = training.batch_size
+        if layout.pp > 1:  # which cuts all rows of a step anew
+            accumulation = training.gradient_accumulation_steps or 1
+            total = training.global_batch_size or rows * accumulation * layout.data_parallel
+            own = total // layout.data_parallel
+            rows = own // pipeline_microbatches(settings, max(own // rows, 1))
+        together.append(rows * training.seq_len)
+    return min(together) * layout.ep // (layout.cp * pieces)
 
 
 def chosen_layers(model: PreTrainedModel, settings: Float8Config) -> dict[str, PlainLinear]:
@@ -156,7 +180,8 @@ def chosen_stacks(
         count, rows, columns = stack.shape
         fits = rows % _MULTIPLE == 0 and columns % _MULTIPLE == 0
         small = settings.filter_small and groups_lose(rows, columns, tokens * each / count)
-        if fits and not small and not _is_left_out(name, settings):
+        grouped = getattr(experts.config, "_experts_implementation", None) == GROUPED
+        if grouped and fits and not small and not _is_left_out(name, settings):
             chosen.setdefault(experts, []).append(name.rpartition(".")[2])
     return chosen
 
@@ -182,16 +207,15 @@ def groups_lose(rows: int, columns: int, tokens: float) -> bool:
 
 
 def _multiplies_groups(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device) >= _GROUPED_CAPABILITY
+    return torch.cuda.get_device_capability(device)[0] in _GROUPED_MAJORS
 
 
 def _stacks(model: PreTrainedModel) -> dict[str, tuple[nn.Module, nn.Parameter]]:
-    """The stacks of experts that are multiplied with by grouped products, each with its module."""
+    """The stacks of experts of a model, each with its module."""
     names = {module: name for name, module in model.named_modules()}
     return {
         f"{names[experts]}.{name}": (experts, stack)
         for experts in stacks_of([model])
-        if getattr(experts.config, "_experts_implementation", None) == GROUPED
         for name, stack in experts.named_parameters(recurse=False)
         if name in _STACKS
     }

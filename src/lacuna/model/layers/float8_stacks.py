@@ -17,6 +17,7 @@ from transformers.integrations.moe import _grouped_linear
 
 from lacuna.model.layers.linear import is_transposed
 from lacuna.model.layers.wrapping import Place, Wrapper, wrap
+from lacuna.parallel.grouped_experts import numbers_of
 
 _DTYPE = torch.float8_e4m3fn
 _POWERS = {"round_scales_to_power_of_2": True}  # of torchao's functions, as its recipes by rows
@@ -26,13 +27,13 @@ class Float8Stacks(Wrapper):
     """Experts that cast tokens, stacks and gradients to 8-bit floats when they multiply.
 
     Attributes:
-        stacks: the names of the stacks that do so; others multiply as they are.
+        in_float8: the names of the stacks that do so; others multiply as they are.
         emulate: whether products of full precision compute with float8's values.
         exact_gradients: whether gradients of weights are computed without float8.
     """
 
     place = Place.PRODUCT
-    stacks: tuple[str, ...]
+    in_float8: tuple[str, ...]
     emulate: bool
     exact_gradients: bool
 
@@ -44,7 +45,7 @@ class Float8Stacks(Wrapper):
         """
         by_inputs = is_transposed(self)
         product: Tensor
-        if name not in self.stacks:
+        if name not in self.in_float8:
             product = _grouped_linear(rows, stack, ends, is_transposed=by_inputs)
             return product
         how = _How(by_inputs, self.emulate, self.exact_gradients)
@@ -59,7 +60,7 @@ def wrap_stacks(experts: nn.Module, names: Sequence[str], recipe: str, emulate: 
     Each row and each column has a scale whatever the `recipe`: torch has no other grouped products.
     """
     exact = recipe == "rowwise_with_gw_hp"
-    wrap(experts, Float8Stacks, stacks=(*names,), emulate=emulate, exact_gradients=exact)
+    wrap(experts, Float8Stacks, in_float8=(*names,), emulate=emulate, exact_gradients=exact)
 
 
 class _How(NamedTuple):
@@ -114,7 +115,7 @@ def _sum_products(left: Tensor, right: Tensor, ends: Tensor, how: _How) -> Tenso
     if how.emulate:
         if not how.exact_gradients:
             left, right = (_rounded_by_groups(one, ends) for one in (left, right))
-        numbers = _numbers(ends, len(left))
+        numbers = numbers_of(ends, len(left))
         every = range(len(ends))
         return torch.stack([torch.where(numbers == one, left.mT, 0) @ right for one in every])
     if how.exact_gradients:
@@ -143,15 +144,10 @@ def _rounded(values: Tensor, dim: int) -> Tensor:
 
 def _rounded_by_groups(rows: Tensor, ends: Tensor) -> Tensor:
     """Rows as they are after a cast with a scale for each column of each expert's rows."""
-    numbers = _numbers(ends, len(rows))
+    numbers = numbers_of(ends, len(rows))
     wide = numbers[:, None].expand_as(rows)
     largest = rows.new_zeros(len(ends), rows.shape[1])
     return _cast_and_back(rows, largest.scatter_reduce(0, wide, rows.abs(), "amax")[numbers])
-
-
-def _numbers(ends: Tensor, rows: int) -> Tensor:
-    """The number of each row's expert."""
-    return torch.searchsorted(ends, torch.arange(rows, device=ends.device), right=True)
 
 
 def _cast_and_back(values: Tensor, largest: Tensor) -> Tensor:

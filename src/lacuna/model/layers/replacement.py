@@ -38,12 +38,16 @@ def replace_layers(
         learning = config.parallelism if config.lora.rank else None
         quantize_layers(model, config.quantization.base, unquantised, learning)
     if config.float8.enable_float8_linear:
-        from lacuna.model.layers.float8 import compute_in_float8, has_uneven_products
+        from lacuna.model.layers.float8 import (
+            compute_in_float8,
+            has_uneven_products,
+            tokens_of_experts,
+        )
 
-        lengths = [stage.training.seq_len for stage in config.curriculum_stages()]
+        stages = [stage.training for stage in config.curriculum_stages()]
         pieces = config.activation_checkpoint.mlp_chunks
-        pads = has_uneven_products(lengths, config.row_form, pieces, layout.cp)
-        tokens = config.training.batch_size * min(lengths) * layout.ep // (layout.cp * pieces)
+        pads = has_uneven_products(stages, config.row_form, pieces, layout.cp)
+        tokens = tokens_of_experts(stages, config.parallelism, pieces, layout)
         compute_in_float8(model, config.float8, config.training, pads, tokens, device)
     if config.lora.rank:
         _add_adapters(
