@@ -1,5 +1,8 @@
 """Experts in float8: which stacks, padded groups exactly, and the same in every layout."""
 
+import inspect
+import itertools
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,7 @@ from lacuna.model.layers.float8 import (
     tokens_of_experts,
 )
 from lacuna.model.layers.stacks import add_stack_adapters
+from lacuna.model.layers.wrapping import Wrapper
 from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.grouped_experts import (
     OWN_PRODUCT,
@@ -336,3 +340,18 @@ def test_adapters_do_not_decide_which_stacks_are_cast(adapted: str, cast: str) -
         elif name.endswith("lora_A"):
             nn.init.normal_(weight)
     assert torch.equal(with_gradients(experts)[""], alone[""])
+
+
+def test_no_two_wrappers_keep_different_things_under_one_name() -> None:
+    pytest.importorskip("torchao")
+    for name in ("casting", "dora", "float8_product", "float8_stacks", "quantized_stacks"):
+        import_module(f"lacuna.model.layers.{name}")
+    kinds: list[type[Wrapper]] = [Wrapper]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    own = [(name, kind) for kind in kinds for name in inspect.get_annotations(kind)]
+    assert ("in_float8", "Float8Stacks") in [(name, kind.__name__) for name, kind in own]
+    parameters = {"weight", "bias", "lora_A", "lora_B"}  # which are the modules'
+    for (name, kind), (other_name, other) in itertools.combinations(own, 2):
+        is_related = issubclass(kind, other) or issubclass(other, kind)
+        assert name != other_name or is_related or name in parameters, (name, kind, other)
