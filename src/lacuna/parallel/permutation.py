@@ -69,8 +69,8 @@ def summed_rows(copies: Tensor, where: Order) -> Tensor:
 
 def set_apart(rows: Tensor, places: Tensor, count: int) -> Tensor:
     """The rows [rows, ...] at these places, no two at one, of [count, ...] that else are zero."""
-    apart: Tensor = _SetApart.apply(rows, places, count)  # type: ignore[no-untyped-call]
-    return apart
+    # Not in place: within functions like those below torch 2.11 compiles that without a gradient.
+    return rows.new_zeros(count, *rows.shape[1:]).index_copy(0, places, rows)
 
 
 def taken_from(apart: Tensor, places: Tensor) -> Tensor:
@@ -114,17 +114,6 @@ class _Summed(torch.autograd.Function):
         return gradients[0][ctx.origins], None, None, None
 
 
-class _SetApart(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, places: Tensor, count: int) -> Tensor:
-        ctx.save_for_backward(places)
-        return _at_places(rows, places, count)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return gradients[0][ctx.saved_tensors[0]], None, None
-
-
 class _TakenFrom(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, apart: Tensor, places: Tensor) -> Tensor:
@@ -134,12 +123,7 @@ class _TakenFrom(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _at_places(gradients[0], ctx.saved_tensors[0], ctx.count), None
-
-
-def _at_places(rows: Tensor, places: Tensor, count: int) -> Tensor:
-    # Not in place: what torch 2.11 compiles of that has no gradient, and does not say so.
-    return rows.new_zeros(count, *rows.shape[1:]).index_copy(0, places, rows)
+        return set_apart(gradients[0], ctx.saved_tensors[0], ctx.count), None
 
 
 def _summed(copies: Tensor, places: Tensor, present: Tensor | None) -> Tensor:

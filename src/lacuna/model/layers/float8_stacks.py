@@ -50,7 +50,8 @@ class Float8Stacks(Wrapper):
             return product
         how = _How(by_inputs, self.emulate, self.exact_gradients)
         stack = stack.contiguous()
-        product = _Product.apply(rows.to(stack.dtype), stack, ends, how)  # type: ignore[no-untyped-call]
+        rows = rows.to(stack.dtype)
+        product = _Product.apply(rows, stack, ends, how)  # type: ignore[no-untyped-call]
         return product
 
 
