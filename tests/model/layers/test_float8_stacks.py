@@ -41,7 +41,9 @@ CPU = torch.device("cpu")
 
 def experts_alone(kind: str) -> Any:
     """The experts of a tiny model's first mixture, with random weights."""
-    model = random_model(tiny_config(kind), "eager").float()
+    # GPUs want multiples of 16, of which gpt_oss has its own.
+    sizes = {} if kind == "gpt_oss" else {"moe_intermediate_size": 48}
+    model = random_model(tiny_config(kind, **sizes), "eager").float()
     install_grouped_experts(model)
     experts: Any = stacks_of([model])[0]
     torch.manual_seed(0)
