@@ -57,6 +57,7 @@ SHARED_WITH = {
         "model.attention=varlen",
         "activation_checkpoint.mode=selective",
         "activation_checkpoint.selective_ac_option=*",
+        "activation_checkpoint.offload*",  # what it keeps stays on the GPU
         "float8.enable*",
         "float8.recipe_name=*",
         "float8.filter_fqns=('experts',)",
@@ -73,6 +74,7 @@ SHARED_WITH = {
         "model.attention=varlen",
         "activation_checkpoint.mode=selective",
         "activation_checkpoint.selective_ac_option=*",
+        "activation_checkpoint.offload*",
         "lora.rank=*",
         "lora.alpha=*",
     ),
@@ -179,11 +181,13 @@ def _require_of_automodel(config: Config, processes: int, device: str) -> None:
         ),
         "its rows have one length: leave out training.varlen": config.training.varlen,
         "it recomputes all or by operation: set activation_checkpoint.selective_ac_option = op": (
-            recomputed.mode == "selective" and recomputed.selective_ac_option != "op"
+            recomputed.mode == "selective" and recomputed.selective_ac_option.isdecimal()
         ),
         "its adapters change in place what recomputation by operation keeps, and torch raises an "
         "error: set activation_checkpoint.mode = full": (
-            recomputed.mode == "selective" and bool(config.lora.rank)
+            recomputed.mode == "selective"
+            and recomputed.selective_ac_option == "op"
+            and bool(config.lora.rank)
         ),
         f"in one process it casts nothing to {computed}: use several, or adapters, or set "
         f"training.dtype = {computed}": (

@@ -30,6 +30,15 @@ PACKED = {
     "training": {"context_len": 4096, "varlen": True},
 }
 BY_OPERATION = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
+PRODUCTS = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "products"}}
+
+
+def _moved(share: float) -> Settings:
+    """All products kept, a share of what layers keep in CPU memory."""
+    moved = {"offload": True, "offload_share": share}
+    return {"activation_checkpoint": PRODUCTS["activation_checkpoint"] | moved}
+
+
 RECOMPUTED = {"activation_checkpoint": {"mode": "full"}}
 FOUR = {"training": {"gradient_accumulation_steps": 4}}
 TWO = {"training": {"gradient_accumulation_steps": 2}}
@@ -81,6 +90,7 @@ class Row:
             settings["training"] = {"mixed_precision_param": "bfloat16"}
         if "compile" in settings:
             settings["compile"] = {"enable": False}
+        settings.get("activation_checkpoint", {}).pop("offload", None)  # is for compiled layers
         if "context_len" in settings.get("training", {}):
             settings["training"]["context_len"] = 64
         if "context_parallel_degree" in settings.get("parallelism", {}):
@@ -139,16 +149,23 @@ ROWS = {
         WHOLE_ROWS | BY_OPERATION,
         "torchtitan",
     ),
+    "llama-1b-products": Row(
+        "llama-1b, all products kept; torchtitan recomputes by operation",
+        LLAMA_1B,
+        (2, 8192),
+        WHOLE_ROWS | PRODUCTS,
+        "torchtitan",
+    ),
     "half-8b": Row(
-        "16 layers of Llama 3 8B, FSDP 2, rows of 8,192, recomputation by operation",
+        "16 layers of Llama 3 8B, FSDP 2, rows of 8,192, all products kept, 0.41 in CPU memory",
         HALF_8B,
         (2, 8192),
-        WHOLE_ROWS | BY_OPERATION,
+        WHOLE_ROWS | _moved(0.41),
         "torchtitan",
         processes=2,
     ),
     "half-8b-float8": Row(
-        "half-8b in float8, tensorwise, gathered in float8 with scales computed ahead",
+        "half-8b in float8, tensorwise, gathered so with scales computed ahead, by operation",
         HALF_8B,
         (2, 8192),
         WHOLE_ROWS | BY_OPERATION | {"float8": TENSORWISE},
@@ -156,7 +173,7 @@ ROWS = {
         processes=2,
     ),
     "half-8b-rowwise": Row(
-        "half-8b in float8, rowwise",
+        "half-8b in float8, rowwise, recomputation by operation",
         HALF_8B,
         (2, 8192),
         WHOLE_ROWS
@@ -166,10 +183,10 @@ ROWS = {
         processes=2,
     ),
     "half-8b-long": Row(
-        "16 layers of Llama 3 8B, context parallelism 2, one row of 32,768",
+        "half-8b under context parallelism 2, one row of 32,768",
         HALF_8B,
         (1, 32768),
-        WHOLE_ROWS | BY_OPERATION | {"parallelism": {"context_parallel_degree": 2}},
+        WHOLE_ROWS | _moved(0.41) | {"parallelism": {"context_parallel_degree": 2}},
         "torchtitan",
         processes=2,
     ),
@@ -191,10 +208,10 @@ ROWS = {
         gib=LARGE,
     ),
     "llama-340m": Row(
-        "24 layers of 1,024, 16 heads, vocabulary 32,000, 1 GPU, 16 rows of 4,096",
+        "24 layers of 1,024, 16 heads, 1 GPU, 16 rows of 4,096, all products kept",
         LLAMA_340M,
         (16, 4096),
-        WHOLE_ROWS | BY_OPERATION,
+        WHOLE_ROWS | PRODUCTS,
         "torchtitan",
     ),
     "qwen3-sft": Row(

@@ -230,8 +230,11 @@ def job_config(task: Task) -> JobConfig:
         setattr(config.parallelism, AXES[axis], settings["layout"][axis])
     for name in ("expert_parallel_degree", "fsdp_reshard_after_forward"):
         setattr(config.parallelism, name, settings["parallelism"][name])
-    for name in ("mode", "selective_ac_option"):
-        setattr(config.activation_checkpoint, name, settings["activation_checkpoint"][name])
+    recomputed = settings["activation_checkpoint"]
+    config.activation_checkpoint.mode = recomputed["mode"]
+    option = recomputed["selective_ac_option"]
+    # It cannot keep all products; by operation is what comes next.
+    config.activation_checkpoint.selective_ac_option = "op" if option == "products" else option
     if settings["float8"]["enable_float8_linear"]:
         use_float8(config, settings["float8"])
     return config

@@ -22,8 +22,14 @@ def refusal(world: Path, folder: Path, *flags: object) -> str:
         ((), "set data.document_mask = false"),
         ((*WHOLE, "--lora.rank", 4), "has nothing like lora.rank=4"),
         (
-            (*WHOLE, "--activation_checkpoint.mode", "full", "--activation_checkpoint.offload"),
-            "offl",
+            (
+                *WHOLE,
+                "--activation_checkpoint.mode",
+                "full",
+                "--activation_checkpoint.mlp_chunks",
+                2,
+            ),
+            "mlp_chunks=2",
         ),
         ((*WHOLE, "--model.attention", "eager"), "has nothing like model.attention=eager"),
         ((*WHOLE, "--model.attention", "softpick"), "has nothing like model.attention=softpick"),

@@ -1,7 +1,8 @@
-"""Layers' inputs in CPU memory change no gradient, come back in time, and do not stay."""
+"""Activations in CPU memory change no gradient, come back in time, and do not stay."""
 
 import gc
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel import offload
-from lacuna.parallel.offload import offload_inputs
+from lacuna.parallel.offload import offload_activations, widest
 from lacuna.parallel.recompute import recompute
 from tiny import random_model, tiny_config
 
@@ -23,73 +25,170 @@ DEVICES = [
         "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
     ),
 ]
+FULL = ActivationCheckpointConfig(mode="full", offload=True)
+NONE = ActivationCheckpointConfig(offload=True, offload_share=0.6)
+PRODUCTS = {"mode": "selective", "selective_ac_option": "products"}
 
 
-def deep_model(device: str) -> PreTrainedModel:
-    """A model whose layers keep their inputs only."""
+def deep_model(device: str, settings: ActivationCheckpointConfig, backend: str) -> PreTrainedModel:
+    """A model of some layers that recompute as the settings say."""
+    torch._dynamo.reset()
     model = random_model(tiny_config("llama", num_hidden_layers=LAYERS)).to(device).train()
-    recompute(decoder_layers(model), ActivationCheckpointConfig(mode="full"))
+    if backend:
+        for layer in decoder_layers(model):
+            layer.compile(fullgraph=True, backend=backend)
+    recompute(decoder_layers(model), settings)
+    return model
+
+
+def offloading_model(
+    device: str, settings: ActivationCheckpointConfig, backend: str = ""
+) -> PreTrainedModel:
+    model = deep_model(device, settings, backend)
+    offload_activations(model, decoder_layers(model), settings, bool(backend), device)
     return model
 
 
 def gradients(model: PreTrainedModel, times: int = 3) -> list[Tensor]:
-    """The gradients of some passes, each over other tokens."""
+    """The gradients of some passes, each over other tokens, and the last over more."""
     device = next(model.parameters()).device
     for number in range(times):
-        tokens = (torch.arange(64, device=device)[None] * (number + 1)) % 60
+        tokens = (torch.arange(64 * (1 + (number == 2)), device=device)[None] * (number + 1)) % 60
         output: Any = model(input_ids=tokens, use_cache=False)
         output.logits.square().mean().backward()
     return [one.grad for one in model.parameters() if one.grad is not None]
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_gradients_are_the_same_to_the_bit(device: str) -> None:
-    plain = gradients(deep_model(device))
-    model = deep_model(device)
-    offload_inputs(model, device)
-    for ours, theirs in zip(gradients(model), plain, strict=True):
+@pytest.mark.parametrize(
+    ("settings", "compiled"),
+    [
+        (FULL, False),
+        (NONE, False),
+        (NONE, True),
+        (ActivationCheckpointConfig(**PRODUCTS, offload=True), True),
+        (ActivationCheckpointConfig(**PRODUCTS, offload=True, offload_share=0.4), True),
+        (ActivationCheckpointConfig(mode="selective", offload=True), False),
+    ],
+)
+def test_gradients_are_the_same_to_the_bit(
+    settings: ActivationCheckpointConfig, compiled: bool, device: str
+) -> None:
+    backend = ("inductor" if device == "cuda" else "aot_eager") if compiled else ""
+    plain = gradients(deep_model(device, settings, backend))
+    offloaded = gradients(offloading_model(device, settings, backend))
+    for ours, theirs in zip(offloaded, plain, strict=True):
         assert torch.equal(ours, theirs)
 
 
-def test_each_comes_back_while_the_one_after_it_is_used_and_none_stays(
+class Watched:
+    """Notes what a model moves, of what it could have moved, and when it comes back."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.moved: list[weakref.ref[Any]] = []
+        self.bytes: dict[tuple[int, bool], int] = {}
+        self.was_on_its_way: list[bool] = []
+        self.layers_back = 0
+        self.held = 0
+        monkeypatch.setattr(offload._Keeper, "pack", self.packing(offload._Keeper.pack))
+        monkeypatch.setattr(offload._Keeper, "unpack", self.unpacking(offload._Keeper.unpack))
+
+    def packing(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def pack(keeper: Any, tensor: Tensor) -> Any:
+            packed = real(keeper, tensor)
+            is_moved = isinstance(packed, offload._Moved)
+            if is_moved:
+                self.moved.append(weakref.ref(packed))
+                self.held = max(self.held, len({one.layer for one in keeper.leaving}))
+            if keeper._is_activation(tensor):
+                key = keeper.layer, is_moved
+                self.bytes[key] = self.bytes.get(key, 0) + tensor.nbytes
+            return packed
+
+        return pack
+
+    def unpacking(self, real: Callable[..., Any]) -> Callable[..., Any]:
+        def unpack(keeper: Any, packed: Any) -> Tensor:
+            if isinstance(packed, offload._Moved):
+                self.was_on_its_way.append(packed.fetched is not None)
+            tensor: Tensor = real(keeper, packed)
+            back = {one.layer for ref in self.moved if (one := ref()) and one.fetched is not None}
+            self.layers_back = max(self.layers_back, len(back))
+            return tensor
+
+        return unpack
+
+
+@pytest.mark.parametrize("settings", [FULL, NONE])
+def test_each_layers_come_back_while_the_next_layer_uses_its_own_and_none_stay(
+    settings: ActivationCheckpointConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched = Watched(monkeypatch)
+    model = offloading_model("cpu", settings)
+    gradients(model, times=2)
+    gc.collect()
+    assert len(watched.was_on_its_way) == len(watched.moved) >= 2 * (LAYERS - 1)
+    assert all(watched.was_on_its_way)
+    assert watched.layers_back <= 2
+    assert watched.held <= 2
+    assert not any(ref() for ref in watched.moved)
+
+
+def test_of_every_layer_but_the_last_about_the_same_share_is_moved(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    kept: list[weakref.ref[Any]] = []
-    was_on_its_way: list[bool] = []
-    most = 0
-    pack, unpack = offload._Keeper.pack, offload._Keeper.unpack
-
-    def noted(keeper: Any, tensor: Tensor) -> Any:
-        packed = pack(keeper, tensor)
-        if not isinstance(packed, Tensor):
-            kept.append(weakref.ref(packed))
-        return packed
-
-    def counted(keeper: Any, packed: Any) -> Tensor:
-        nonlocal most
-        if not isinstance(packed, Tensor):
-            was_on_its_way.append(packed.fetched is not None)
-        tensor = unpack(keeper, packed)
-        most = max(most, sum(one.fetched is not None for ref in kept if (one := ref())))
-        return tensor
-
-    monkeypatch.setattr(offload._Keeper, "pack", noted)
-    monkeypatch.setattr(offload._Keeper, "unpack", counted)
-    model = deep_model("cpu")
-    offload_inputs(model, "cpu")
+    model = offloading_model("cpu", NONE)
     gradients(model, times=1)
-    gc.collect()
-    assert len(was_on_its_way) == len(kept) > LAYERS
-    assert all(was_on_its_way[-LAYERS:]), "the layers' inputs are asked for last"
-    assert most <= 2
-    assert not any(ref() for ref in kept)
+    watched = Watched(monkeypatch)
+    gradients(model, times=1)
+    shares = [
+        moved / (moved + watched.bytes[layer, False])
+        for layer in range(LAYERS - 1)
+        if (moved := watched.bytes[layer, True])
+    ]
+    assert len(set(shares)) == 1 and 0.4 < shares[0] <= NONE.offload_share
+    assert (LAYERS - 1, True) not in watched.bytes
+
+
+def test_the_widest_that_fit_a_share_are_chosen() -> None:
+    llama = [2, 2, 2, 2, 7, 7]  # of a layer of Llama 3 8B: input, query, attention, sum, gate, up
+    assert widest(llama, 0.41) == {4, 0}
+    assert widest(llama, 0.3) == {0, 1, 2}
+    assert widest(llama, 1.0) == {*range(6)}
+    assert widest([], 0.5) == set()
+
+
+def test_weights_do_not_count_as_activations(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of as many tokens as a matrix has rows: 32 × 32 numbers."""
+    shapes = set()
+    real = offload._Keeper._copy
+
+    def noted(keeper: Any, source: Tensor, target: Tensor) -> Any:
+        shapes.add(source.untyped_storage().data_ptr())
+        return real(keeper, source, target)
+
+    monkeypatch.setattr(offload._Keeper, "_copy", noted)
+    model = offloading_model("cpu", ActivationCheckpointConfig(offload=True))
+    tokens = torch.arange(model.config.hidden_size)[None]
+    output: Any = model(input_ids=tokens, use_cache=False)
+    output.logits.sum().backward()
+    assert shapes
+    assert shapes.isdisjoint(one.untyped_storage().data_ptr() for one in model.parameters())
 
 
 def test_nothing_is_kept_of_a_pass_that_is_only_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """Log-probabilities are found with gradients recorded, and no backward pass."""
     kept: list[Tensor] = []
     monkeypatch.setattr(offload._Keeper, "pack", lambda _, tensor: kept.append(tensor) or tensor)
-    model = deep_model("cpu").eval()
-    offload_inputs(model, "cpu")
+    model = offloading_model("cpu", FULL).eval()
     model(input_ids=torch.arange(64)[None] % 60, use_cache=False)
     assert not kept
+
+
+@pytest.mark.parametrize("option", ["op", "products"])
+def test_what_uncompiled_layers_keep_by_operation_cannot_be_moved(option: str) -> None:
+    settings = ActivationCheckpointConfig(
+        mode="selective", selective_ac_option=option, offload=True
+    )
+    with pytest.raises(UserError, match="set compile.enable = true"):
+        offloading_model("cpu", settings)

@@ -1,5 +1,6 @@
 """Recomputing activations saves memory and changes no gradient."""
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +20,19 @@ from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model import merged_attention  # noqa: F401, which defines an operation
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel.grouped_experts import install_grouped_experts
+from lacuna.parallel.kept_operations import KEPT, PRODUCTS, _saving_policy
 from lacuna.parallel.mesh import Layout
-from lacuna.parallel.recompute import KEPT, PRODUCTS, _saving_policy, recompute
-from layouts import Case, check_same, outcomes
+from lacuna.parallel.recompute import recompute
+from layouts import Case, check_same, outcomes, pipelined
 from tiny import random_model, tiny_config
 
 OFFLOADED = ActivationCheckpointConfig(mode="full", offload=True)
 FULL = ActivationCheckpointConfig(mode="full")
 EVERY_SECOND = ActivationCheckpointConfig(mode="selective", selective_ac_option="2")
 BY_OPERATION = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
+ALL_PRODUCTS = ActivationCheckpointConfig(mode="selective", selective_ac_option="products")
+MOVED = ActivationCheckpointConfig(offload=True, offload_share=0.6)
+PRODUCTS_MOVED = ALL_PRODUCTS.model_copy(update={"offload": True, "offload_share": 0.6})
 BUDGET = ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.2)
 
 
@@ -45,7 +50,8 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     ids=["adapters", "whole"],
 )
 def test_a_recomputed_step_is_the_same_step(model_config: Path, adapters: LoraConfig) -> None:
-    modes = (ActivationCheckpointConfig(), FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED)
+    modes = (ActivationCheckpointConfig(), FULL, EVERY_SECOND, BY_OPERATION, ALL_PRODUCTS)
+    modes += (OFFLOADED, MOVED)
     plain, *recomputed = outcomes(
         model_config, [Case(Layout(1, 2), 2, recompute=mode, lora=adapters) for mode in modes]
     )
@@ -55,13 +61,35 @@ def test_a_recomputed_step_is_the_same_step(model_config: Path, adapters: LoraCo
 
 @pytest.mark.slow
 def test_a_recomputed_compiled_step_is_the_same_step(model_config: Path) -> None:
-    modes = [FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED]
+    modes = [FULL, EVERY_SECOND, BY_OPERATION, OFFLOADED, PRODUCTS_MOVED]
     if "resid_pdrop" not in (model_config / "config.json").read_text():
-        modes.append(BUDGET)  # which is not for models with dropout, as the other one
+        # Which are not for models with dropout, as the other one.
+        modes += [BUDGET, BUDGET.model_copy(update={"offload": True, "offload_share": 0.6})]
     cases = [Case(Layout(), 2, recompute=mode, compiled=True) for mode in modes]
     plain, *recomputed = outcomes(model_config, [Case(Layout(), 2, compiled=True), *cases])
     for outcome in recomputed:
         check_same(outcome, plain)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "settings"),
+    [
+        (Layout(tp=2), MOVED),
+        (Layout(cp=2), MOVED),
+        (Layout(pp=2), PRODUCTS_MOVED),
+        (Layout(dp_replicate=2, dp_shard=2), MOVED),
+    ],
+)
+def test_activations_in_cpu_memory_change_no_step_of_any_layout(
+    layout: Layout, settings: ActivationCheckpointConfig, tmp_path: Path
+) -> None:
+    tiny_config("llama", num_hidden_layers=4).save_pretrained(tmp_path)
+    case = pipelined(layout, 4) if layout.pp > 1 else Case(layout, 2)
+    case = replace(case, recompute=settings, compiled=settings is PRODUCTS_MOVED)
+    plainly = replace(case, recompute=ActivationCheckpointConfig())
+    moved, plain = outcomes(tmp_path, [case, plainly])
+    check_same(moved, plain)
 
 
 def test_a_memory_budget_is_refused_beside_dropout() -> None:
@@ -142,12 +170,22 @@ class CountingGroupedProducts(TorchDispatchMode):
 
 
 def test_the_first_of_two_grouped_products_is_kept_in_float8_too() -> None:
-    policy = _saving_policy()
+    policy = _saving_policy(True, False)
     names = ["aten::_scaled_grouped_mm"] * 2 + ["aten::_scaled_mm"] * 2 + ["aten::_grouped_mm"]
     context = SimpleNamespace(is_recompute=False)
     found = [policy(context, SimpleNamespace(name=partial(str, one))) for one in names]
     kept = [one == CheckpointPolicy.MUST_SAVE for one in found]
     assert kept == [True, False, True, False, True]
+
+
+def test_all_products_are_kept_but_those_of_experts() -> None:
+    policy = _saving_policy(True)
+    half = _saving_policy(True, False)
+    context = SimpleNamespace(is_recompute=False)
+    product = SimpleNamespace(name=lambda: "aten::mm")
+    assert [policy(context, product) for _ in range(3)] == [CheckpointPolicy.MUST_SAVE] * 3
+    kept = [half(context, product) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
+    assert kept == [True, False, True]
 
 
 def grouped_products(settings: ActivationCheckpointConfig) -> int:

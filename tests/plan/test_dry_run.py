@@ -257,6 +257,13 @@ def test_the_peak_is_near_what_gpus_reserved() -> None:
         half_of_llama_8b, Layout(dp_shard=2), 2, 8192, activation_checkpoint=by_operation
     )
     assert found == pytest.approx(46.6, rel=0.1), "docs/log.md, two H100s"
+    products = by_operation | {"selective_ac_option": "products"}
+    moved = products | {"offload": True, "offload_share": 0.41}
+    for settings, reserved in ((products, 56.4), (moved, 50.9)):
+        found = peak_of(
+            half_of_llama_8b, Layout(dp_shard=2), 2, 8192, activation_checkpoint=settings
+        )
+        assert found == pytest.approx(reserved, rel=0.1), "docs/log.md, two H100s"
     qwen3 = Qwen3Config(
         vocab_size=151936,
         hidden_size=1024,

@@ -78,6 +78,7 @@ EXTENSIONS = {
         "model/router_load.py",
     ),
     "recurrent-rows": ("model/recurrent_flops.py", "model/recurrent_rows.py"),
+    "kept-operations": ("parallel/kept_operations.py",),
     "offload": ("parallel/offload.py",),
     "on-policy": (
         "objective/on_policy.py",

@@ -92,20 +92,22 @@ class ActivationCheckpointConfig(Section):
     """What is computed again in the backward pass to save memory."""
 
     mode: Literal["none", "full", "selective", "memory_budget"] = "none"
-    """Which activations are recomputed: all, some by selective_ac_option, or as many as
-    memory_budget asks."""
+    """What is recomputed: all, some by selective_ac_option, or as much as memory_budget asks."""
 
     selective_ac_option: Annotated[
-        str, BeforeValidator(str), Field(pattern="^(op|[1-9][0-9]*)$")
+        str, BeforeValidator(str), Field(pattern="^(op|products|[1-9][0-9]*)$")
     ] = "2"
     """With mode selective: k recomputes every k-th layer; op keeps attention, communication and
-    every second matrix product."""
+    every second matrix product; products keeps all of these, and of experts as many as op."""
 
     memory_budget: float = Field(default=0.5, ge=0, le=1)
     """With mode memory_budget: share of the activations that torch.compile may keep."""
 
     offload: bool = False
-    """With mode full: keep the layers' inputs, the only activations left, in CPU memory."""
+    """Keep the layers' activations in CPU memory; with mode full these are their inputs."""
+
+    offload_share: float = Field(default=1.0, gt=0, le=1)
+    """With offload: share of each layer's activations that is kept there, by bytes, at most."""
 
     mlp_chunks: PositiveInt = 1
     """Compute feed-forward blocks in so many pieces of the sequence, one after the other, and again
@@ -116,8 +118,7 @@ class CompileConfig(Section):
     """Whether torch.compile and CUDA graphs make the model faster."""
 
     enable: bool | None = None
-    """Compile each layer. Unset: yes on a GPU, unless a zero-bubble pipeline cannot; no on a
-    CPU."""
+    """Compile each layer. Unset: on GPUs, unless a zero-bubble pipeline cannot."""
 
     cuda_graphs: bool | None = None
     """Record the passes and the update of a step once, as CUDA graphs, and replay them, which

@@ -13,13 +13,6 @@ PASS_RULES: tuple[Rule, ...] = (
         "needs torch.compile; drop the second",
     ),
     Rule(
-        ("activation_checkpoint.offload", "activation_checkpoint.mode"),
-        lambda config: (
-            config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full"
-        ),
-        "full leaves what is moved; set that mode",
-    ),
-    Rule(
         ("activation_checkpoint.mlp_chunks", "activation_checkpoint.mode"),
         lambda config: (
             config.activation_checkpoint.mlp_chunks > 1

@@ -24,10 +24,11 @@ from lacuna.config.sections import TrainingConfig
 from lacuna.parallel.expert_stacks import MIXED, experts_in, stacks_of
 from lacuna.parallel.fsdp import local, reshard_after_forward
 from lacuna.parallel.grouped_experts import GROUPED
+from lacuna.parallel.kept_operations import keeping_operations
 from lacuna.parallel.mesh import Layout, Mesh
 from lacuna.parallel.permutation import Order, copied_rows, summed_rows
 from lacuna.parallel.precision import casts_by_itself, compute_dtype
-from lacuna.parallel.recompute import is_by_operation, keeping_operations, with_checkpointing
+from lacuna.parallel.recompute import is_by_operation, with_checkpointing
 from lacuna.parallel.schedule import splits_backward
 from lacuna.parallel.token_exchange import send_and_compute
 
@@ -112,13 +113,14 @@ def prepare_mixtures(
         _spread_experts(layers, model, mesh, training, quantization)
     if not is_by_operation(recomputed):
         return
+    kept = keeping_operations(recomputed)
     for layer in layers:
         if _apart([layer], mesh):
             setattr(layer, "recomputes_parts", True)  # noqa: B010
             for part in _parts_with_products(layer, stacks_of([layer])):
                 name = _RUN if hasattr(part, _RUN) else "forward"
                 forward = getattr(part, name)
-                setattr(part, name, with_checkpointing(forward, context_fn=keeping_operations))
+                setattr(part, name, with_checkpointing(forward, context_fn=kept))
 
 
 def _parts_with_products(whole: nn.Module, stacks: Sequence[nn.Module]) -> Iterator[nn.Module]:

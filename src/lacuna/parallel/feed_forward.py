@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lacuna.config.machine import ActivationCheckpointConfig
-from lacuna.parallel.recompute import is_by_operation, keeping_operations, with_checkpointing
+from lacuna.parallel.kept_operations import keeping_operations
+from lacuna.parallel.recompute import is_by_operation, with_checkpointing
 
 Result = Tensor | tuple[Tensor, Tensor]
 
@@ -43,7 +44,8 @@ def _compile_block(
     feed_forward: nn.Module, norm: nn.Module | None, settings: ActivationCheckpointConfig
 ) -> None:
     """Has a block be compiled, in place, and the `norm` before it leave its work to the block."""
-    compute = _compiled_by_operation() if is_by_operation(settings) else _compiled()
+    kept = {"context_fn": keeping_operations(settings)} if is_by_operation(settings) else {}
+    compute = _compiled(**kept)
     # What the norm was given last, for the block to compute.
     left: list[Tensor] = []
     own: Any = norm.forward if norm is not None else None
@@ -91,13 +93,8 @@ def _rms_norm(hidden: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
-    """One graph for the blocks of all layers."""
-    return torch.compile(normed_swiglu, fullgraph=True)
-
-
-@cache
-def _compiled_by_operation() -> Callable[..., Tensor]:
-    """The same, which keeps every second product and computes the others again."""
-    kept = with_checkpointing(normed_swiglu, context_fn=keeping_operations)
-    return torch.compile(kept, fullgraph=True)
+def _compiled(context_fn: Callable[[], Any] | None = None) -> Callable[..., Tensor]:
+    """One graph for the blocks of all layers; with `context_fn` it computes the rest again."""
+    again = context_fn is not None
+    function = with_checkpointing(normed_swiglu, context_fn=context_fn) if again else normed_swiglu
+    return torch.compile(function, fullgraph=True)

@@ -1,96 +1,253 @@
-"""Layers' inputs in CPU memory between the passes, with copies that run beside the computation."""
+"""Activations in CPU memory between the passes, with copies that run beside the computation."""
 
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from lacuna.config import UserError
+from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.parallel.backbone import backbone
+from lacuna.parallel.fsdp import local
+from lacuna.parallel.recompute import is_by_operation
 
 
-@dataclass
-class _Offloaded:
+@dataclass(eq=False)
+class _Moved:
     """A tensor in CPU memory.
 
     Attributes:
+        layer: the number of the layer that saved it.
         host: holds its values.
-        previous: the one kept before it, which the backward pass wants next.
-        fetched: the tensor on its device again, from when it is on its way there.
+        device: where it came from.
+        previous: the one moved before it, which the backward pass wants next.
+        source: the tensor itself, until it is let go.
+        copied: happens when `host` has the values.
+        fetched: the tensor on its device again, from when it is on its way there to its first use.
+        arrived: happens when `fetched` has the values.
+        used: whether it has been asked for.
     """
 
+    layer: int
     host: Tensor
     device: torch.device
-    previous: "_Offloaded | None"
+    previous: "_Moved | None"
+    source: Tensor | None
+    copied: Any
     fetched: Tensor | None = None
+    arrived: Any = None
+    used: bool = False
+
+
+class _Stays(NamedTuple):
+    """A tensor that stays on its device, and what was moved before it."""
+
+    tensor: Tensor
+    previous: _Moved | None
 
 
 class _Keeper:
-    """Keeps tensors [B, T, `width`] that are saved for the backward pass in CPU memory."""
+    """Keeps a share of what the layers of a decoder save for the backward pass in CPU memory.
 
-    def __init__(self, width: int, device_type: str) -> None:
-        self.width = width
-        self.device: Any = torch.get_device_module(device_type)  # streams of a CPU do nothing
+    What a layer moves is let go when the next layer is done, and comes back while the backward pass
+    works on the next layer; what the last one saves stays, since it is wanted at once. The stream
+    that computes waits for a copy before its memory is given away: memory that another stream is
+    known to use would not be, until the device is there, and the host is far ahead of it.
+
+    Attributes:
+        share: the share of each layer's bytes that is moved, at most.
+        layer: the number of the layer that computes.
+        saved: for each layer, the bytes of each tensor that could be moved, until now.
+        chosen: for each layer, the places of those that are moved; empty in the first pass, in
+            which it is not known yet what a layer will have saved.
+        moved: bytes that the first pass has moved until now.
+        leaving: what is on its way to CPU memory.
+        last: what was moved last.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, layers: Sequence[nn.Module], share: float, kind: str
+    ) -> None:
+        self.layers = layers
+        self.sizes = {weight.numel() for layer in layers for weight in layer.parameters()}
+        self.width = model.config.get_text_config().hidden_size
+        self.share = share
+        self.device: Any = torch.get_device_module(kind)  # streams of a CPU do nothing
         # One for both ways, so that no tensor is fetched before it is written.
         self.stream = self.device.Stream()
-        self.last: _Offloaded | None = None
+        self.chosen: list[set[int]] = []
+        self.moved = 0
+        self.begin(0)
 
-    def pack(self, tensor: Tensor) -> Tensor | _Offloaded:
+    def begin(self, tokens: int) -> None:
+        """Begins a forward pass over so many tokens."""
+        self.least = tokens * self.width
+        self.leaving: deque[_Moved] = deque()
+        self.last: _Moved | None = None
+        self.saved: list[list[int]] = [[] for _ in self.layers]
+        self.begin_layer(0)
+
+    def begin_layer(self, number: int) -> None:
+        """Begins a layer."""
+        self.layer = number
+
+    def end(self) -> None:
+        """Ends the forward pass: nothing but its graph keeps its tensors now."""
+        self._let_go(len(self.layers))
+        self.last = None
+        self.chosen = [widest(sizes, self.share) for sizes in self.saved]
+
+    def pack(self, tensor: Tensor) -> Tensor | _Moved | _Stays:
         """Begins to copy a tensor to CPU memory, if it is one of those that are kept there."""
-        is_kept = tensor.ndim == 3 and tensor.shape[-1] == self.width and tensor.is_floating_point()
-        if not is_kept:
+        if not self._is_activation(tensor):
             return tensor
-        self.stream.wait_stream(self.device.current_stream())
-        with self.device.stream(self.stream):
-            host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-            host.copy_(tensor, non_blocking=True)
-        if tensor.is_cuda:
-            tensor.record_stream(self.stream)  # its memory is not given away before it is copied
-        self.last = _Offloaded(host, tensor.device, self.last)
+        if self.layer == len(self.layers) - 1:
+            return _Stays(tensor, self.last)
+        if not self._is_chosen(tensor.nbytes):
+            return tensor
+        host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+        if host.stride() != tensor.stride():  # compiled code wants it back as it was
+            return tensor
+        self._let_go(self.layer)
+        copied = self._copy(tensor, host)
+        self.last = _Moved(self.layer, host, tensor.device, self.last, tensor, copied)
+        self.leaving.append(self.last)
         return self.last
 
-    def unpack(self, kept: Tensor | _Offloaded) -> Tensor:
-        """The tensor on its device; begins to fetch the one before it."""
+    def unpack(self, kept: Tensor | _Moved | _Stays) -> Tensor:
+        """The tensor on its device; begins to fetch those before it, of its layer and the last."""
         if isinstance(kept, Tensor):
             return kept
-        self.last = None  # the forward pass is over: nothing but its graph keeps its tensors now
+        if isinstance(kept, _Stays):
+            self._fetch_back_to(len(self.layers) - 2, kept.previous)
+            return kept.tensor
         tensor = self._fetch(kept)
         kept.fetched = None
-        self.device.current_stream().wait_stream(self.stream)
-        if kept.previous is not None:
-            self._fetch(kept.previous)
+        kept.used = True
+        self.device.current_stream().wait_event(kept.arrived)
+        self._fetch_back_to(kept.layer - 1, kept.previous)
         return tensor
 
-    def _fetch(self, kept: _Offloaded) -> Tensor:
+    def _fetch_back_to(self, layer: int, kept: _Moved | None) -> None:
+        """Begins to fetch this and what was moved before it, back to a layer."""
+        while kept is not None and kept.layer >= layer:
+            if not kept.used:
+                self._fetch(kept)
+            kept = kept.previous
+
+    def _is_activation(self, tensor: Tensor) -> bool:
+        """Whether a tensor has as many numbers as hidden states, or more, and is no weight."""
+        is_wide = type(tensor) is Tensor and tensor.numel() >= self.least
+        if not is_wide or not tensor.is_floating_point():
+            return False
+        if all(size % tensor.numel() for size in self.sizes):
+            return True
+        place = tensor.untyped_storage().data_ptr()
+        weights = (local(weight) for layer in self.layers for weight in layer.parameters())
+        return all(weight.untyped_storage().data_ptr() != place for weight in weights)
+
+    def _is_chosen(self, size: int) -> bool:
+        """Whether the next tensor that a layer saves, of so many bytes, is moved."""
+        saved = self.saved[self.layer]
+        saved.append(size)
+        if self.chosen:
+            return len(saved) - 1 in self.chosen[self.layer]
+        is_within = self.moved + size <= self.share * sum(map(sum, self.saved))
+        self.moved += size * is_within
+        return is_within
+
+    def _let_go(self, layer: int) -> None:
+        """Lets go of what the layers before this one have moved, once it has been copied."""
+        while self.leaving and self.leaving[0].layer < layer:
+            first = self.leaving.popleft()
+            self.device.current_stream().wait_event(first.copied)
+            first.source = None
+
+    def _fetch(self, kept: _Moved) -> Tensor:
         """Begins to copy a tensor back to its device, unless that has begun."""
         if kept.fetched is None:
-            # Of the memory that computation uses: that of another stream would be kept beside it.
             kept.fetched = torch.empty_like(kept.host, device=kept.device)
-            self.stream.wait_stream(self.device.current_stream())
-            with self.device.stream(self.stream):
-                kept.fetched.copy_(kept.host, non_blocking=True)
-            if kept.fetched.is_cuda:
-                kept.fetched.record_stream(self.stream)
+            kept.arrived = self._copy(kept.host, kept.fetched)
         return kept.fetched
 
+    def _copy(self, source: Tensor, target: Tensor) -> Any:
+        """Begins to copy what was computed until now; returns what happens when that is done."""
+        self.stream.wait_stream(self.device.current_stream())
+        with self.device.stream(self.stream):
+            target.copy_(source, non_blocking=True)
+        return self.stream.record_event()
 
-def offload_inputs(model: PreTrainedModel, device_type: str) -> None:
-    """Makes a decoder, in place, keep its layers' inputs in CPU memory until the backward pass.
 
-    What counts as such is every tensor [B, T, width] that is saved for the backward pass. Each is
-    fetched while the backward pass works with the one after it. The hooks are around the decoder
-    and not around its layers, since compiled layers must not contain them.
+def offload_activations(
+    model: PreTrainedModel,
+    layers: Sequence[nn.Module],
+    settings: ActivationCheckpointConfig,
+    compiled: bool,
+    kind: str,
+) -> None:
+    """Makes a decoder, in place, keep what its layers save in CPU memory until the backward pass.
+
+    Tensors count that have at least as many numbers as hidden states; of the bytes of each of the
+    `layers` a share is moved. `kind` is the type of the device that computes. The hooks are around
+    the decoder and not around its layers, since compiled layers must not contain them. Raises
+    `UserError` where layers keep the results of operations and are not `compiled`: torch keeps
+    those by itself then.
     """
+    if is_by_operation(settings) and not compiled:
+        raise UserError(
+            "activation_checkpoint.offload: what layers keep by operation can be moved only where "
+            "they are compiled: set compile.enable = true, or activation_checkpoint.mode to none "
+            "or full."
+        )
     base = backbone(model)
-    keeper = _Keeper(model.config.get_text_config().hidden_size, device_type)
+    keeper = _Keeper(model, layers, settings.offload_share, kind)
+    for number, layer in enumerate(layers):
+        _call_before(layer, partial(keeper.begin_layer, number))
     forward = base.forward
 
     def offloading(*arguments: Any, **named: Any) -> Any:
         if not base.training:  # no backward pass is to come, also where gradients are recorded
             return forward(*arguments, **named)
-        keeper.last = None  # other passes are apart
+        keeper.begin(_tokens([*arguments, *named.values()]))
         with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
-            return forward(*arguments, **named)
+            output = forward(*arguments, **named)
+        keeper.end()
+        return output
 
     base.forward = offloading
+
+
+def widest(sizes: Sequence[int], share: float) -> set[int]:
+    """The places of the largest of these sizes, the first ones first, within a share of the sum."""
+    chosen = set()
+    room = share * sum(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        if sizes[place] <= room:
+            room -= sizes[place]
+            chosen.add(place)
+    return chosen
+
+
+def _call_before(layer: nn.Module, function: Callable[[], None]) -> None:
+    """Has a function be called before a layer, in place, and outside of what is compiled."""
+    compiled: Any = layer._compiled_call_impl
+    if compiled is None:
+        layer.register_forward_pre_hook(lambda *_: function())
+        return
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        function()
+        return compiled(*arguments, **named)
+
+    layer._compiled_call_impl = call
+
+
+def _tokens(arguments: Sequence[Any]) -> int:
+    """How many tokens a decoder is given: as numbers, or as hidden states [B, T, width]."""
+    given = next(one for one in arguments if isinstance(one, Tensor))
+    return given.shape[:2].numel()

@@ -65,9 +65,11 @@ def parallelize(
     recompute(own, recomputed)
     for stage in stages:
         if recomputed.offload:
-            from lacuna.parallel.offload import offload_inputs  # an extension
+            from lacuna.parallel.offload import offload_activations  # an extension
 
-            offload_inputs(stage.module, mesh.named.device_type)
+            is_compiled = compiled != "nothing"
+            kind = mesh.named.device_type
+            offload_activations(stage.module, stage.layers, recomputed, is_compiled, kind)
         if not is_alone(training, mesh.layout):
             shard_model(
                 stage.module,

@@ -1,33 +1,15 @@
 """Activation checkpointing: what the forward pass forgets and the backward pass computes again."""
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.utils.checkpoint import (
-    CheckpointPolicy,
-    checkpoint,
-    create_selective_checkpoint_contexts,
-)
+from torch.utils.checkpoint import checkpoint
 
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
-
-# The names of operations, or how these begin.
-_GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
-PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", *_GROUPED)
-KEPT = (  # attention and communication
-    "aten::_scaled_dot_product_",
-    "torch_attn::_varlen_attn",
-    "lacuna::merged_attention",
-    "lacuna::ring_attention",
-    "_c10d_functional::all_gather_into_tensor",
-    "_c10d_functional::reduce_scatter_tensor",
-    "_c10d_functional::all_to_all_single",
-)
 
 
 def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig) -> None:
@@ -50,7 +32,11 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
         return
     by_number = settings.mode == "selective" and not is_by_operation(settings)
     every = int(settings.selective_ac_option) if by_number else 1
-    kept = {"context_fn": keeping_operations} if is_by_operation(settings) else {}
+    kept = {}
+    if is_by_operation(settings):
+        from lacuna.parallel.kept_operations import keeping_operations  # an extension
+
+        kept = {"context_fn": keeping_operations(settings)}
     for layer in layers[every - 1 :: every]:
         if not hasattr(layer, "recomputes_parts"):
             layer.forward = with_checkpointing(layer.forward, **kept)
@@ -65,12 +51,7 @@ def _drops_out(module: nn.Module) -> bool:
 
 def is_by_operation(settings: ActivationCheckpointConfig) -> bool:
     """Whether the results of some operations are kept, and all others computed again."""
-    return settings.mode == "selective" and settings.selective_ac_option == "op"
-
-
-def keeping_operations() -> Any:
-    """The `context_fn` that keeps what takes longest to compute again."""
-    return create_selective_checkpoint_contexts(_saving_policy())
+    return settings.mode == "selective" and not settings.selective_ac_option.isdecimal()
 
 
 def with_checkpointing(forward: Callable[..., Any], **kept: Any) -> Callable[..., Any]:
@@ -84,22 +65,3 @@ def with_checkpointing(forward: Callable[..., Any], **kept: Any) -> Callable[...
         return checkpoint(forward, *arguments, use_reentrant=False, **kept, **named)
 
     return repeatable
-
-
-def _saving_policy() -> Callable[..., CheckpointPolicy]:
-    """A policy that saves what takes longest to compute again.
-
-    That is attention, communication, and every second product. Those of experts, which are two, are
-    counted apart: the first is kept. So are the forward pass and its repetition.
-    """
-    kinds = itertools.product((True, False), repeat=2)
-    keep_product = {kind: itertools.cycle((True, False)) for kind in kinds}
-
-    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-        name = operation.name()
-        kept = name.startswith(KEPT)
-        if name in PRODUCTS:
-            kept = next(keep_product[name in _GROUPED, context.is_recompute])
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return policy

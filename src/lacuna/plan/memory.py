@@ -28,6 +28,7 @@ from lacuna.parallel.mesh import Layout
 from lacuna.parallel.mixtures import mixtures_in
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.precision import compute_dtype, frozen_training
+from lacuna.parallel.recompute import is_by_operation
 from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
 
 
@@ -49,7 +50,7 @@ def recomputed_share(settings: ActivationCheckpointConfig) -> float:
         return 1
     if settings.mode == "memory_budget":
         return 1 - settings.memory_budget
-    if settings.mode == "selective" and settings.selective_ac_option != "op":
+    if settings.mode == "selective" and not is_by_operation(settings):
         return 1 / int(settings.selective_ac_option)
     return 0
 
@@ -92,11 +93,13 @@ def _kept_values(
         layer *= 2
         one_piece *= 2
     recomputed = recomputed_share(settings)
-    inputs = min(layers, 2) if settings.offload else layers
-    kept = layers * (1 - recomputed) * layer + inputs * recomputed * hidden / tp
-    if settings.mode == "selective" and settings.selective_ac_option == "op":
+    kept = (1 - recomputed) * layer + recomputed * hidden / tp
+    if is_by_operation(settings):
         products = turned + key_value * head_dim(widest) + hidden + 2 * wide
-        kept = layers * (hidden + heads * head_dim(widest) + products / 2) / tp
+        share = 1 if settings.selective_ac_option == "products" else 1 / 2
+        kept = (hidden + heads * head_dim(widest) + products * share) / tp
+    share = settings.offload_share if settings.offload else 0.0
+    kept *= layers * (1 - share) + min(layers, 2) * share
     at_once = {"full": 2, "selective": 1, "memory_budget": 1}.get(settings.mode, 0)
     return float(kept + at_once * layer + max(at_once, 1) * one_piece + 2 * hidden / tp)
 

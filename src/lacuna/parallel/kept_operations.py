@@ -1,0 +1,58 @@
+"""Activation checkpointing by operation: whose results are kept."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+from lacuna.config.machine import ActivationCheckpointConfig
+
+# The names of operations, or how these begin.
+_GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
+PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", *_GROUPED)
+KEPT = (  # attention and communication
+    "aten::_scaled_dot_product_",
+    "torch_attn::_varlen_attn",
+    "lacuna::merged_attention",
+    "lacuna::ring_attention",
+    "_c10d_functional::all_gather_into_tensor",
+    "_c10d_functional::reduce_scatter_tensor",
+    "_c10d_functional::all_to_all_single",
+)
+
+
+def keeping_operations(settings: ActivationCheckpointConfig) -> Callable[[], Any]:
+    """The `context_fn` that keeps what takes longest to compute again."""
+    return _all_products if settings.selective_ac_option == "products" else _half_of_products
+
+
+# Functions, since of nothing else the compiler makes one graph.
+def _half_of_products() -> Any:
+    return create_selective_checkpoint_contexts(_saving_policy(True, False))
+
+
+def _all_products() -> Any:
+    return create_selective_checkpoint_contexts(_saving_policy(True))
+
+
+def _saving_policy(*products: bool) -> Callable[..., CheckpointPolicy]:
+    """A policy that saves what takes longest to compute again.
+
+    That is attention, communication, and of every so many `products` those that it says. Those of
+    experts are counted apart, of which every second is kept. So are the forward pass and its
+    repetition.
+    """
+    keep_product = {
+        (grouped, again): itertools.cycle((True, False) if grouped else products)
+        for grouped, again in itertools.product((True, False), repeat=2)
+    }
+
+    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        name = operation.name()
+        kept = name.startswith(KEPT)
+        if name in PRODUCTS:
+            kept = next(keep_product[name in _GROUPED, context.is_recompute])
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return policy
