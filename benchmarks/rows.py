@@ -90,7 +90,8 @@ class Row:
             settings["training"] = {"mixed_precision_param": "bfloat16"}
         if "compile" in settings:
             settings["compile"] = {"enable": False}
-        settings.get("activation_checkpoint", {}).pop("offload", None)  # is for compiled layers
+        for name in ("offload", "offload_share"):  # which are for compiled layers
+            settings.get("activation_checkpoint", {}).pop(name, None)
         if "context_len" in settings.get("training", {}):
             settings["training"]["context_len"] = 64
         if "context_parallel_degree" in settings.get("parallelism", {}):

@@ -1,6 +1,6 @@
 """What does not go together in how passes are computed: settings, when, and why."""
 
-from lacuna.config.rules import Rule, is_given
+from lacuna.config.rules import Rule, is_changed, is_given
 
 _RECORDED = "compile.cuda_graphs"
 
@@ -11,6 +11,14 @@ PASS_RULES: tuple[Rule, ...] = (
             config.activation_checkpoint.mode == "memory_budget" and config.compile.enable is False
         ),
         "needs torch.compile; drop the second",
+    ),
+    Rule(
+        ("activation_checkpoint.offload_share", "activation_checkpoint.offload"),
+        is_changed(
+            "activation_checkpoint.offload_share",
+            lambda config: not config.activation_checkpoint.offload,
+        ),
+        "nothing is moved without it; set the second",
     ),
     Rule(
         ("activation_checkpoint.mlp_chunks", "activation_checkpoint.mode"),

@@ -14,7 +14,6 @@ from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.fsdp import local
-from lacuna.parallel.recompute import is_by_operation
 
 
 @dataclass(eq=False)
@@ -55,12 +54,13 @@ class _Keeper:
     """Keeps a share of what the layers of a decoder save for the backward pass in CPU memory.
 
     What a layer moves is let go when the next layer is done, and comes back while the backward pass
-    works on the next layer; what the last one saves stays, since it is wanted at once. The stream
-    that computes waits for a copy before its memory is given away: memory that another stream is
-    known to use would not be, until the device is there, and the host is far ahead of it.
+    works on the next layer. The stream that computes waits for a copy before its memory is given
+    away: memory that another stream is known to use would not be, until the device is there, and
+    the host is far ahead of it.
 
     Attributes:
         share: the share of each layer's bytes that is moved, at most.
+        staying: the number of the layer whose tensors stay, since they are wanted at once.
         layer: the number of the layer that computes.
         saved: for each layer, the bytes of each tensor that could be moved, until now.
         chosen: for each layer, the places of those that are moved; empty in the first pass, in
@@ -71,9 +71,15 @@ class _Keeper:
     """
 
     def __init__(
-        self, model: PreTrainedModel, layers: Sequence[nn.Module], share: float, kind: str
+        self,
+        model: PreTrainedModel,
+        layers: Sequence[nn.Module],
+        share: float,
+        staying: int,
+        kind: str,
     ) -> None:
         self.layers = layers
+        self.staying = staying
         self.sizes = {weight.numel() for layer in layers for weight in layer.parameters()}
         self.width = model.config.get_text_config().hidden_size
         self.share = share
@@ -86,6 +92,8 @@ class _Keeper:
 
     def begin(self, tokens: int) -> None:
         """Begins a forward pass over so many tokens."""
+        # Memory of what was fetched and not used, as after an error, is given away only now.
+        self.device.current_stream().wait_stream(self.stream)
         self.least = tokens * self.width
         self.leaving: deque[_Moved] = deque()
         self.last: _Moved | None = None
@@ -97,22 +105,24 @@ class _Keeper:
         self.layer = number
 
     def end(self) -> None:
-        """Ends the forward pass: nothing but its graph keeps its tensors now."""
+        """Ends the forward pass, also one that failed: its graph alone keeps its tensors now."""
         self._let_go(len(self.layers))
         self.last = None
-        self.chosen = [widest(sizes, self.share) for sizes in self.saved]
+        if any(self.saved):
+            self.chosen = [widest(sizes, self.share) for sizes in self.saved]
 
     def pack(self, tensor: Tensor) -> Tensor | _Moved | _Stays:
         """Begins to copy a tensor to CPU memory, if it is one of those that are kept there."""
-        if not self._is_activation(tensor):
+        is_activation = self._is_activation(tensor)
+        # A result keeps the graph that made it: kept by that graph, neither would ever be freed.
+        tensor = tensor.detach()
+        if not is_activation:
             return tensor
-        if self.layer == len(self.layers) - 1:
+        if self.layer == self.staying:
             return _Stays(tensor, self.last)
         if not self._is_chosen(tensor.nbytes):
             return tensor
         host = torch.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        if host.stride() != tensor.stride():  # compiled code wants it back as it was
-            return tensor
         self._let_go(self.layer)
         copied = self._copy(tensor, host)
         self.last = _Moved(self.layer, host, tensor.device, self.last, tensor, copied)
@@ -124,7 +134,7 @@ class _Keeper:
         if isinstance(kept, Tensor):
             return kept
         if isinstance(kept, _Stays):
-            self._fetch_back_to(len(self.layers) - 2, kept.previous)
+            self._fetch_back_to(self.staying - 1, kept.previous)
             return kept.tensor
         tensor = self._fetch(kept)
         kept.fetched = None
@@ -141,9 +151,14 @@ class _Keeper:
             kept = kept.previous
 
     def _is_activation(self, tensor: Tensor) -> bool:
-        """Whether a tensor has as many numbers as hidden states, or more, and is no weight."""
+        """Whether a tensor has as many numbers as hidden states, or more, and is no weight.
+
+        It must lie in memory without gaps: compiled code wants it back with the same strides.
+        """
         is_wide = type(tensor) is Tensor and tensor.numel() >= self.least
         if not is_wide or not tensor.is_floating_point():
+            return False
+        if torch.empty_like(tensor, device="meta").stride() != tensor.stride():
             return False
         if all(size % tensor.numel() for size in self.sizes):
             return True
@@ -188,36 +203,41 @@ def offload_activations(
     layers: Sequence[nn.Module],
     settings: ActivationCheckpointConfig,
     compiled: bool,
+    pipelined: bool,
     kind: str,
 ) -> None:
     """Makes a decoder, in place, keep what its layers save in CPU memory until the backward pass.
 
     Tensors count that have at least as many numbers as hidden states; of the bytes of each of the
-    `layers` a share is moved. `kind` is the type of the device that computes. The hooks are around
-    the decoder and not around its layers, since compiled layers must not contain them. Raises
-    `UserError` where layers keep the results of operations and are not `compiled`: torch keeps
-    those by itself then.
+    `layers` a share is moved, of the last one none, unless it is `pipelined` or alone. `kind` is
+    the type of the device that computes. The hooks are around the decoder and not around its
+    layers, since compiled layers must not contain them. Raises `UserError` where layers that are
+    not recomputed whole are not `compiled`: such layers save one tensor several times, torch keeps
+    what is selected by operation out of reach, and weights that are cast look like activations.
     """
-    if is_by_operation(settings) and not compiled:
+    if settings.mode != "full" and not compiled:
         raise UserError(
-            "activation_checkpoint.offload: what layers keep by operation can be moved only where "
-            "they are compiled: set compile.enable = true, or activation_checkpoint.mode to none "
-            "or full."
+            "activation_checkpoint.offload: these layers are not compiled as a whole, and of such "
+            "only their inputs can be moved: set activation_checkpoint.mode = full, or "
+            "compile.enable = true where layers can be compiled."
         )
     base = backbone(model)
-    keeper = _Keeper(model, layers, settings.offload_share, kind)
+    staying = -1 if pipelined or len(layers) == 1 else len(layers) - 1
+    keeper = _Keeper(model, layers, settings.offload_share, staying, kind)
     for number, layer in enumerate(layers):
         _call_before(layer, partial(keeper.begin_layer, number))
     forward = base.forward
 
     def offloading(*arguments: Any, **named: Any) -> Any:
-        if not base.training:  # no backward pass is to come, also where gradients are recorded
+        # Else no backward pass is to come, though gradients may be recorded.
+        if not (base.training and torch.is_grad_enabled()):
             return forward(*arguments, **named)
         keeper.begin(_tokens([*arguments, *named.values()]))
-        with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
-            output = forward(*arguments, **named)
-        keeper.end()
-        return output
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
+                return forward(*arguments, **named)
+        finally:
+            keeper.end()
 
     base.forward = offloading
 

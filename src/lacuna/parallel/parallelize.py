@@ -67,9 +67,8 @@ def parallelize(
         if recomputed.offload:
             from lacuna.parallel.offload import offload_activations  # an extension
 
-            is_compiled = compiled != "nothing"
-            kind = mesh.named.device_type
-            offload_activations(stage.module, stage.layers, recomputed, is_compiled, kind)
+            how = compiled == "layers", mesh.layout.pp > 1, mesh.named.device_type
+            offload_activations(stage.module, stage.layers, recomputed, *how)
         if not is_alone(training, mesh.layout):
             shard_model(
                 stage.module,

@@ -98,8 +98,10 @@ def _kept_values(
         products = turned + key_value * head_dim(widest) + hidden + 2 * wide
         share = 1 if settings.selective_ac_option == "products" else 1 / 2
         kept = (hidden + heads * head_dim(widest) + products * share) / tp
-    share = settings.offload_share if settings.offload else 0.0
-    kept *= layers * (1 - share) + min(layers, 2) * share
+    # Keys and values of grouped heads are narrower than what is moved.
+    narrow = 0.0 if settings.mode == "full" else 2 * key_value * head_dim(widest) / tp
+    moved = settings.offload_share * (kept - narrow) if settings.offload else 0.0
+    kept = layers * (kept - moved) + min(layers, 2) * moved
     at_once = {"full": 2, "selective": 1, "memory_budget": 1}.get(settings.mode, 0)
     return float(kept + at_once * layer + max(at_once, 1) * one_piece + 2 * hidden / tp)
 
