@@ -69,11 +69,16 @@ def gradients(model: PreTrainedModel, times: int = 3) -> list[Tensor]:
     ("settings", "compiled"),
     [
         (FULL, False),
-        (FULL, True),
-        (NONE, True),
-        (ActivationCheckpointConfig(**PRODUCTS, offload=True), True),
         (ActivationCheckpointConfig(**PRODUCTS, offload=True, offload_share=0.4), True),
-        (ActivationCheckpointConfig(mode="selective", offload=True), True),
+        *(
+            pytest.param(settings, True, marks=pytest.mark.slow)
+            for settings in (
+                FULL,
+                NONE,
+                ActivationCheckpointConfig(**PRODUCTS, offload=True),
+                ActivationCheckpointConfig(mode="selective", offload=True),
+            )
+        ),
     ],
 )
 def test_gradients_are_the_same_to_the_bit(
@@ -233,15 +238,13 @@ def test_a_pass_that_records_nothing_does_not_say_what_is_moved(
     assert watched.moved
 
 
-@pytest.mark.parametrize("pipelined", [False, True])
 def test_the_last_layer_of_a_pipelines_stage_moves_its_share_too(
-    pipelined: bool, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = offloading_model("cpu", NONE, pipelined=pipelined)
-    plain = gradients(deep_model("cpu", NONE, "aot_eager"))
+    model = offloading_model("cpu", NONE, pipelined=True)
     watched = Watched(monkeypatch)
-    assert all(map(torch.equal, gradients(model), plain))
-    assert ((LAYERS - 1, True) in watched.bytes) is pipelined
+    gradients(model, times=1)
+    assert watched.bytes[LAYERS - 1, True]
 
 
 @pytest.mark.parametrize("mode", ["none", "selective"])
