@@ -117,7 +117,8 @@ def recipe_settings(task: Task) -> dict[str, Any]:
     optimizer = settings["optimizer"]
     layout = settings["layout"]
     recomputed = settings["activation_checkpoint"]["mode"]
-    if settings["activation_checkpoint"]["selective_ac_option"] == "products":
+    option = settings["activation_checkpoint"]["selective_ac_option"]
+    if recomputed == "selective" and option == "products":
         recomputed = "none"  # it computes no product again but by keeping everything
     adapters = settings["lora"]
     peft = {}

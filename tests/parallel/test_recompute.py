@@ -179,6 +179,9 @@ def test_all_products_are_kept_but_those_of_experts() -> None:
     assert [policy(context, product) for _ in range(3)] == [CheckpointPolicy.MUST_SAVE] * 3
     kept = [half(context, product) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
     assert kept == [True, False, True]
+    of_experts = SimpleNamespace(name=lambda: "aten::_grouped_mm")
+    kept = [policy(context, of_experts) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
+    assert kept == [True, False, True]
 
 
 def grouped_products(settings: ActivationCheckpointConfig) -> int:

@@ -67,8 +67,10 @@ def parallelize(
         if recomputed.offload:
             from lacuna.parallel.offload import offload_activations  # an extension
 
-            how = compiled == "layers", mesh.layout.pp > 1, mesh.named.device_type
-            offload_activations(stage.module, stage.layers, recomputed, *how)
+            whole = compiled == "layers"
+            pipelined = mesh.layout.pp > 1
+            kind = mesh.named.device_type
+            offload_activations(stage.module, stage.layers, recomputed, whole, pipelined, kind)
         if not is_alone(training, mesh.layout):
             shard_model(
                 stage.module,
