@@ -158,6 +158,21 @@ def _visit_ranks(
             pair = _collectives.wait_tensor(arriving)
 
 
+def _sum_dtype(tensor: Tensor, terms: int) -> torch.dtype:
+    """What partial results are added up in: two are rounded only once in their own dtype too."""
+    return tensor.dtype if terms <= 2 else torch.float32
+
+
+def _merge(output: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) -> None:
+    """Takes a partial output into the output, in place, and so its log-sum-exp; in float32."""
+    weight = torch.sigmoid(partial_lse - lse).nan_to_num()  # where neither has any weight
+    output.copy_(output.float().lerp(partial.float(), weight.unsqueeze(-1)))
+    lse.copy_(torch.logaddexp(lse, partial_lse))
+
+
+_compiled_merge = torch.compile(_merge, fullgraph=True)
+
+
 # Operations of their own: `torch.compile` takes them as they are, and recomputation can keep their
 # results. From here on tensors are [B, tokens, heads, D], key and value a pair [2, ...],
 # log-sum-exps [B, tokens, heads].
@@ -174,15 +189,16 @@ def _ring_forward(
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """The output and its log-sum-exp."""
-    output = query.new_zeros(query.shape, dtype=torch.float32)
-    lse = output.new_full(query.shape[:-1], -torch.inf)
+    output = lse = query.new_empty(0)
     compute, _ = PARTIAL_ATTENTIONS[kind]
+    merge = _compiled_merge if query.is_cuda else _merge
     for start, part, keys, values in _visit_ranks(pair, bounds, longest, group, cp, rank):
         partial, partial_lse = compute(query[:, start:], keys, values, part, scaling)
-        weight = torch.sigmoid(partial_lse - lse[:, start:]).unsqueeze(-1)
-        weight = weight.nan_to_num()  # where neither has any weight
-        output[:, start:].lerp_(partial.float(), weight)
-        lse[:, start:] = torch.logaddexp(lse[:, start:], partial_lse)
+        if part.causal:  # these are its own, of which every query sees one
+            output = partial.to(_sum_dtype(partial, cp)).contiguous()
+            lse = partial_lse.contiguous()
+        else:
+            merge(output[:, start:], lse[:, start:], partial, partial_lse)
         del keys, values  # else they would still be in memory when those after the next are sent
     return output.to(query.dtype), lse
 
@@ -203,8 +219,7 @@ def _ring_backward(
     kind: str,
 ) -> tuple[Tensor, Tensor]:
     """The gradients of the query, and those of the pair, which travel round with their keys."""
-    grad_query = query.new_zeros(query.shape, dtype=torch.float32)
-    grads = pair.new_zeros(pair.shape, dtype=torch.float32)
+    grad_query = grads = query.new_empty(0)
     _, differentiate = PARTIAL_ATTENTIONS[kind]
     for start, part, keys, values in _visit_ranks(pair, bounds, longest, group, cp, rank):
         of_query, of_key, of_value = differentiate(
@@ -217,11 +232,14 @@ def _ring_backward(
             part,
             scaling,
         )
-        grad_query[:, start:] += of_query
-        if not part.causal:  # these are another rank's, so that their gradients are on their way
+        if part.causal:
+            grad_query = of_query.to(_sum_dtype(of_query, cp)).contiguous()
+            grads = torch.stack((of_key, of_value)).to(grad_query.dtype)
+        else:  # these are another rank's, so that their gradients are on their way
+            grad_query[:, start:] += of_query
             grads = _collectives.wait_tensor(grads)
-        grads[0, :, : part.stop] += of_key
-        grads[1, :, : part.stop] += of_value
+            grads[0, :, : part.stop] += of_key
+            grads[1, :, : part.stop] += of_value
         grads = _pass_on(grads, group, cp, rank)
         del keys, values
     return grad_query.to(query.dtype), _collectives.wait_tensor(grads).to(pair.dtype)
