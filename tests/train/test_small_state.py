@@ -16,14 +16,7 @@ from lacuna.config.sections import TrainingConfig
 from lacuna.model.parameter_groups import block_length, state_bytes
 from lacuna.train import small_state
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors, update
-from lacuna.train.small_state import (
-    SmallStateAdamW,
-    dequantised,
-    dynamic_codes,
-    quantised,
-    random_bits,
-    rounded_at_random,
-)
+from lacuna.train.small_state import SmallStateAdamW, random_bits, rounded_at_random
 from layouts import Case
 from optimizer_steps import (
     FOUR_RANKS,
@@ -56,38 +49,6 @@ FEW_SHAPES = {"intermediate_size": 256, "num_key_value_heads": 4, "num_hidden_la
 
 def settings_of(kind: str | None, **changes: Any) -> OptimizerConfig:
     return OptimizerConfig(state_dtype=kind, lr=1e-2, weight_decay=0.3, **changes)
-
-
-def test_codes_are_spread_over_seven_powers_of_ten() -> None:
-    for signed in (True, False):
-        numbers, zero, _ = dynamic_codes(signed)
-        assert len(set(numbers.tolist())) == 256
-        assert numbers[zero] == 0 and numbers.max() == 1
-        assert (numbers.min() < -0.99) == signed
-        assert 0 < numbers[numbers > 0].min() < 1e-6
-
-
-@pytest.mark.parametrize("signed", [True, False])
-def test_the_nearest_code_is_taken_in_every_block(signed: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    values = torch.randn(5, 3, 128, generator=generator) * torch.logspace(-12, 3, 15).view(5, 3, 1)
-    values[0, 0] = 0
-    values = values if signed else values.square()
-    codes = dynamic_codes(signed)
-    kept, scales = quantised(values, 64, codes)
-    assert kept.dtype == torch.uint8 and scales.shape == (5, 3, 2)
-    found = dequantised(kept, scales, codes)
-    spread = scales.repeat_interleave(64, -1)
-    choices = codes.numbers * spread[..., None]
-    nearest = (choices - values[..., None]).abs().amin(-1)
-    is_nearest = torch.isclose((found - values).abs(), nearest, rtol=1e-4, atol=0)
-    least = codes.numbers[codes.zero + 1] * spread
-    if signed:
-        assert is_nearest.all()
-    else:  # what is above 0 stays so: updates are divided by it
-        assert (is_nearest | (values > 0) & (values < least) & (found == least)).all()
-        assert ((found > 0) == (values > 0)).all()
-    assert (kept[0, 0] == 0).all() and (found[0, 0] == 0).all()
 
 
 def test_rounding_at_random_is_right_on_average_and_leaves_what_is_exact() -> None:
@@ -165,6 +126,39 @@ def test_rows_that_seldom_have_a_gradient_learn_like_adamws(kind: str, error: fl
     ours, ours_largest = embeddings_after(kind)
     assert ours_largest < 1.2 * largest
     assert relative_error({"": ours}, {"": plain}) < error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(), (1000,), (7, 256), (3, 5, 256)])
+def test_pieces_are_updated_as_the_whole_is(
+    kind: str, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def updated(piece: int) -> list[Tensor]:
+        monkeypatch.setattr(small_state, "PIECE", piece)
+        generator = torch.Generator().manual_seed(0)
+        weight = nn.Parameter(torch.randn(shape, generator=generator).bfloat16())
+        optimizer = SmallStateAdamW([{"params": [weight]}], settings_of(kind), {weight: "weight"})
+        for _ in range(3):
+            weight.grad = torch.randn(shape, generator=generator).bfloat16()
+            optimizer.step()
+        return [weight.detach(), *optimizer.state[weight].values()]
+
+    whole, pieces = updated(2**30), updated(600)
+    assert whole[1] == pieces[1] == 3  # the number of steps
+    assert all(map(torch.equal, whole, pieces))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+def test_updating_takes_little_memory_on_a_gpu(kind: str) -> None:
+    weight = nn.Parameter(torch.zeros(64_000, 4096, device="cuda", dtype=torch.bfloat16))
+    weight.grad = torch.ones_like(weight)
+    optimizer = SmallStateAdamW([{"params": [weight]}], settings_of(kind), {weight: "weight"})
+    optimizer.step()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer.step()
+    assert torch.cuda.max_memory_allocated() - before < 32 * small_state.PIECE
 
 
 def test_weights_in_bfloat16_do_not_lose_small_updates() -> None:

@@ -146,7 +146,7 @@ EXTENSIONS = {
         "parallel/homes.py",
         "train/muon.py",
     ),
-    "small-state": ("train/small_state.py",),
+    "small-state": ("train/small_state.py", "train/eight_bits.py"),
     "plans": (
         "commands/data.py",
         "commands/plan.py",
