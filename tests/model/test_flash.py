@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
+from lacuna.config import UserError
 from lacuna.model import flash
 from lacuna.model.attention import PACKED
 from lacuna.model.build import install_fastest_kernels
@@ -123,6 +124,17 @@ def test_varlen_attention_is_computed_by_the_package(window: int | None, compile
         grads, torch.autograd.grad(expected, (query, key, value), grad), strict=True
     ):
         assert torch.allclose(one, other, atol=1e-5)
+
+
+def test_a_package_without_what_it_needs_is_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "flash_attn" / "cute"
+    folder.mkdir(parents=True)
+    (folder / "interface.py").write_text("import the_compiler_that_is_missing\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match=r"flash-attn-4.*the_compiler_that_is_missing.*uninstall"):
+        use_flash_attention_4("cpu")
 
 
 def test_the_package_is_used_where_it_is_installed_and_tried(

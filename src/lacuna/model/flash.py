@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.library import Library
 from transformers import PretrainedConfig
 
+from lacuna.config import UserError
 from lacuna.model.architecture import head_dim, layer_settings
 from lacuna.model.attention import PACKED
 from lacuna.model.attention_choice import has_dropout
@@ -44,8 +45,16 @@ def use_flash_attention_4(device_type: str = "cuda") -> Library:
     That includes `varlen_attn`, which is then twice as fast on the newest GPUs. torch's own
     `activate_flash_attention_impl` will not do: that of torch 2.11 refuses the window by which
     `varlen_attn` says causal, and later ones take two results of a forward pass that has five.
+    Raises `UserError` where the package cannot be imported.
     """
-    from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+    try:
+        from flash_attn.cute.interface import _flash_attn_bwd, _flash_attn_fwd
+    except ImportError as error:
+        raise UserError(
+            f"model.attention: the package flash-attn-4 is installed, but not what it needs "
+            f"({error}): install all of it (pip install -e '.[flash]' -c constraints.txt), or "
+            "uninstall it, and torch's own FlashAttention is used."
+        ) from error
 
     # Its compiler warns of the package's own code.
     warnings.filterwarnings("ignore", message="Argument aux_data")
