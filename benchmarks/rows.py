@@ -50,7 +50,7 @@ TENSORWISE = {
     "precompute_float8_dynamic_scale_for_fsdp": True,
 }
 LARGE = 120.0  # GiB, of which a GPU of 141 GB has more, and one of 80 less
-IN_CPU_MEMORY = {"mode": "full", "offload": True, "mlp_chunks": 8}
+IN_CPU_MEMORY = {"mode": "full", "offload": True, "mlp_chunks": 4}
 
 
 @dataclass(frozen=True)
@@ -192,18 +192,18 @@ ROWS = {
         processes=2,
     ),
     "llama-1b-automodel": Row(
-        "Llama 3.2 1B's shape, untied, FSDP 2, rows of 8,192, nothing recomputed",
+        "Llama 3.2 1B's shape, FSDP 2, rows of 8,192, products kept; AutoModel keeps everything",
         LLAMA_1B,
         (2, 8192),
-        WHOLE_ROWS,
+        WHOLE_ROWS | PRODUCTS,
         "automodel",
         processes=2,
     ),
     "half-8b-automodel": Row(
-        "16 layers of Llama 3 8B, FSDP 2, nothing recomputed, for GPUs of 141 GB",
+        "16 layers of Llama 3 8B, FSDP 2, the same, for GPUs of 141 GB",
         HALF_8B,
         (2, 8192),
-        WHOLE_ROWS,
+        WHOLE_ROWS | PRODUCTS,
         "automodel",
         processes=2,
         gib=LARGE,
