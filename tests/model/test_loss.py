@@ -181,6 +181,7 @@ def test_half_precision_accumulates_the_gradient_of_the_weight_in_float32() -> N
 
 
 @torch._dynamo.config.patch(recompile_limit=2)
+@pytest.mark.slow
 def test_one_compiled_loss_serves_chunks_of_many_lengths() -> None:
     """Rows of one example each have many lengths, and torch compiles only so many graphs."""
     torch._dynamo.reset()

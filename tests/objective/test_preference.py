@@ -182,7 +182,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
         ("cached", ()),
         pytest.param("cached", ("--lora.rank", 4), marks=pytest.mark.slow),
         pytest.param("copy", (), marks=pytest.mark.slow),
-        ("base", ("--lora.rank", 4)),
+        pytest.param("base", ("--lora.rank", 4), marks=pytest.mark.slow),
         pytest.param(
             "base",
             ("--lora.rank", 4, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2),

@@ -49,7 +49,7 @@ def test_rows_and_gradients_are_those_of_indices(count: int, compiled: bool) -> 
             torch.testing.assert_close(found, with_gradient(theirs, rows, where))
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("shape", [(5,), ()], ids=["rows", "numbers"])
 def test_copies_that_are_not_there_add_nothing(shape: tuple[int, ...], compiled: bool) -> None:
     torch._dynamo.reset()

@@ -8,7 +8,8 @@ Documents are given as `bounds`, int32 [N + 1]: where they begin and end among t
 rows, flattened. Some may be empty.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -170,7 +171,10 @@ def _merge(output: Tensor, lse: Tensor, partial: Tensor, partial_lse: Tensor) ->
     lse.copy_(torch.logaddexp(lse, partial_lse))
 
 
-_compiled_merge = torch.compile(_merge, fullgraph=True)
+@cache
+def _compiled_merge() -> Callable[..., None]:
+    """The same, compiled. Made when it is asked for, because this imports torch's compiler."""
+    return torch.compile(_merge, fullgraph=True)
 
 
 # Operations of their own: `torch.compile` takes them as they are, and recomputation can keep their
@@ -191,7 +195,7 @@ def _ring_forward(
     """The output and its log-sum-exp."""
     output = lse = query.new_empty(0)
     compute, _ = PARTIAL_ATTENTIONS[kind]
-    merge = _compiled_merge if query.is_cuda else _merge
+    merge = _compiled_merge() if query.is_cuda else _merge
     for start, part, keys, values in _visit_ranks(pair, bounds, longest, group, cp, rank):
         partial, partial_lse = compute(query[:, start:], keys, values, part, scaling)
         if part.causal:  # these are its own, of which every query sees one
@@ -238,8 +242,7 @@ def _ring_backward(
         else:  # these are another rank's, so that their gradients are on their way
             grad_query[:, start:] += of_query
             grads = _collectives.wait_tensor(grads)
-            grads[0, :, : part.stop] += of_key
-            grads[1, :, : part.stop] += of_value
+            grads[:, :, : part.stop] += torch.stack((of_key, of_value))
         grads = _pass_on(grads, group, cp, rank)
         del keys, values
     return grad_query.to(query.dtype), _collectives.wait_tensor(grads).to(pair.dtype)
