@@ -176,18 +176,15 @@ def test_a_stopped_run_goes_on_to_the_bit(
     assert weights(straight) == weights(resumed)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("reference", "more"),
     [
         ("cached", ()),
-        pytest.param("cached", ("--lora.rank", 4), marks=pytest.mark.slow),
-        pytest.param("copy", (), marks=pytest.mark.slow),
-        pytest.param("base", ("--lora.rank", 4), marks=pytest.mark.slow),
-        pytest.param(
-            "base",
-            ("--lora.rank", 4, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2),
-            marks=pytest.mark.slow,
-        ),
+        ("cached", ("--lora.rank", 4)),
+        ("copy", ()),
+        ("base", ("--lora.rank", 4)),
+        ("base", ("--lora.rank", 4, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2)),
     ],
 )
 def test_nothing_is_preferred_before_anything_is_learnt(
