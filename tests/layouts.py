@@ -30,6 +30,7 @@ from lacuna.train.step import accumulate_gradients, total_counts
 from tiny import (
     CPU,
     VOCABULARY,
+    compiled_by,
     differing,
     mesh_of,
     own_loss,
@@ -68,6 +69,7 @@ class Case:
     early_step: bool = False
     recompute: ActivationCheckpointConfig = ActivationCheckpointConfig()
     compiled: bool = False
+    backend: Literal["inductor", "aot_eager"] = "inductor"
     lora: LoraConfig = LoraConfig()
     base: Literal["none", "int8", "nf4"] = "none"
     float8: Float8Config = Float8Config()
@@ -199,6 +201,11 @@ def own_batches(case: Case, mesh: Mesh, seed: int = 3, packed: bool = True) -> l
 
 def one_step(model_config: Path, case: Case) -> Outcome:
     """Trains one step on the eight sequences, this rank and each micro-batch on their share."""
+    with compiled_by(case.backend):
+        return _one_step(model_config, case)
+
+
+def _one_step(model_config: Path, case: Case) -> Outcome:
     config, mesh = configuration(model_config, case), mesh_of(case.layout)
     if case.compiled:
         torch._dynamo.reset()  # of what a case before it had compiled

@@ -164,11 +164,12 @@ FULL = ActivationCheckpointConfig(mode="full")
 KEPT = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
 PIECES = ActivationCheckpointConfig(mlp_chunks=3)
 PIECES_TWICE = ActivationCheckpointConfig(mode="full", mlp_chunks=5)
+TRACED = Case(compiled=True, backend="aot_eager", padded=True)
 COMPILED = {
     "compiled": Case(compiled=True, padded=True),
-    "recomputed": Case(Layout(dp_shard=2), 2, compiled=True, padded=True, recompute=FULL),
-    "some kept": Case(compiled=True, padded=True, recompute=KEPT),
-    "in pieces": Case(compiled=True, padded=True, recompute=PIECES),
+    "recomputed": replace(TRACED, layout=Layout(dp_shard=2), accumulation=2, recompute=FULL),
+    "some kept": replace(TRACED, recompute=KEPT),
+    "in pieces": replace(TRACED, recompute=PIECES),
 }
 
 

@@ -1,13 +1,14 @@
 """Layers whose experts are gathered by themselves are compiled in parts, to the same training."""
 
 from collections.abc import Callable
-from functools import cache, partial, partialmethod
+from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from every_model import configuration_class, small_config
 from lacuna.config.adapters import LoraConfig
@@ -19,6 +20,7 @@ from lacuna.train.step import accumulate_gradients, total_counts
 from layouts import LOSS, Case, configuration, own_batches
 from tiny import (
     CPU,
+    compiled_by,
     mesh_of,
     random_model,
     relative_error,
@@ -35,19 +37,15 @@ STACKS = LoraConfig(rank=3, parameters=("*.experts.*",))
 TWO = Layout(dp_shard=2, ep=2)
 
 Steps = tuple[list[tuple[float, float]], dict[str, Tensor], int]
-Trained = tuple[str, Case, str]
-"""The kind of a model, what it is trained in, and which backend compiles it."""
+Trained = tuple[str, Case]
+"""The kind of a model, and what it is trained in."""
 FolderOf = Callable[[str], Path]
-PLAIN_COMPILE = nn.Module.compile
-COMPILE_FUNCTION = torch.compile
 
 
-def three_steps(folder: Path, case: Case, backend: str) -> Steps:
+def three_steps(folder: Path, case: Case) -> Steps:
     """Loss and gradient norm of each step, the weights after them, and how many graphs it took."""
     torch._dynamo.reset()  # nothing that was compiled before is found again
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    nn.Module.compile = partialmethod(PLAIN_COMPILE, backend=backend)
-    torch.compile = partial(COMPILE_FUNCTION, backend=backend)
     config, mesh = configuration(folder, case), mesh_of(case.layout)
     built = build_model(config, tokenizer_of_words(), mesh, CPU)
     optimizer = build_optimizer(built.model, config.optimizer)
@@ -63,13 +61,14 @@ def three_steps(folder: Path, case: Case, backend: str) -> Steps:
     return curve, weights, torch._dynamo.utils.counters["stats"]["unique_graphs"] - before
 
 
-def steps_of_each(trained: list[tuple[Path, Case, str]]) -> list[Steps]:
+def steps_of_each(trained: list[tuple[Path, Case]]) -> list[Steps]:
     found = []
-    for one in trained:
+    for folder, case in trained:
         try:
-            found.append(three_steps(*one))
+            with compiled_by(case.backend):
+                found.append(three_steps(folder, case))
         except Exception as error:
-            error.add_note(f"in {one}")
+            error.add_note(f"in {case}")
             raise
     return found
 
@@ -93,15 +92,15 @@ def check(every: dict[str, Trained], folder_of: FolderOf) -> dict[str, int]:
 
     The cases share their processes.
     """
-    plain = [*dict.fromkeys((kind, case.lora) for kind, case, _ in every.values())]
-    alone = [(folder_of(kind), Case(lora=lora), "eager") for kind, lora in plain]
+    plain = [*dict.fromkeys((kind, case.lora) for kind, case in every.values())]
+    alone = [(folder_of(kind), Case(lora=lora)) for kind, lora in plain]
     [made] = run_ranks(1, steps_of_each, alone)
     wanted = dict(zip(plain, made, strict=True))
-    own = [(folder_of(kind), *others) for kind, *others in every.values()]
+    own = [(folder_of(kind), case) for kind, case in every.values()]
     results = zip(*run_ranks(2, steps_of_each, own), strict=True)
     most = {}
     for name, of_ranks in zip(every, results, strict=True):
-        kind, case, _ = every[name]
+        kind, case = every[name]
         straight, weights, _ = wanted[kind, case.lora]
         found: dict[str, Tensor] = {}
         for curve, of_rank, _ in of_ranks:
@@ -127,18 +126,13 @@ SLOW = {
 }
 
 
-# Graphs are the same whoever makes code of them, which takes long: once for each kind of split.
-BY_INDUCTOR = ("cp", "split, by operation")
-
-
 @pytest.mark.slow
 def test_compiled_mixtures_train_as_one_process(folder_of: FolderOf) -> None:
     """Around the experts, around the exchange, what experts compute, and the norm: six graphs."""
     every = {
-        name: (*trained, "inductor" if name in BY_INDUCTOR else "aot_eager")
-        for name, trained in SLOW.items()
+        name: (kind, replace(case, backend="aot_eager")) for name, (kind, case) in SLOW.items()
     }
-    every["once"] = "qwen3_moe", Case(TWO, 2, compiled=True, recompute=FULL), "inductor"
+    every["into code"] = "qwen3_moe", Case(TWO, 2, compiled=True, recompute=FULL)
     graphs = check(every, folder_of)
-    assert graphs.pop("once") <= 6
+    assert graphs["into code"] <= 6
     assert max(graphs.values()) <= 10, graphs

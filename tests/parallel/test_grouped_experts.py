@@ -34,7 +34,7 @@ def first_stack(kind: str) -> nn.Module | None:
 
 
 def with_gradients(
-    stack: nn.Module, tokens: int = 19, compiled: bool = False
+    stack: nn.Module, tokens: int = 19, backend: str = ""
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Outputs, and the gradients of weights, of tokens and of how their experts are weighted."""
     generator = torch.Generator().manual_seed(1)
@@ -45,7 +45,7 @@ def with_gradients(
     weights, chosen = scores[:, :-1].topk(2)
     weights.requires_grad_()
     stack.zero_grad()
-    run = torch.compile(stack, fullgraph=True, dynamic=True) if compiled else stack
+    run = torch.compile(stack, fullgraph=True, dynamic=True, backend=backend) if backend else stack
     outputs = run(hidden, chosen, weights)
     outputs.backward(torch.randn(outputs.shape, generator=generator))
     found = {name: one.grad for name, one in stack.named_parameters() if one.grad is not None}
@@ -53,10 +53,10 @@ def with_gradients(
     return outputs.detach(), {**found, "hidden": hidden.grad, "weights": weights.grad}
 
 
-def check(theirs: nn.Module, ours: nn.Module, compiled: bool = False) -> None:
-    for tokens in (19, 5) if compiled else (19,):
+def check(theirs: nn.Module, ours: nn.Module, backend: str = "") -> None:
+    for tokens in (19, 5) if backend else (19,):
         expected, gradients = with_gradients(theirs, tokens)
-        outputs, found = with_gradients(ours, tokens, compiled)
+        outputs, found = with_gradients(ours, tokens, backend)
         assert relative_error({"": outputs}, {"": expected}) < EXACT
         assert found.keys() == gradients.keys()
         assert relative_error(found, gradients) < EXACT
@@ -73,11 +73,11 @@ def pair(kind: str) -> tuple[nn.Module, nn.Module]:
     return theirs, ours
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FEW)
-def test_experts_are_transformers_own(kind: str, compiled: bool) -> None:
+def test_experts_are_transformers_own(kind: str, backend: str) -> None:
     torch._dynamo.reset()
-    check(*pair(kind), compiled)
+    check(*pair(kind), backend)
 
 
 @pytest.mark.slow
@@ -97,11 +97,11 @@ def test_a_model_s_own_loop_is_left_as_it_is(kind: str) -> None:
     assert stack.config._experts_implementation == "eager"  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", ["", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", FEW[:2])
 @pytest.mark.parametrize("change", ["adapters", "nf4"])
 def test_changed_stacks_compute_as_with_transformers_own(
-    change: str, kind: str, compiled: bool
+    change: str, kind: str, backend: str
 ) -> None:
     torch._dynamo.reset()
     both = pair(kind)
@@ -115,4 +115,4 @@ def test_changed_stacks_compute_as_with_transformers_own(
             for name, weight in stack.named_parameters():
                 if "lora" in name:
                     nn.init.normal_(weight, std=0.2)
-    check(*both, compiled)
+    check(*both, backend)

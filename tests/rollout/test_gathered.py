@@ -22,6 +22,7 @@ from lacuna.rollout.generate import generating
 from lacuna.rollout.joined import joined, of_one_input
 from tiny import (
     CPU,
+    compiled_by,
     mesh_of,
     random_model,
     run_ranks,
@@ -89,8 +90,13 @@ def test_gathered_ranks_pass_by_themselves_and_train_together_again(tmp_path: ob
         assert torch.allclose(logits, wanted, atol=1e-5)
 
 
-def said_in_layout(folder: str, degrees: dict[str, int], layout: Layout) -> list[Any]:
+def said_in_layout(folder: str, degrees: dict[str, int], layout: Layout, backend: str) -> list[Any]:
     """What a rank completes of prompts of its own, uncompiled and compiled, of two sizes."""
+    with compiled_by(backend):
+        return _said_in_layout(folder, degrees, layout)
+
+
+def _said_in_layout(folder: str, degrees: dict[str, int], layout: Layout) -> list[Any]:
     config = Config(
         model={"name_or_path": folder},
         training={"seq_len": 64, "batch_size": 2},
@@ -112,13 +118,17 @@ def said_in_layout(folder: str, degrees: dict[str, int], layout: Layout) -> list
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("degrees", "layout"),
-    [({}, Layout(dp_shard=2)), ({"tensor_parallel_degree": 2}, Layout(tp=2))],
+    ("degrees", "layout", "backend"),
+    [
+        ({}, Layout(dp_shard=2), "inductor"),
+        ({"tensor_parallel_degree": 2}, Layout(tp=2), "aot_eager"),
+    ],
 )
 def test_compiled_ranks_that_share_a_model_say_the_same(
-    degrees: dict[str, int], layout: Layout, tmp_path: Path
+    degrees: dict[str, int], layout: Layout, backend: str, tmp_path: Path
 ) -> None:
     random_model(tiny_config("llama")).save_pretrained(tmp_path)
-    for plain, compiled, *others in run_ranks(2, said_in_layout, str(tmp_path), degrees, layout):
+    given = str(tmp_path), degrees, layout, backend
+    for plain, compiled, *others in run_ranks(2, said_in_layout, *given):
         assert plain == compiled
         assert others[0] == others[1]
