@@ -41,6 +41,7 @@ def own_loop(world: Path, folder: Path, *flags: object, ranks: int = 1) -> list[
     return [float(loss) for loss in re.findall(r"loss ([\d.]+)", done.stdout)]
 
 
+@pytest.mark.slow
 def test_the_loop_of_your_own_trains_like_lacuna_and_resumes(world: Path, tmp_path: Path) -> None:
     flags = ("--lr_scheduler.decay_type", "constant")
     own, resumed, reference = tmp_path / "own", tmp_path / "resumed", tmp_path / "reference"

@@ -110,7 +110,7 @@ def test_layers_that_hand_on_more_than_hidden_states_are_sharded_and_recomputed(
     ["transformer", "gla", "retnet", "delta_net", pytest.param("rwkv7", marks=pytest.mark.slow)],
 )
 def test_documents_in_a_row_are_as_they_are_alone(tmp_path: Path, kind: str) -> None:
-    model_config = config_of(tmp_path, kind, **OWN_SIZES.get(kind, {}))
+    model_config = config_of(tmp_path, kind, **OWN_SIZES.get(kind, {}), **ONE_HEAD)
     names = bounds_choices("auto", model_config, "cpu", Layout())
     found = find_bounds(names, model_config, "packed", 64, CPU, torch.float32, Layout())
     assert found == "lacuna_bounds"
@@ -197,6 +197,7 @@ def test_flops_count_the_states_and_the_windows(tmp_path: Path) -> None:
 def world(tmp_path: Path) -> Iterator[Path]:
     folder = make_world(tmp_path / "world")
     own = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256}
+    own["num_hidden_layers"] = 1
     folder_of(folder / "model", "delta_net", **own, **ONE_HEAD)
     yield folder
 

@@ -104,7 +104,10 @@ def loaded(case: Case, growths: list[Growth], root: Path) -> list[dict[str, Tens
     return models
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name",
+    ["pp 2", *(pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "pp 2")],
+)
 def test_new_rows_are_the_mean_of_those_before_in_any_layout(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     growths = [*GROWTHS, *([BIASED, PREFIXED] if case.layout.sharing == 1 else [])]

@@ -69,13 +69,13 @@ def gradients(model: PreTrainedModel, times: int = 3) -> list[Tensor]:
     ("settings", "compiled"),
     [
         (FULL, False),
-        (ActivationCheckpointConfig(**PRODUCTS, offload=True, offload_share=0.4), True),
         *(
             pytest.param(settings, True, marks=pytest.mark.slow)
             for settings in (
                 FULL,
                 NONE,
                 ActivationCheckpointConfig(**PRODUCTS, offload=True),
+                ActivationCheckpointConfig(**PRODUCTS, offload=True, offload_share=0.4),
                 ActivationCheckpointConfig(mode="selective", offload=True),
             )
         ),

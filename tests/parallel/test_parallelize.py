@@ -58,6 +58,7 @@ def _dtypes_kept_by_the_last_norm(compiled: bool) -> set[torch.dtype]:
     return kept
 
 
+@pytest.mark.slow
 def test_a_compiled_model_keeps_nothing_in_float32_for_its_last_norm() -> None:
     (compiled,), (eager,) = (
         run_ranks(1, _dtypes_kept_by_the_last_norm, compiled) for compiled in (True, False)
