@@ -94,6 +94,7 @@ def test_an_objective_of_your_own_trains_on_any_number_of_ranks_and_in_any_layou
     assert first != pytest.approx(plain, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_attention_of_your_own_trains_on_two_ranks_and_in_any_layout(
     world: Path, tmp_path: Path
 ) -> None:

@@ -44,6 +44,7 @@ def require_whole(record: dict[str, Any]) -> None:
     assert sum(memory[part] for part in parts) == pytest.approx(memory["reserved"])
 
 
+@pytest.mark.slow
 def test_a_run_is_measured_and_left_alone(world: Path, tmp_path: Path) -> None:
     flags = ("--validation.dataset", world / "validation.jsonl", "--validation.freq", 1)
     flags += ("--checkpoint.interval", 1, "--training.epochs", 1, "--training.steps", "none")

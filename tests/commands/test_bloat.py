@@ -3,6 +3,8 @@
 import re
 import subprocess
 
+import pytest
+
 from lacuna.commands.bloat import EXTENSIONS, statements
 from runs import lacuna, start_anew
 
@@ -25,6 +27,7 @@ def shown() -> None:
 '''
 
 
+@pytest.mark.slow
 def test_the_core_is_the_sum_of_its_rooms_and_extensions_are_apart() -> None:
     lines = [
         re.fullmatch(r"(\S+) +([\d,]+)( .*)?", line) for line in lacuna("bloat").splitlines()[:-1]

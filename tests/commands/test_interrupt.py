@@ -120,6 +120,7 @@ def test_nothing_that_tokenises_outlives_its_parent(world: Path, tmp_path: Path)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="tokenises in one process")
 def test_ctrl_c_twice_ends_a_run_that_tokenises_at_once(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"

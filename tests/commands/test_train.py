@@ -280,6 +280,7 @@ def test_ctrl_c_saves_and_stops_with_the_status_of_shells_on_any_number_of_ranks
         assert not (tmp_path / name / "hf").exists()
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_stops_at_once_without_saving(world: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     flags = ("--cpus", 2, "--training.gradient_accumulation_steps", 20_000)  # a step takes minutes

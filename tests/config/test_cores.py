@@ -79,6 +79,7 @@ def threads(*around: str, **given: str) -> list[str]:
     return done.stdout.splitlines()[-1].split()
 
 
+@pytest.mark.slow
 def test_torch_and_tokenizers_take_the_cores_that_a_process_is_bound_to() -> None:
     one = str(min(os.sched_getaffinity(0)))
     assert threads("taskset", "-c", one) == ["1", "1", "passive"]
@@ -86,6 +87,7 @@ def test_torch_and_tokenizers_take_the_cores_that_a_process_is_bound_to() -> Non
     assert threads() == [every, every, "passive"]
 
 
+@pytest.mark.slow
 def test_ranks_share_the_cores_and_what_is_given_stands() -> None:
     assert threads(LOCAL_WORLD_SIZE="1000")[:2] == ["1", "1"]
     given = threads(

@@ -366,6 +366,7 @@ def test_a_run_goes_on_with_its_critic_in_another_layout(
         assert row == pytest.approx(other, rel=2e-4, abs=1e-5)
 
 
+@pytest.mark.slow
 def test_a_killed_run_ends_as_the_straight_run(world: Path, prompts: Path, tmp_path: Path) -> None:
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     own = ppo(prompts, *CASES["adaptive"], "--training.steps", 12, "--checkpoint.interval", 2)

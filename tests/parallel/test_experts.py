@@ -137,6 +137,7 @@ ON_FOUR = {
 }
 
 
+@pytest.mark.slow
 def test_any_layout_of_two_ranks_is_one_process(tmp_path: Path) -> None:
     saved("qwen3_moe", tmp_path)
     [alone] = outcomes(tmp_path, [Case()])

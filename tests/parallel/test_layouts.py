@@ -152,13 +152,10 @@ def test_a_stage_of_a_pipeline_may_train_nothing(target: str, tmp_path: Path) ->
     check_same(outcomes(tmp_path, [replace(pipelined(Layout(pp=2), 4), lora=adapter)])[0], alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", ["llama_tied", "gpt2"])
 @pytest.mark.parametrize(
-    "architecture", ["llama_tied", pytest.param("gpt2", marks=pytest.mark.slow)]
-)
-@pytest.mark.parametrize(
-    "adapters",
-    [LoraConfig(rank=3), pytest.param(LoraConfig(rank=4, dora=True), marks=pytest.mark.slow)],
-    ids=["plain", "dora"],
+    "adapters", [LoraConfig(rank=3), LoraConfig(rank=4, dora=True)], ids=["plain", "dora"]
 )
 def test_adapters_learn_the_same_in_every_layout(
     adapters: LoraConfig, architecture: str, tmp_path: Path

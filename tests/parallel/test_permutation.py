@@ -32,7 +32,7 @@ def with_gradient(function: object, rows: Tensor, where: Order) -> tuple[Tensor,
     return made, rows.grad
 
 
-@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("count", [1, 3])
 def test_rows_and_gradients_are_those_of_indices(count: int, compiled: bool) -> None:
     torch._dynamo.reset()

@@ -192,6 +192,7 @@ def test_a_server_that_is_not_there_is_refused(model: Path, tmp_path: Path) -> N
     assert f"{address} does not answer" in told and "start the server first" in told
 
 
+@pytest.mark.slow
 def test_a_server_that_is_started_anew_is_handed_the_weights_again(
     model: Path, tmp_path: Path
 ) -> None:
@@ -347,10 +348,10 @@ CASES: dict[str, tuple[object, ...]] = {
     "ppo": ("--job.task", "ppo", "--ppo.updates", 2, "--ppo.beta", 0.0),
     "two ranks": ("--cpus", 2, "--training.batch_size", 2, "--lora.rank", 4),
 }
-LATER = [pytest.param(case, marks=pytest.mark.slow) for case in ("ppo", "two ranks")]
 
 
-@pytest.mark.parametrize("case", ["grpo", *LATER])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["grpo", "ppo", "two ranks"])
 def test_a_run_whose_server_is_gone_saves_and_goes_on(
     case: str, world: Path, begun: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -397,6 +398,7 @@ def test_ranks_train_by_a_server_as_one_process_does(
                 assert row == pytest.approx(other, rel=2e-4, abs=1e-5), name
 
 
+@pytest.mark.slow
 def test_held_out_prompts_are_answered_by_the_server_too(
     world: Path, begun: Path, prompts: Path, tmp_path: Path
 ) -> None:
@@ -417,6 +419,7 @@ def test_held_out_prompts_are_answered_by_the_server_too(
     assert first == other and len(first) == 4
 
 
+@pytest.mark.slow
 def test_the_server_is_handed_the_weights_once_for_all_turns(world: Path, tmp_path: Path) -> None:
     talks = write_talks(tmp_path / "talks")
     server = VllmLike(talks / "model", max_model_len=64)

@@ -14,14 +14,8 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        pytest.param("alone", marks=pytest.mark.slow),
-        "two ranks",
-        pytest.param("workers", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", WAYS)
 def test_a_conversation_that_cannot_be_used_loses_no_step(
     way: str, world: Path, tmp_path: Path
 ) -> None:

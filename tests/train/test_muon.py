@@ -138,6 +138,7 @@ def check_three_steps(
         assert relative_error({key: after[key] for key in expected}, expected) < 1e-6, name
 
 
+@pytest.mark.slow
 def test_on_two_ranks_three_steps_are_torchs(tmp_path: Path, in_float32: None) -> None:
     check_three_steps(tmp_path, TWO_RANKS)
 

@@ -93,6 +93,7 @@ def one_step(folder: Path, cases: list[Case]) -> list[dict[str, tuple[Tensor, Te
     return results
 
 
+@pytest.mark.slow
 def test_a_step_in_every_layout_is_torchs_with_such_groups(tmp_path: Path) -> None:
     tiny_config("llama", num_hidden_layers=4).save_pretrained(tmp_path)
     for of_ranks in zip(*run_ranks(2, one_step, tmp_path, [*CASES.values()]), strict=True):

@@ -109,12 +109,10 @@ def test_prompts_are_completed_at_each_validation_shown_and_kept(
     assert samples[-2]["text"] == tokenizer.decode(ids, skip_special_tokens=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting",
-    [
-        "tensor_parallel_degree",
-        pytest.param("context_parallel_degree", marks=pytest.mark.slow),
-    ],
+    ["tensor_parallel_degree", "context_parallel_degree"],
     ids=["tensor", "context"],
 )
 def test_ranks_that_share_sequences_sample_the_same(
