@@ -181,9 +181,7 @@ def test_a_stopped_run_goes_on_to_the_bit(
     ("reference", "more"),
     [
         ("cached", ()),
-        ("cached", ("--lora.rank", 4)),
         ("copy", ()),
-        ("base", ("--lora.rank", 4)),
         ("base", ("--lora.rank", 4, "--cpus", 2, "--parallelism.pipeline_parallel_degree", 2)),
     ],
 )

@@ -166,22 +166,18 @@ def compiled_reading(graphs: list[int]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("architecture", "backend"), [("gemma3", "aot_eager"), ("qwen3_moe", "inductor")]
-)
-def test_compiled_layers_say_the_same(
-    architecture: str, backend: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("architecture", ["gemma3", "qwen3_moe"])
+def test_compiled_layers_say_the_same(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ending_model(architecture)
     wanted = said_by(model, Drawing(0.8), 16, (4, 64, 5))
     torch._dynamo.reset()
     for layer in decoder_layers(model):
-        layer.compile(fullgraph=True, backend=backend)
+        layer.compile(fullgraph=True, backend="aot_eager")
     asked = [
         Asked(prompt, [7 * number + sample for sample in range(16)], limit)
         for number, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
     ]
-    with compiled_by(backend), torch.no_grad():
+    with compiled_by("aot_eager"), torch.no_grad():
         for some in (asked[1:3], asked[4:7]):  # once for one size, and once for all
             complete_in_pages(model, some, Drawing(0.8), ENDS, 64, CPU, compiled=True, size=4)
         read: list[int] = []
