@@ -196,8 +196,7 @@ def test_flops_count_the_states_and_the_windows(tmp_path: Path) -> None:
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[Path]:
     folder = make_world(tmp_path / "world")
-    own = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256}
-    own["num_hidden_layers"] = 1
+    own = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "num_hidden_layers": 1}
     folder_of(folder / "model", "delta_net", **own, **ONE_HEAD)
     yield folder
 
