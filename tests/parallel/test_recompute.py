@@ -12,6 +12,7 @@ import torch.nn.attention.varlen  # registers its operation
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
+from transformers import PreTrainedModel
 
 from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
 from lacuna.config import UserError
@@ -19,6 +20,7 @@ from lacuna.config.adapters import LoraConfig
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model import merged_attention  # noqa: F401, which defines an operation
 from lacuna.model.architecture import decoder_layers
+from lacuna.model.layers.lora import add_adapters, initialize_adapters
 from lacuna.parallel.grouped_experts import install_grouped_experts
 from lacuna.parallel.kept_operations import KEPT, PRODUCTS, _saving_policy
 from lacuna.parallel.mesh import Layout
@@ -128,10 +130,22 @@ def gradients(model: nn.Module) -> dict[str, Tensor] | str:
     return {n: one.grad for n, one in model.named_parameters() if one.grad is not None}
 
 
-def saved_bytes(settings: ActivationCheckpointConfig) -> int:
-    """What a forward pass keeps for the backward pass, weights apart."""
+def with_adapters(rank: int) -> PreTrainedModel:
+    """A Llama of four layers that trains, all of it or, with a rank, adapters alone."""
     model = random_model(tiny_config("llama", num_hidden_layers=4)).train()
+    if rank:
+        add_adapters(model, LoraConfig(rank=rank), torch.float32)
+        initialize_adapters(model, seed=0)
+    return model
+
+
+def saved_bytes(settings: ActivationCheckpointConfig, rank: int = 0, compiled: bool = False) -> int:
+    """What a forward pass keeps for the backward pass, weights apart."""
+    model = with_adapters(rank)
     recompute(decoder_layers(model), settings)
+    if compiled:
+        for layer in decoder_layers(model):
+            layer.compile(backend="aot_eager_decomp_partition", fullgraph=True)
     weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -155,6 +169,28 @@ def test_what_is_recomputed_is_not_kept() -> None:
     assert full < none / 3
 
 
+class CountingWideProducts(TorchDispatchMode):
+    """Counts the products that are computed whose factors have no dimension of less than 8."""
+
+    count = 0
+
+    def __torch_dispatch__(self, operation: Any, _: Any, given: Any = (), named: Any = None) -> Any:
+        if operation.name() in PRODUCTS:
+            self.count += min(size for factor in given[-2:] for size in factor.shape) >= 8
+        return operation(*given, **(named or {}))
+
+
+def wide_products(settings: ActivationCheckpointConfig | None, rank: int) -> int:
+    """How many products of weights a forward and a backward pass compute."""
+    model = with_adapters(rank)
+    if settings is not None:
+        recompute(decoder_layers(model), settings)
+    with CountingWideProducts() as counting:
+        output: Any = model(input_ids=torch.arange(32)[None] % 60, use_cache=False)
+        output.logits.sum().backward()
+    return counting.count
+
+
 class CountingGroupedProducts(TorchDispatchMode):
     """Counts the grouped products that are computed."""
 
@@ -169,7 +205,8 @@ def test_the_first_of_two_grouped_products_is_kept_in_float8_too() -> None:
     policy = _saving_policy(True, False)
     names = ["aten::_scaled_grouped_mm"] * 2 + ["aten::_scaled_mm"] * 2 + ["aten::_grouped_mm"]
     context = SimpleNamespace(is_recompute=False)
-    found = [policy(context, SimpleNamespace(name=partial(str, one))) for one in names]
+    factors = torch.empty(6, 8), torch.empty(8, 8)
+    found = [policy(context, SimpleNamespace(name=partial(str, one)), *factors) for one in names]
     kept = [one == CheckpointPolicy.MUST_SAVE for one in found]
     assert kept == [True, False, True, False, True]
 
@@ -179,12 +216,28 @@ def test_all_products_are_kept_but_those_of_experts() -> None:
     half = _saving_policy(True, False)
     context = SimpleNamespace(is_recompute=False)
     product = SimpleNamespace(name=lambda: "aten::mm")
-    assert [policy(context, product) for _ in range(3)] == [CheckpointPolicy.MUST_SAVE] * 3
-    kept = [half(context, product) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
+    factors = torch.empty(6, 8), torch.empty(8, 8)
+    kept = [policy(context, product, *factors) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
+    assert kept == [True, True, True]
+    kept = [half(context, product, *factors) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
     assert kept == [True, False, True]
     of_experts = SimpleNamespace(name=lambda: "aten::_grouped_mm")
-    kept = [policy(context, of_experts) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
+    factors = torch.empty(6, 8), torch.empty(2, 8, 8)
+    kept = [policy(context, of_experts, *factors) == CheckpointPolicy.MUST_SAVE for _ in range(3)]
     assert kept == [True, False, True]
+
+
+@pytest.mark.parametrize("settings", [ALL_PRODUCTS, BY_OPERATION], ids=["products", "op"])
+def test_adapters_change_nothing_of_what_is_kept_but_for_their_narrow_results(
+    settings: ActivationCheckpointConfig,
+) -> None:
+    plain, adapted = (saved_bytes(settings, rank, compiled=True) for rank in (0, 2))
+    tokens, layers = 32, 4
+    narrow = tokens * layers * 7 * 2 * 4  # seven adapters of rank 2 in float32
+    assert adapted <= plain + narrow
+    computed = [wide_products(mode, rank) for rank in (0, 2) for mode in (None, settings)]
+    assert computed[1] - computed[0] == computed[3] - computed[2]
+    assert settings != ALL_PRODUCTS or computed[3] == computed[2]
 
 
 def grouped_products(settings: ActivationCheckpointConfig) -> int:

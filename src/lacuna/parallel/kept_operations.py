@@ -11,6 +11,8 @@ from lacuna.config.machine import ActivationCheckpointConfig
 # The names of operations, or how these begin.
 _GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", *_GROUPED)
+# A GPU multiplies by so many columns in the time that it takes to write the result.
+_NARROW = 256
 KEPT = (  # attention and communication
     "aten::_scaled_dot_product_",
     "torch_attn::_varlen_attn",
@@ -41,18 +43,23 @@ def _saving_policy(*products: bool) -> Callable[..., CheckpointPolicy]:
 
     That is attention, communication, and of every so many `products` those that it says. Those of
     experts are counted apart, of which every second is kept. So are the forward pass and its
-    repetition.
+    repetition. Products with a narrow matrix, such as an adapter's, do not count: a result that is
+    narrow takes no memory, and is kept, and a wide one takes no time.
     """
     keep_product = {
         (grouped, again): itertools.cycle((True, False) if grouped else products)
         for grouped, again in itertools.product((True, False), repeat=2)
     }
 
-    def policy(context: Any, operation: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+    def policy(context: Any, operation: Any, *factors: Any, **_: Any) -> CheckpointPolicy:
         name = operation.name()
         kept = name.startswith(KEPT)
         if name in PRODUCTS:
-            kept = next(keep_product[name in _GROUPED, context.is_recompute])
+            inner, width = factors[2 if name == "aten::addmm" else 1].shape[-2:]
+            if min(inner, width) <= _NARROW and 8 * min(inner, width) <= max(inner, width):
+                kept = width < inner
+            else:
+                kept = next(keep_product[name in _GROUPED, context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
