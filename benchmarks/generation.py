@@ -5,6 +5,8 @@ python benchmarks/generation.py [--tiny] [--case even|uneven|kernel] [--only WAY
 Weights are random, in bfloat16. `even` has Qwen3 0.6B's shape and 64 sequences of 128 + 512 tokens;
 `uneven` that of 1.7B and 256 completions of 8 to 1,024 tokens; `kernel` is decode attention alone.
 Of the ways, `engine` has one product for layers that take the same input, and `apart` one for each.
+`static` is `generate` with a static cache, for which it compiles, and `uncompiled` without that;
+`recorded` is a plain loop over such a cache with a CUDA graph of its step (not for `uneven`).
 Only tokens that were wanted are counted. Each way has a time limit of its own; what it fails with
 is printed.
 """
@@ -27,7 +29,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from row_models import QWEN3_600M
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    StaticCache,
+)
 from transformers.generation.continuous_batching.continuous_api import WorkloadHints
 
 from lacuna.model.architecture import decoder_layers
@@ -139,6 +147,45 @@ def by_generate(model: PreTrainedModel, work: Work, seconds: float, **options: A
     )
     made = output.shape[1] - width
     return sum(min(limit, made) for limit in work.limits)
+
+
+def by_recorded_steps(model: PreTrainedModel, work: Work) -> int:
+    """How many tokens a plain loop over transformers' static cache makes, a CUDA graph for a step.
+
+    Prompts have one length.
+    """
+    most = max(work.limits)
+    tokens = torch.tensor(work.prompts, device=DEVICE)
+    cache = StaticCache(config=model.config, max_cache_len=tokens.shape[1] + most)
+
+    def drawn(ids: Tensor) -> Tensor:
+        logits = model(ids, past_key_values=cache, use_cache=True).logits[:, -1].float()
+        noise = torch.empty_like(logits).exponential_()
+        return (logits - noise.log()).argmax(-1, keepdim=True)
+
+    last = drawn(tokens)
+
+    def step() -> None:
+        last.copy_(drawn(last))
+
+    replay = step
+    done = 1
+    if DEVICE.type == "cuda":
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                step()
+        torch.cuda.current_stream().wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            step()
+        replay = graph.replay
+        done = 4  # recording computes nothing
+    for _ in range(most - done):
+        replay()
+    assert int(cache.get_seq_length()) == tokens.shape[1] + most - 1, "every step was made"
+    return sum(work.limits)
 
 
 def by_batches(model: PreTrainedModel, work: Work) -> tuple[int, float]:
@@ -282,6 +329,21 @@ def run_case(case: str, given: argparse.Namespace) -> None:
         lambda: by_generate(model, work, 10, cache_implementation="static"),
         lambda: by_generate(model, work, seconds, cache_implementation="static"),
     )
+    ways["uncompiled"] = lambda model: measure(
+        "uncompiled",
+        given.limit,
+        lambda: by_generate(model, work, 0.5, cache_implementation="static", disable_compile=True),
+        lambda: by_generate(
+            model, work, seconds, cache_implementation="static", disable_compile=True
+        ),
+    )
+    if case == "even":
+        ways["recorded"] = lambda model: measure(
+            "recorded",
+            given.limit,
+            lambda: by_recorded_steps(model, short),
+            lambda: by_recorded_steps(model, work),
+        )
     ways["plain"] = lambda model: measure(
         "plain",
         given.limit,

@@ -174,11 +174,11 @@ ROWS = {
         processes=2,
     ),
     "half-8b-rowwise": Row(
-        "half-8b in float8, rowwise, recomputation by operation",
+        "half-8b in float8, rowwise, all products kept; torchtitan recomputes by operation",
         HALF_8B,
         (2, 8192),
         WHOLE_ROWS
-        | BY_OPERATION
+        | PRODUCTS
         | {"float8": {"enable_float8_linear": True, "recipe_name": "rowwise"}},
         "torchtitan",
         processes=2,
