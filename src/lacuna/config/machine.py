@@ -98,8 +98,7 @@ class ActivationCheckpointConfig(Section):
         str, BeforeValidator(str), Field(pattern="^(op|products|[1-9][0-9]*)$")
     ] = "2"
     """With mode selective: k recomputes every k-th layer; op keeps attention, communication and
-    every second matrix product; products keeps all of these, and of experts as many as op. Of
-    adapters both keep the narrow results alone."""
+    every second wide matrix product; products keeps all, and of experts as many as op."""
 
     memory_budget: float = Field(default=0.5, ge=0, le=1)
     """With mode memory_budget: share of the activations that torch.compile may keep."""
