@@ -98,19 +98,24 @@ def test_a_memory_budget_is_refused_beside_dropout() -> None:
 
 
 @pytest.mark.slow
-def test_every_architecture_has_the_same_gradients_where_operations_are_kept() -> None:
+@pytest.mark.parametrize(("rank", "settings"), [(0, BY_OPERATION), (2, ALL_PRODUCTS)])
+def test_every_architecture_has_the_same_gradients_where_operations_are_kept(
+    rank: int, settings: ActivationCheckpointConfig
+) -> None:
     differing = {}
     tried = 0
     for kind in sorted({*model_types()} - NO_SPECIMEN):
         model_config = small_config(configuration_class(kind))
         model_config.use_cache = False
         model = random_model(model_config, attention="eager").eval()
+        if rank:
+            learn_adapters(model, rank)
+        install_grouped_experts(model)  # transformers' own change what is kept, if there are biases
         plain = gradients(model)
         if isinstance(plain, str):  # transformers' own code does not train it here
             continue
         tried += 1
-        install_grouped_experts(model)  # transformers' own change what is kept, if there are biases
-        recompute(decoder_layers(model), BY_OPERATION)
+        recompute(decoder_layers(model), settings)
         kept = gradients(model)
         if isinstance(kept, str):
             differing[kind] = kept
@@ -134,9 +139,17 @@ def with_adapters(rank: int) -> PreTrainedModel:
     """A Llama of four layers that trains, all of it or, with a rank, adapters alone."""
     model = random_model(tiny_config("llama", num_hidden_layers=4)).train()
     if rank:
-        add_adapters(model, LoraConfig(rank=rank), torch.float32)
-        initialize_adapters(model, seed=0)
+        learn_adapters(model, rank)
     return model
+
+
+def learn_adapters(model: PreTrainedModel, rank: int) -> None:
+    """Gives a model adapters that change something, in place, and freezes all else."""
+    add_adapters(model, LoraConfig(rank=rank), torch.float32)
+    initialize_adapters(model, seed=0)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
 
 
 def saved_bytes(settings: ActivationCheckpointConfig, rank: int = 0, compiled: bool = False) -> int:
