@@ -323,20 +323,20 @@ def run_case(case: str, given: argparse.Namespace) -> None:
     ways["eager"] = of_engine("eager", False, None)
     ways["autotuned"] = of_engine("autotuned", True, "max-autotune-no-cudagraphs")
     seconds = given.limit / 3
-    ways["static"] = lambda model: measure(
-        "static",
-        given.limit,
-        lambda: by_generate(model, work, 10, cache_implementation="static"),
-        lambda: by_generate(model, work, seconds, cache_implementation="static"),
-    )
-    ways["uncompiled"] = lambda model: measure(
-        "uncompiled",
-        given.limit,
-        lambda: by_generate(model, work, 0.5, cache_implementation="static", disable_compile=True),
-        lambda: by_generate(
-            model, work, seconds, cache_implementation="static", disable_compile=True
-        ),
-    )
+
+    def of_generate(
+        name: str, warm_up_seconds: float, **options: Any
+    ) -> Callable[[PreTrainedModel], Any]:
+        return lambda model: measure(
+            name,
+            given.limit,
+            lambda: by_generate(model, work, warm_up_seconds, **options),
+            lambda: by_generate(model, work, seconds, **options),
+        )
+
+    static = {"cache_implementation": "static"}
+    ways["static"] = of_generate("static", 10, **static)
+    ways["uncompiled"] = of_generate("uncompiled", 0.5, **static, disable_compile=True)
     if case == "even":
         ways["recorded"] = lambda model: measure(
             "recorded",
@@ -344,12 +344,7 @@ def run_case(case: str, given: argparse.Namespace) -> None:
             lambda: by_recorded_steps(model, short),
             lambda: by_recorded_steps(model, work),
         )
-    ways["plain"] = lambda model: measure(
-        "plain",
-        given.limit,
-        lambda: by_generate(model, work, 0.5),
-        lambda: by_generate(model, work, seconds),
-    )
+    ways["plain"] = of_generate("plain", 0.5)
     ways["continuous"] = lambda model: measure(
         "continuous",
         given.limit,

@@ -109,7 +109,7 @@ def test_every_architecture_has_the_same_gradients_where_operations_are_kept(
         model_config.use_cache = False
         model = random_model(model_config, attention="eager").eval()
         if rank:
-            learn_adapters(model, rank)
+            add_random_adapters(model, rank)
         install_grouped_experts(model)  # transformers' own change what is kept, if there are biases
         plain = gradients(model)
         if isinstance(plain, str):  # transformers' own code does not train it here
@@ -135,15 +135,15 @@ def gradients(model: nn.Module) -> dict[str, Tensor] | str:
     return {n: one.grad for n, one in model.named_parameters() if one.grad is not None}
 
 
-def with_adapters(rank: int) -> PreTrainedModel:
+def llama_with_adapters(rank: int) -> PreTrainedModel:
     """A Llama of four layers that trains, all of it or, with a rank, adapters alone."""
     model = random_model(tiny_config("llama", num_hidden_layers=4)).train()
     if rank:
-        learn_adapters(model, rank)
+        add_random_adapters(model, rank)
     return model
 
 
-def learn_adapters(model: PreTrainedModel, rank: int) -> None:
+def add_random_adapters(model: PreTrainedModel, rank: int) -> None:
     """Gives a model adapters that change something, in place, and freezes all else."""
     add_adapters(model, LoraConfig(rank=rank), torch.float32)
     initialize_adapters(model, seed=0)
@@ -154,7 +154,7 @@ def learn_adapters(model: PreTrainedModel, rank: int) -> None:
 
 def saved_bytes(settings: ActivationCheckpointConfig, rank: int = 0, compiled: bool = False) -> int:
     """What a forward pass keeps for the backward pass, weights apart."""
-    model = with_adapters(rank)
+    model = llama_with_adapters(rank)
     recompute(decoder_layers(model), settings)
     if compiled:
         for layer in decoder_layers(model):
@@ -195,7 +195,7 @@ class CountingWideProducts(TorchDispatchMode):
 
 def wide_products(settings: ActivationCheckpointConfig | None, rank: int) -> int:
     """How many products of weights a forward and a backward pass compute."""
-    model = with_adapters(rank)
+    model = llama_with_adapters(rank)
     if settings is not None:
         recompute(decoder_layers(model), settings)
     with CountingWideProducts() as counting:

@@ -11,8 +11,6 @@ from lacuna.config.machine import ActivationCheckpointConfig
 # The names of operations, or how these begin.
 _GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::_scaled_mm", *_GROUPED)
-# A GPU multiplies by so many columns in the time that it takes to write the result.
-_NARROW = 256
 KEPT = (  # attention and communication
     "aten::_scaled_dot_product_",
     "torch_attn::_varlen_attn",
@@ -56,10 +54,19 @@ def _saving_policy(*products: bool) -> Callable[..., CheckpointPolicy]:
         kept = name.startswith(KEPT)
         if name in PRODUCTS:
             inner, width = factors[2 if name == "aten::addmm" else 1].shape[-2:]
-            if min(inner, width) <= _NARROW and 8 * min(inner, width) <= max(inner, width):
+            if _is_narrow(inner, width):
                 kept = width < inner
             else:
                 kept = next(keep_product[name in _GROUPED, context.is_recompute])
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return policy
+
+
+def _is_narrow(*sides: int) -> bool:
+    """Whether a matrix with these sides is narrow: up to 256, and an eighth of the other side.
+
+    A GPU adds up some 256 products in the time that it takes to write a result of two bytes. The
+    eighth leaves the matrices of small models alone.
+    """
+    return min(sides) <= min(256, max(sides) // 8)

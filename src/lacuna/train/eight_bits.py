@@ -48,9 +48,8 @@ def dynamic_codes(signed: bool, device: torch.device | None = None) -> Codes:
     if not signed:
         bounds[0] = 0.0
     ends = torch.tensor([*bounds, math.inf])
-    parts = torch.tensor(numbers), ends, _starts(ends)
-    found, ends, starts = (part.to(device) for part in parts)
-    return Codes(found, numbers.index(0.0), ends, starts)
+    found = torch.tensor(numbers, device=device)
+    return Codes(found, numbers.index(0.0), ends.to(device), _starts(ends).to(device))
 
 
 def _starts(bounds: Tensor) -> Tensor:
