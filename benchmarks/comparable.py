@@ -41,6 +41,7 @@ SHARED = (
     "optimizer.eps=*",
     "optimizer.weight_decay=*",
     "optimizer.implementation=*",
+    "optimizer.state_offload_share=*",  # theirs stays on the GPU
     "parallelism.data_parallel_*",
     "training.[!e]*",
     "training.epochs=*",

@@ -118,6 +118,18 @@ def test_a_stopped_run_goes_on_to_the_bit(
         assert len({row["beta"] for row in rows(straight)}) == 3
 
 
+@pytest.mark.slow
+def test_optimizer_state_of_both_models_in_cpu_memory_changes_nothing(
+    world: Path, prompts: Path, tmp_path: Path
+) -> None:
+    plain, moved = tmp_path / "plain", tmp_path / "moved"
+    train(world, plain, *ppo(prompts))
+    train(world, moved, *ppo(prompts, "--optimizer.state_offload_share", 1))
+    assert curve(plain, *KEYS) == curve(moved, *KEYS)
+    assert completions(plain) == completions(moved)
+    assert weights(plain) == weights(moved)
+
+
 LAYOUTS = {
     "shards": ("--cpus", 2, "--training.batch_size", 2),
     "replicas": (

@@ -28,6 +28,7 @@ RUNS = {
     "in pieces": ["--activation_checkpoint.mlp_chunks", "2"],
     "skipping": ["--training.skip_nan_inf"],
     "early": ["--optimizer.early_step_in_backward", "--training.max_norm", "0"],
+    "moved state": ["--optimizer.state_offload_share", "0.5"],
     "adapters": ["--lora.rank", "4"],
     "Muon": ["--optimizer.name", "Muon"],
     "NorMuon": ["--optimizer.name", "Muon", "--optimizer.neuron_beta2", "0.95"],

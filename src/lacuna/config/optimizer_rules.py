@@ -1,6 +1,6 @@
 """What does not go together in how weights are updated: which settings, when, and why."""
 
-from lacuna.config.rules import Rule, is_changed, rule_for_each
+from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
 
 OF_MUON = tuple(
     f"optimizer.{name}"
@@ -17,6 +17,25 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         ("optimizer.early_step_in_backward", "training.skip_nan_inf"),
         lambda config: config.optimizer.early_step_in_backward and config.training.skip_nan_inf,
         "an early step cannot be skipped; drop one",
+    ),
+    *(
+        Rule(
+            ("optimizer.state_offload_share", other),
+            is_changed("optimizer.state_offload_share", is_given(other)),
+            reason,
+        )
+        for other, reason in (
+            ("optimizer.early_step_in_backward", "early steps need what is away; drop one"),
+            ("training.enable_cpu_offload", "the second moves all of the state; drop one"),
+        )
+    ),
+    Rule(
+        ("optimizer.state_offload_share", "parallelism.pipeline_parallel_degree"),
+        is_changed(
+            "optimizer.state_offload_share",
+            lambda config: config.parallelism.pipeline_parallel_degree > 1,
+        ),
+        "in a pipeline passes forward and back take turns; drop the first",
     ),
     *rule_for_each(
         ("optimizer.early_step_in_backward", "lora.parameters"),

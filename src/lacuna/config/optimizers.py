@@ -79,6 +79,10 @@ class OptimizerConfig(Section):
     ] = "fused"
     """How torch applies the update; fused is the fastest."""
 
+    state_offload_share: float = Field(default=0.0, ge=0, le=1)
+    """Share of the optimizer's state that is in CPU memory while gradients are computed, by bytes,
+    at most."""
+
     early_step_in_backward: bool = False
     """Update each parameter in the backward pass and drop its gradient at once; leaves nothing to
     clip or to skip. Not for Muon."""

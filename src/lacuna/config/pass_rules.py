@@ -43,4 +43,9 @@ PASS_RULES: tuple[Rule, ...] = (
         is_given(_RECORDED, lambda config: config.activation_checkpoint.offload),
         "what goes to CPU memory cannot be recorded; drop one",
     ),
+    Rule(
+        (_RECORDED, "optimizer.state_offload_share"),
+        is_given(_RECORDED, lambda config: config.optimizer.state_offload_share > 0),
+        "what goes to CPU memory cannot be recorded; drop one",
+    ),
 )

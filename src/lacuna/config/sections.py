@@ -202,8 +202,12 @@ class Config(Section):
     @property
     def records_steps(self) -> bool:
         """Whether steps may be CUDA graphs, if the model, the layout and the device are for it."""
-        moves = self.optimizer.early_step_in_backward or self.activation_checkpoint.offload
-        suits = self.job.task in ("pretrain", "sft") and not moves
+        moving = (
+            self.activation_checkpoint.offload,
+            self.optimizer.early_step_in_backward,
+            self.optimizer.state_offload_share,
+        )
+        suits = self.job.task in ("pretrain", "sft") and not any(moving)
         return suits and self.compile.cuda_graphs is not False
 
     @property

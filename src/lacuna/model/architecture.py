@@ -162,9 +162,14 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     Raises `UserError` where there is none.
     """
     count = model.config.get_text_config().num_hidden_layers
-    # The decoder is searched first: an encoder of pictures or sounds may have as many layers.
+    # The decoder is searched first: an encoder of pictures or sounds may have as many layers. That
+    # of GIT has one in it.
     for module in (*model.get_decoder().modules(), *model.modules()):
-        if isinstance(module, nn.ModuleList) and len(module) == count:
+        if (
+            isinstance(module, nn.ModuleList)
+            and len(module) == count
+            and "Vision" not in type(module[0]).__name__
+        ):
             return module
     raise UserError(
         f"model: {type(model).__name__} has no list of {count} decoder layers, so it cannot be "

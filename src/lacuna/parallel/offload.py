@@ -98,9 +98,9 @@ class _Keeper:
         self.leaving: deque[_Moved] = deque()
         self.last: _Moved | None = None
         self.saved: list[list[int]] = [[] for _ in self.layers]
-        self.begin_layer(0)
+        self.layer = 0
 
-    def begin_layer(self, number: int) -> None:
+    def begin_layer(self, number: int, _: Tensor) -> None:
         """Begins a layer."""
         self.layer = number
 
@@ -225,14 +225,15 @@ def offload_activations(
     staying = -1 if pipelined or len(layers) == 1 else len(layers) - 1
     keeper = _Keeper(model, layers, settings.offload_share, staying, kind)
     for number, layer in enumerate(layers):
-        _call_before(layer, partial(keeper.begin_layer, number))
+        call_before(layer, partial(keeper.begin_layer, number))
     forward = base.forward
 
     def offloading(*arguments: Any, **named: Any) -> Any:
         # Else no backward pass is to come, though gradients may be recorded.
         if not (base.training and torch.is_grad_enabled()):
             return forward(*arguments, **named)
-        keeper.begin(_tokens([*arguments, *named.values()]))
+        given = _first_tensor([*arguments, *named.values()])
+        keeper.begin(given.shape[:2].numel())
         try:
             with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
                 return forward(*arguments, **named)
@@ -253,21 +254,27 @@ def widest(sizes: Sequence[int], share: float) -> set[int]:
     return chosen
 
 
-def _call_before(layer: nn.Module, function: Callable[[], None]) -> None:
-    """Has a function be called before a layer, in place, and outside of what is compiled."""
+def call_before(layer: nn.Module, function: Callable[[Tensor], None]) -> None:
+    """Has a function be called before a layer, in place, and outside of what is compiled.
+
+    It is given the first tensor that the layer is given, which are the hidden states.
+    """
     compiled: Any = layer._compiled_call_impl
+
+    def call_first(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        function(_first_tensor([*arguments, *named.values()]))
+
     if compiled is None:
-        layer.register_forward_pre_hook(lambda *_: function())
+        layer.register_forward_pre_hook(call_first, with_kwargs=True)
         return
 
     def call(*arguments: Any, **named: Any) -> Any:
-        function()
+        call_first(layer, arguments, named)
         return compiled(*arguments, **named)
 
     layer._compiled_call_impl = call
 
 
-def _tokens(arguments: Sequence[Any]) -> int:
-    """How many tokens a decoder is given: as numbers, or as hidden states [B, T, width]."""
-    given = next(one for one in arguments if isinstance(one, Tensor))
-    return given.shape[:2].numel()
+def _first_tensor(arguments: Sequence[Any]) -> Tensor:
+    """What a module is given to work on: numbers of tokens, or hidden states [B, T, width]."""
+    return next(one for one in arguments if isinstance(one, Tensor))

@@ -70,7 +70,9 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
         "tokens a step": f"{batch.global_batch * length:,} ({length} a sequence)",
         "steps": f"{steps:,}, {sequences * length:,} tokens",
         "learning rate": _about_learning_rate(config.optimizer.lr, config.lr_scheduler, steps),
-        "memory a rank": _about_memory(estimate, batch.accumulation),
+        "memory a rank": _about_memory(
+            estimate, batch.accumulation, config.optimizer.state_offload_share
+        ),
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
@@ -104,8 +106,8 @@ def _require_visible_attention(metrics: MetricsConfig, model_config: PretrainedC
         require_visible_attention(model_config)
 
 
-def _about_memory(parts: dict[str, float], accumulation: int) -> str:
-    peak = peak_memory(parts, accumulation)
+def _about_memory(parts: dict[str, float], accumulation: int, moved: float) -> str:
+    peak = peak_memory(parts, accumulation, moved)
     held = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     return f"about {peak / 2**30:.2f} GiB at a time ({held})"
 

@@ -231,16 +231,20 @@ def estimate_memory(
     }
 
 
-def peak_memory(parts: Mapping[str, float], accumulation: int) -> float:
+def peak_memory(parts: Mapping[str, float], accumulation: int, moved: float = 0.0) -> float:
     """Bytes of all `parts` that are taken at one time, at most.
 
     The backward pass frees activations as it makes gradients. So both are whole at one time only
-    where gradients of another micro-batch are there already.
+    where gradients of another micro-batch are there already. A share of the optimizer's state is
+    `moved`, and not there beside activations.
     """
-    total = sum(parts.values())
-    if accumulation == 1:
-        total -= min(parts["gradients"], parts["activations"] + parts["loss"])
-    return total
+    gradients = parts["gradients"]
+    state = parts.get("optimizer", 0.0)
+    passes = parts["activations"] + parts["loss"] + state * (1 - moved)
+    if accumulation > 1:
+        passes += gradients
+    always = sum(parts.values()) - gradients - state - parts["activations"] - parts["loss"]
+    return always + max(passes, gradients + state)
 
 
 def frozen_memory(

@@ -27,7 +27,7 @@ def build_optimizer(
 
     Embeddings and heads tied to them do not decay, nor do other heads unless `decay_head`. With
     `early_step_in_backward` the backward pass updates each parameter as soon as its gradient is
-    complete, and drops the gradient.
+    complete, and drops the gradient; with `state_offload_share` the model's passes move state.
     """
     groups = _groups_by_decay(model, decay_head)
     kernels = {kind: settings.implementation == kind for kind in ("fused", "foreach")}
@@ -46,15 +46,14 @@ def build_optimizer(
 
         optimizer = muon_of(model, settings, groups, kernels)
 
-    def step_in_backward(_: Tensor) -> None:
-        # The last step may have been skipped.
-        optimizer.found_inf = None  # type: ignore[attr-defined]
-        optimizer.step()  # updates only parameters that have a gradient
-        optimizer.zero_grad(set_to_none=True)
-
     if settings.early_step_in_backward:
-        for parameter in [parameter for group in groups for parameter in group["params"]]:
-            parameter.register_post_accumulate_grad_hook(step_in_backward)
+        from lacuna.train.early_step import update_in_backward  # an extension
+
+        update_in_backward(optimizer)
+    if settings.state_offload_share:
+        from lacuna.train.moved_state import move_state  # an extension
+
+        move_state(model, optimizer, settings.state_offload_share)
     return optimizer
 
 
