@@ -11,10 +11,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from every_model import configuration_class, small_config
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel import offload
+from lacuna.parallel.backbone import backbone
 from lacuna.parallel.offload import offload_activations, widest
 from lacuna.parallel.recompute import recompute
 from tiny import random_model, tiny_config
@@ -248,3 +250,15 @@ def test_layers_that_are_not_compiled_move_their_inputs_alone(mode: Any) -> None
     settings = ActivationCheckpointConfig(mode=mode, offload=True)
     with pytest.raises(UserError, match="only their inputs can be moved: set"):
         offloading_model("cpu", settings, backend="")
+
+
+def test_a_model_that_calls_its_layers_past_its_decoder_is_refused() -> None:
+    model = random_model(small_config(configuration_class("opt"))).train()
+    recompute(decoder_layers(model), FULL)
+    offload_activations(model, decoder_layers(model), FULL, False, False, "cpu")
+    tokens = torch.arange(32)[None] + 2
+    backbone(model)(input_ids=tokens, use_cache=False)
+    with torch.no_grad():
+        model(input_ids=tokens, use_cache=False)
+    with pytest.raises(UserError, match="activation_checkpoint.offload: .* in another way"):
+        model(input_ids=tokens, use_cache=False)

@@ -68,6 +68,7 @@ class _Keeper:
         moved: bytes that the first pass has moved until now.
         leaving: what is on its way to CPU memory.
         last: what was moved last.
+        is_open: whether a forward pass has begun and not ended.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class _Keeper:
         self.chosen: list[set[int]] = []
         self.moved = 0
         self.begin(0)
+        self.is_open = False
 
     def begin(self, tokens: int) -> None:
         """Begins a forward pass over so many tokens."""
@@ -99,15 +101,22 @@ class _Keeper:
         self.last: _Moved | None = None
         self.saved: list[list[int]] = [[] for _ in self.layers]
         self.layer = 0
+        self.is_open = True
 
     def begin_layer(self, number: int, _: Tensor) -> None:
-        """Begins a layer."""
+        """Begins a layer. Raises `UserError` for one that the decoder's own pass has not called."""
+        if torch.is_grad_enabled() and self.layers[number].training and not self.is_open:
+            raise UserError(
+                "activation_checkpoint.offload: this model calls its layers in another way than "
+                "by its decoder, so that nothing of them would be moved: leave it out."
+            )
         self.layer = number
 
     def end(self) -> None:
         """Ends the forward pass, also one that failed: its graph alone keeps its tensors now."""
         self._let_go(len(self.layers))
         self.last = None
+        self.is_open = False
         if any(self.saved):
             self.chosen = [widest(sizes, self.share) for sizes in self.saved]
 
