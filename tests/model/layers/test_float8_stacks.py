@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ from lacuna.parallel.grouped_experts import (
     install_grouped_experts,
 )
 from lacuna.parallel.mesh import Layout
-from layouts import Case, Outcome, outcomes
+from layouts import Case, Outcome, outcomes, pipelined
 from tiny import random_model, relative_error, tiny_config
 
 BY_ROWS = ("rowwise", "rowwise_with_gw_hp")
@@ -311,6 +312,30 @@ def test_experts_learn_the_same_in_every_layout(model: Path, recipe: str) -> Non
         layouts += [Case(Layout(dp_shard=2, ep=2)), Case(Layout(cp=2), 2)]
     with_experts = [Case(**{**vars(case), "float8": settings}) for case in layouts]
     for outcome in outcomes(model, with_experts):
+        check_near(outcome, one)
+
+
+@pytest.mark.slow
+def test_experts_learn_the_same_in_copies_of_shards_zero_bubbles_and_pieces(
+    tmp_path: Path,
+) -> None:
+    pytest.importorskip("torchao")
+    random_model(tiny_config("qwen3_moe", num_hidden_layers=4), "eager").save_pretrained(tmp_path)
+    settings = only_experts("rowwise_with_gw_hp")
+    pieces = ActivationCheckpointConfig(mode="full", mlp_chunks=2)
+    budget = ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.3)
+    one, *alone = outcomes(
+        tmp_path,
+        [
+            Case(float8=settings),
+            Case(float8=settings, recompute=pieces),
+            Case(float8=settings, recompute=budget, compiled=True, backend="aot_eager"),
+        ],
+    )
+    [copies] = outcomes(tmp_path, [Case(Layout(2, 2, ep=2), float8=settings)])
+    zero_bubbles = pipelined(Layout(pp=2), 4, "ZBVZeroBubble")
+    [staged] = outcomes(tmp_path, [replace(zero_bubbles, float8=settings)])
+    for outcome in (*alone, copies, staged):
         check_near(outcome, one)
 
 
