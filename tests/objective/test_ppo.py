@@ -124,7 +124,8 @@ def test_optimizer_state_of_both_models_in_cpu_memory_changes_nothing(
 ) -> None:
     plain, moved = tmp_path / "plain", tmp_path / "moved"
     train(world, plain, *ppo(prompts))
-    train(world, moved, *ppo(prompts, "--optimizer.state_offload_share", 1))
+    said = train(world, moved, *ppo(prompts, "--optimizer.state_offload_share", 1))
+    assert said.count("of state are in CPU memory while gradients are computed") == 2
     assert curve(plain, *KEYS) == curve(moved, *KEYS)
     assert completions(plain) == completions(moved)
     assert weights(plain) == weights(moved)

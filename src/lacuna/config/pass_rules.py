@@ -38,14 +38,12 @@ PASS_RULES: tuple[Rule, ...] = (
         is_given(_RECORDED, lambda config: config.optimizer.early_step_in_backward),
         "recorded gradients stay where they are, early steps drop them; drop one",
     ),
-    Rule(
-        (_RECORDED, "activation_checkpoint.offload"),
-        is_given(_RECORDED, lambda config: config.activation_checkpoint.offload),
-        "what goes to CPU memory cannot be recorded; drop one",
-    ),
-    Rule(
-        (_RECORDED, "optimizer.state_offload_share"),
-        is_given(_RECORDED, lambda config: config.optimizer.state_offload_share > 0),
-        "what goes to CPU memory cannot be recorded; drop one",
+    *(
+        Rule(
+            (_RECORDED, moving),
+            is_given(_RECORDED, is_given(moving)),
+            "what goes to CPU memory cannot be recorded; drop one",
+        )
+        for moving in ("activation_checkpoint.offload", "optimizer.state_offload_share")
     ),
 )

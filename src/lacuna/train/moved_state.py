@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from lacuna.config import UserError
+from lacuna.config import UserError, logger
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.offload import call_before
@@ -32,7 +32,7 @@ class _Part:
         layer: the number of the layer before which it leaves; it comes back after that one.
         is_home: whether the tensors have memory.
         is_copied: whether `host` has the values since the last update, or will have.
-        copied: happens when it has them.
+        copied: happens when the last copy, out or back, is done.
     """
 
     values: Tensor
@@ -46,15 +46,16 @@ class _Part:
 class _Mover:
     """Moves a share of an optimizer's state out in the forward pass and back in the backward pass.
 
-    Activations grow as state leaves, and it comes back as they go, so that both are never there
-    together. What comes back is given memory by the stream that computes, which waits for copies
-    before it gives the memory of what left to others.
+    Activations grow as state leaves, and it comes back as they go. The stream that computes
+    allocates what comes back, and waits for a copy before it frees the memory of what leaves.
 
     Attributes:
         optimizer: whose state it is.
         share: the share of its bytes that is moved, at most.
         layers: how many layers the model has.
-        parts: what is moved; empty before the first update, when there is no state yet.
+        parts: what is moved; empty before the first update.
+        tensors: how many tensors the state had when they were chosen.
+        is_updated: whether there was an update since then.
         is_returning: whether all is to be there when a backward pass is done.
     """
 
@@ -64,10 +65,13 @@ class _Mover:
         self.optimizer = optimizer
         self.share = share
         self.layers = layers
+        self.kind = kind
         self.device: Any = torch.get_device_module(kind)  # streams of a CPU do nothing
         # One for both ways, so that nothing comes back before it has left.
         self.stream = self.device.Stream()
         self.parts: list[_Part] = []
+        self.tensors = 0
+        self.is_updated = False
         self.is_returning = False
 
     def leave(self, layer: int) -> None:
@@ -76,8 +80,9 @@ class _Mover:
         Copies that are asked for all at once would hold up what the other stream is asked for
         later.
         """
-        if not self.parts:
-            self.parts = self._chosen()
+        self.is_returning = False  # also where a backward pass has failed
+        if self.is_updated:
+            self._choose()
         for part in self.parts:
             if part.is_home and part.is_copied and part.layer <= layer:
                 self.device.current_stream().wait_event(part.copied)
@@ -114,29 +119,42 @@ class _Mover:
         with self.device.stream(self.stream):
             for part in away:
                 part.values.copy_(part.host, non_blocking=True)
+                part.copied = self.stream.record_event()
 
     def note_update(self) -> None:
         """Says that the state has been changed."""
+        self.is_updated = True
         for part in self.parts:
             part.is_copied = False
 
     @torch.no_grad()
-    def _chosen(self) -> list[_Part]:
-        """What is moved: the first tensors of the state, spread over the layers by bytes."""
+    def _choose(self) -> None:
+        """Chooses what is moved: the first tensors, spread over the layers by bytes.
+
+        A parameter has state since its first gradient, and what is new makes all be chosen anew.
+        """
+        self.is_updated = False
         state = [
             local(tensor)
             for tensors in self.optimizer.state.values()
             for tensor in tensors.values()
-            if isinstance(tensor, Tensor)
+            if isinstance(tensor, Tensor) and tensor.device.type == self.kind
         ]
-        room = self.share * sum(tensor.nbytes for tensor in state)
+        if len(state) == self.tensors:
+            return
+        self.tensors = len(state)
+        whole = sum(tensor.nbytes for tensor in state)
+        room = self.share * whole
         least = _SMALL * max((tensor.nbytes for tensor in state), default=0)
         chosen: list[Tensor] = []
         for tensor in state:
             if least <= tensor.nbytes <= room and tensor.is_contiguous():
                 room -= tensor.nbytes
                 chosen.append(tensor)
-        return self._spread(chosen)
+        self.parts = self._spread(chosen)
+        moved = sum(part.values.nbytes for part in self.parts)
+        said = "optimizer: %.3f of %.3f GiB of state are in CPU memory while gradients are computed"
+        logger.info(said, moved / 2**30, whole / 2**30)
 
     def _spread(self, chosen: Sequence[Tensor]) -> list[_Part]:
         """These tensors in parts, spread over the layers by bytes."""
@@ -167,15 +185,19 @@ def _joined(tensors: Sequence[Tensor]) -> Tensor:
 def move_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, share: float) -> None:
     """Has a share of an optimizer's state be in CPU memory while gradients are computed.
 
-    Changes `model` and `optimizer` in place: what of the state is there when a forward pass in
-    training mode begins leaves between the layers, and is back when its backward pass is done. Of a
-    model of one layer nothing is moved. The first pass raises `UserError` where no gradients pass
-    between layers, as where all are frozen.
+    Changes `model` and `optimizer` in place: state that exists when a forward pass in training mode
+    begins leaves between the layers, and is back when the backward pass is done. Raises `UserError`
+    for a model of one layer, and in the first pass where no gradients pass between layers.
     """
     layers = decoder_layers(model)
     if len(layers) == 1:
-        return
-    kind = next(model.parameters()).device.type
+        raise UserError(
+            "optimizer.state_offload_share: state leaves between layers, and this model has one: "
+            "leave it out."
+        )
+    # Of the model itself some that is frozen may be in CPU memory.
+    trained = next(one for group in optimizer.param_groups for one in group["params"])
+    kind = trained.device.type
     mover = _Mover(optimizer, share, len(layers), kind)
     optimizer.register_step_pre_hook(lambda *_: mover.bring_home())
     optimizer.register_step_post_hook(lambda *_: mover.note_update())
