@@ -147,6 +147,7 @@ def test_a_row_that_two_ranks_share_counts_once_for_the_peer(
     assert record["transformers"]["task"]["tokens_of_steps"] == [4 * 32] * 10
 
 
+@pytest.mark.slow
 def test_experts_are_balanced_by_force_where_that_is_said(world: Path, tmp_path: Path) -> None:
     folder = write_model(tmp_path / "model")
     tokens = {"vocab_size": 257, "bos_token_id": None, "eos_token_id": 256, "pad_token_id": None}

@@ -112,7 +112,7 @@ def run(config: Config, tokenizer: PreTrainedTokenizerFast, world: int, micro: i
     [
         {},
         pytest.param({"varlen": True, "context_len": 20}, marks=pytest.mark.slow),
-        {"packing": FITTED},
+        pytest.param({"packing": FITTED}, marks=pytest.mark.slow),
     ],
     ids=["concat", "varlen", "fitted"],
 )

@@ -78,7 +78,9 @@ def test_gradients_of_bfloat16_are_added_in_float32() -> None:
     assert rows.grad.tolist() == [[300, 300]]  # added in bfloat16, ones would end at 256
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float64, marks=pytest.mark.slow), torch.bfloat16]
+)
 def test_compiled_sums_are_as_exact_as_others(dtype: torch.dtype) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
