@@ -171,7 +171,7 @@ ROWS = {
         processes=2,
     ),
     "half-8b-float8": Row(
-        "half-8b in float8, tensorwise, gathered so, scales ahead, 0.42 of moments in CPU memory",
+        "half-8b in float8, tensorwise, gathered so, products kept, 0.42 of moments in CPU memory",
         HALF_8B,
         (2, 8192),
         WHOLE_ROWS | _state_moved(0.42) | {"float8": TENSORWISE},

@@ -146,7 +146,8 @@ EXTENSIONS = {
         "parallel/homes.py",
         "train/muon.py",
     ),
-    "moved-state": ("train/early_step.py", "train/moved_state.py"),
+    "early-step": ("train/early_step.py",),
+    "moved-state": ("train/moved_state.py",),
     "small-state": ("train/small_state.py", "train/eight_bits.py"),
     "plans": (
         "commands/data.py",

@@ -162,8 +162,8 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     Raises `UserError` where there is none.
     """
     count = model.config.get_text_config().num_hidden_layers
-    # The decoder is searched first: an encoder of pictures or sounds may have as many layers. That
-    # of GIT has one in it.
+    # The decoder is searched first: an encoder of pictures or sounds may have as many layers.
+    # GIT has its encoder of pictures inside what it calls its decoder.
     for module in (*model.get_decoder().modules(), *model.modules()):
         if (
             isinstance(module, nn.ModuleList)
