@@ -36,7 +36,7 @@ def test_the_core_is_the_sum_of_its_rooms_and_extensions_are_apart() -> None:
     rooms = {name: count for name, count in found.items() if name not in {"core", *EXTENSIONS}}
     assert {".", "commands", "config", "data", "train"} <= rooms.keys()
     assert found["core"] == sum(rooms.values())
-    assert all(found[name] > 20 for name in EXTENSIONS)
+    assert all(found[name] > 0 for name in EXTENSIONS)
 
 
 def test_statements_are_counted_however_they_are_laid_out() -> None:
