@@ -4,7 +4,8 @@ python benchmarks/generation.py [--tiny] [--case even|uneven|kernel] [--only WAY
 
 Weights are random, in bfloat16. `even` has Qwen3 0.6B's shape and 64 sequences of 128 + 512 tokens;
 `uneven` that of 1.7B and 256 completions of 8 to 1,024 tokens; `kernel` is decode attention alone.
-Of the ways, `engine` has one product for layers that take the same input, and `apart` one for each.
+Of the ways, `engine` has one product for layers that take the same input, and `apart` one for each;
+`float8` keeps keys and values in float8.
 `static` is `generate` with a static cache, for which it compiles, and `uncompiled` without that;
 `recorded` is a plain loop over such a cache with a CUDA graph of its step (not for `uneven`).
 Only tokens that were wanted are counted. Each way has a time limit of its own; what it fails with
@@ -111,7 +112,12 @@ def make_work(case: str, vocabulary: int, tiny: bool) -> Work:
 
 
 def by_engine(
-    model: PreTrainedModel, work: Work, graphs: bool, compiled: bool, joining: bool
+    model: PreTrainedModel,
+    work: Work,
+    graphs: bool,
+    compiled: bool,
+    joining: bool,
+    small: bool,
 ) -> list[list[Completion]]:
     """What lacuna's engine makes of it, as in a rollout of frozen weights with adapters."""
     asked = [
@@ -121,8 +127,9 @@ def by_engine(
     model.set_attn_implementation(PAGED)
     try:
         with torch.no_grad(), joined(model, of_one_input(model, DEVICE) if joining else []):
+            rows = len(asked)
             return complete_in_pages(
-                model, asked, Drawing(1.0), [], len(asked), DEVICE, graphs, compiled
+                model, asked, Drawing(1.0), [], rows, DEVICE, graphs, compiled, small=small
             )
     finally:
         model.set_attn_implementation("sdpa")
@@ -294,12 +301,13 @@ def run_case(case: str, given: argparse.Namespace) -> None:
     ways: dict[str, Callable[[PreTrainedModel], Any]] = {}
 
     def of_engine(
-        name: str, graphs: bool, mode: str | None, joining: bool = True
+        name: str, graphs: bool, mode: str | None, joining: bool = True, small: bool = False
     ) -> Callable[[PreTrainedModel], Any]:
         def way(model: PreTrainedModel) -> Any:
             if mode is not None:
                 compile_layers(model, **({"mode": mode} if mode else {}))
             settings = {"graphs": graphs, "compiled": mode is not None, "joining": joining}
+            settings |= {"small": small}
             said = measure(
                 name,
                 given.limit,
@@ -319,6 +327,7 @@ def run_case(case: str, given: argparse.Namespace) -> None:
 
     ways["engine"] = of_engine("engine", True, "")
     ways["apart"] = of_engine("apart", True, "", joining=False)
+    ways["float8"] = of_engine("float8", True, "", small=True)
     ways["graph"] = of_engine("graph", True, None)
     ways["eager"] = of_engine("eager", False, None)
     ways["autotuned"] = of_engine("autotuned", True, "max-autotune-no-cudagraphs")
@@ -379,7 +388,7 @@ def run_kernel(given: argparse.Namespace) -> None:
         positions = torch.randint(length // 2, length, (rows,), device=DEVICE)
         query = torch.randn(rows, 16, 128, **options)
         key, value = torch.randn(2, rows, 8, 128, **options)
-        cached = (keys, values, table, positions)
+        cached = (keys, values, None, table, positions)
         wanted = plain_attention(query, key, value, *cached, 128**-0.5, 0)
         found = decode_attention(query, key, value, *cached, 128**-0.5, 0)
         apart = (found - wanted).abs().max().item()

@@ -8,29 +8,36 @@ from lacuna.rollout import decode_kernel
 
 # Bytes of shared memory that a program may have on an A100; an H100 has more.
 LIMIT = 163 * 1024
-# Width of heads, heads that share a key, window, splits, element type and its bytes.
+# Width of heads, heads that share a key, window, splits, element type, and that of pages.
 CASES = [
-    (128, 2, 0, 1, "bf16", 2),
-    (80, 1, 8, 4, "bf16", 2),
-    (256, 8, 0, 2, "bf16", 2),
-    (512, 8, 0, 2, "bf16", 2),
-    (128, 2, 0, 1, "fp32", 4),
-    (256, 8, 0, 2, "fp32", 4),
-    (512, 2, 0, 4, "fp32", 4),
+    (128, 2, 0, 1, "bf16", "bf16"),
+    (80, 1, 8, 4, "bf16", "bf16"),
+    (256, 8, 0, 2, "bf16", "bf16"),
+    (512, 8, 0, 2, "bf16", "bf16"),
+    (128, 2, 0, 1, "fp32", "fp32"),
+    (256, 8, 0, 2, "fp32", "fp32"),
+    (512, 2, 0, 4, "fp32", "fp32"),
+    (128, 2, 0, 1, "bf16", "fp8e4nv"),
+    (80, 1, 8, 4, "bf16", "fp8e4nv"),
+    (512, 8, 0, 2, "bf16", "fp8e4nv"),
+    (512, 2, 0, 4, "fp32", "fp8e4nv"),
 ]
+BYTES = {"bf16": 2, "fp32": 4}
 
 
 def main() -> None:
     """Raises an error where a kernel does not compile, or takes too much shared memory."""
-    tensors = ("query", "key", "value", "keys", "values")
-    for width, group, window, splits, element, element_size in CASES:
+    for width, group, window, splits, element, stored in CASES:
         found = "*fp32" if splits > 1 else f"*{element}"
-        types = dict.fromkeys(tensors, f"*{element}") | {"output": found, "lse": found}
+        types = dict.fromkeys(("query", "key", "value"), f"*{element}")
+        types |= dict.fromkeys(("keys", "values"), f"*{stored}") | {"output": found, "lse": found}
+        scales = "*fp32" if stored != element else f"*{stored}"
+        types |= dict.fromkeys(("key_scales", "value_scales"), scales)
         types |= dict.fromkeys(("value_of_row", "pages_of_row"), "i32")
         types |= {"pages": "*i32", "positions": "*i64", "scale": "fp32"}
         padded = triton.next_power_of_2(width)
         fixed = {"WINDOW": window, "GROUP": group, "QUERIES": 16, "WIDTH": width, "PADDED": padded}
-        fixed |= {"SIZE": 64, "TILE": decode_kernel.tile_of_page(64, padded, element_size)}
+        fixed |= {"SIZE": 64, "TILE": decode_kernel.tile_of_page(64, padded, BYTES[element])}
         attending = (decode_kernel._attend, types, fixed | {"SPLITS": splits})
         sizes = {"WIDTH": width, "PADDED": padded, "SPLITS": splits}
         merged = {"parts": "*fp32", "lse": "*fp32", "output": f"*{element}"}
@@ -41,8 +48,8 @@ def main() -> None:
             options = {"num_stages": 2 if padded > 128 else 3}
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             assert compiled.asm["ptx"]
-            assert compiled.metadata.shared <= LIMIT, (width, element, compiled.metadata.shared)
-            print(width, element, kernel.__name__, compiled.metadata.shared)
+            assert compiled.metadata.shared <= LIMIT, (width, stored, compiled.metadata.shared)
+            print(width, stored, kernel.__name__, compiled.metadata.shared)
 
 
 if __name__ == "__main__":

@@ -429,6 +429,15 @@ def test_adapters_are_by_default_those_that_training_starts_from(folder):
     )
 
 
+@pytest.mark.parametrize("engine", ["padded", "server --rollout.server http://localhost:1"])
+def test_float8_is_kept_in_pages_alone(engine: str) -> None:
+    said = error_of(
+        "--job.task grpo --rewards.functions length --rollout.cache_dtype float8 "
+        f"--rollout.engine {engine} --rollout.server_folder f"
+    )
+    assert "rollout.cache_dtype, rollout.engine: only pages take the first" in said
+
+
 @pytest.mark.parametrize(
     ("flags", "reason"),
     [

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 # The variable must be there before anything imports Triton.
 if importlib.util.find_spec("triton") is None or os.environ.get("TRITON_INTERPRET") != "1":
@@ -19,7 +20,7 @@ import fla_on_cpu
 
 fla_on_cpu.interpret()
 
-from lacuna.rollout.decode_attention import plain_attention
+from lacuna.rollout.decode_attention import SMALL, plain_attention
 from lacuna.rollout.decode_kernel import attend_in_kernel
 
 ROWS = 6
@@ -40,15 +41,19 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("stored", [None, SMALL])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_the_kernel_attends_as_torch_does(case: tuple[int, ...], dtype: torch.dtype) -> None:
+def test_the_kernel_attends_as_torch_does(
+    case: tuple[int, ...], dtype: torch.dtype, stored: torch.dtype | None
+) -> None:
     heads, key_heads, width, size, window, splits = case
     torch.manual_seed(0)
     positions = torch.tensor([0, 3, size - 1, size, 2 * size, PAGES * size - 1])
     count = 1 + ROWS * PAGES
     table = (torch.randperm(count - 1) + 1).view(ROWS, PAGES).int()
-    keys, values = torch.randn(2, count, key_heads, size, width, dtype=dtype)
+    keys, values = torch.randn(2, count, key_heads, size, width).to(stored or dtype)
+    scales = torch.rand(2, count, key_heads, size) if stored else None
     written = torch.zeros(count, size, dtype=torch.bool)
     for row, position in enumerate(positions.tolist()):
         for place in range(position):
@@ -57,15 +62,21 @@ def test_the_kernel_attends_as_torch_does(case: tuple[int, ...], dtype: torch.dt
     query = torch.randn(ROWS, heads, width, dtype=dtype)
     key = torch.randn(ROWS, key_heads, width, dtype=dtype)
     value = torch.randn(ROWS, 2, key_heads, width, dtype=dtype)[:, 1]  # a part of what is wider
-    known = (positions, width**-0.5, window)
-    plain = [keys.masked_fill(beyond, 0), values.masked_fill(beyond, 0)]
-    wanted = plain_attention(query, key, value, *plain, table, *known)
-    ours = [keys.masked_fill(beyond, torch.nan), values.masked_fill(beyond, torch.nan)]
-    found = attend_in_kernel(query, key, value, *ours, table, *known, splits=splits)
+    known = (table, positions, width**-0.5, window)
+
+    def pages_beyond(number: float) -> list[Tensor | None]:
+        filled = [each.to(dtype).masked_fill(beyond, number) for each in (keys, values)]
+        scaled = None if scales is None else scales.masked_fill(~written[:, None], number)
+        return [*(each.to(stored or dtype) for each in filled), scaled]
+
+    plain, ours = pages_beyond(0.0), pages_beyond(torch.nan)
+    wanted = plain_attention(query, key, value, *plain, *known)
+    found = attend_in_kernel(query, key, value, *ours, *known, splits=splits)
     tolerance = 1e-5 if dtype == torch.float32 else 3e-3
     assert torch.allclose(found, wanted, atol=tolerance, rtol=tolerance)
     for one, other in zip(ours, plain, strict=True):
-        assert torch.equal(one.nan_to_num(), other)
+        if one is not None and other is not None:
+            assert torch.equal(one.float().nan_to_num(), other.float())
 
 
 def test_the_kernels_compile_for_a_gpu() -> None:

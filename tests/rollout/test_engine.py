@@ -39,7 +39,11 @@ def ending_model(architecture: str, attention: str = PAGED) -> PreTrainedModel:
 
 
 def said_by(
-    model: PreTrainedModel, drawing: Drawing, samples: int, way: tuple[int, int, int] = WAYS[0]
+    model: PreTrainedModel,
+    drawing: Drawing,
+    samples: int,
+    way: tuple[int, int, int] = WAYS[0],
+    small: bool = False,
 ) -> list[list[Completion]]:
     size, rows, every = way
     asked = [
@@ -47,7 +51,9 @@ def said_by(
         for number, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
     ]
     with torch.no_grad():
-        return complete_in_pages(model, asked, drawing, ENDS, rows, CPU, size=size, every=every)
+        return complete_in_pages(
+            model, asked, drawing, ENDS, rows, CPU, size=size, every=every, small=small
+        )
 
 
 def logprobs_of(model: PreTrainedModel, prompt: list[int], said: list[int]) -> Tensor:
@@ -125,8 +131,8 @@ def test_few_pages_make_completions_wait_and_too_few_are_refused(
         return count
 
     class Noted(Pool):
-        def __init__(self, pages: int, size: int) -> None:
-            super().__init__(pages, size)
+        def __init__(self, pages: int, size: int, small: bool) -> None:
+            super().__init__(pages, size, small)
             pools.append(self)
 
     monkeypatch.setattr(engine, "Pool", Noted)
@@ -166,10 +172,14 @@ def compiled_reading(graphs: list[int]) -> Callable[..., Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["gemma3", "qwen3_moe"])
-def test_compiled_layers_say_the_same(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("architecture", "small"), [("gemma3", False), ("gemma3", True), ("qwen3_moe", False)]
+)
+def test_compiled_layers_say_the_same(
+    architecture: str, small: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = ending_model(architecture)
-    wanted = said_by(model, Drawing(0.8), 16, (4, 64, 5))
+    wanted = said_by(model, Drawing(0.8), 16, (4, 64, 5), small)
     torch._dynamo.reset()
     for layer in decoder_layers(model):
         layer.compile(fullgraph=True, backend="aot_eager")
@@ -177,12 +187,13 @@ def test_compiled_layers_say_the_same(architecture: str, monkeypatch: pytest.Mon
         Asked(prompt, [7 * number + sample for sample in range(16)], limit)
         for number, (prompt, limit) in enumerate(zip(PROMPTS, LIMITS, strict=True))
     ]
+    rest = (Drawing(0.8), ENDS, 64, CPU)
     with compiled_by("aot_eager"), torch.no_grad():
         for some in (asked[1:3], asked[4:7]):  # once for one size, and once for all
-            complete_in_pages(model, some, Drawing(0.8), ENDS, 64, CPU, compiled=True, size=4)
+            complete_in_pages(model, some, *rest, compiled=True, size=4, small=small)
         read: list[int] = []
         monkeypatch.setattr(engine, "prompt_logits", compiled_reading(read))
-        found = complete_in_pages(model, asked, Drawing(0.8), ENDS, 64, CPU, compiled=True, size=4)
+        found = complete_in_pages(model, asked, *rest, compiled=True, size=4, small=small)
     assert len(read) > 1
     assert not any(read), "prompts of other numbers and lengths are read by the code that is there"
     for group, other in zip(found, wanted, strict=True):

@@ -7,6 +7,7 @@ import torch
 
 from lacuna.config import UserError
 from lacuna.parallel.mesh import Layout
+from lacuna.rollout.decode_attention import SMALL, store
 from lacuna.rollout.drawing import Drawing, draw
 from lacuna.rollout.sampling import check_engine, generate
 from policies import one_rank, policy_of
@@ -83,13 +84,50 @@ def test_both_engines_draw_the_same() -> None:
             assert one.logprobs == pytest.approx(two.logprobs, abs=1e-4)
 
 
-def test_pages_that_a_model_is_not_exact_with_are_refused_where_asked_for() -> None:
+@pytest.mark.parametrize(
+    ("setting", "value"), [("engine", "pages"), ("cache_dtype", "float8")], ids=str
+)
+def test_pages_that_a_model_is_not_exact_with_are_refused_where_asked_for(
+    setting: str, value: str
+) -> None:
     with one_rank():
         policy = policy_of(ending_model("gemma2"), config_of())
     check_engine(policy, SAMPLING)
-    asked = SAMPLING.model_copy(update={"engine": "pages"})
-    with pytest.raises(UserError, match=r"Gemma2ForCausalLM .*\(.* a soft cap .*\): set auto"):
+    asked = SAMPLING.model_copy(update={setting: value})
+    wanted = rf"rollout.{setting} = {value}: Gemma2ForCausalLM .*\(.* a soft cap .*\): set auto"
+    with pytest.raises(UserError, match=wanted):
         check_engine(policy, asked)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "mistral", "neox"])
+def test_keys_and_values_in_float8_say_nearly_the_same(architecture: str) -> None:
+    sampling = SAMPLING.model_copy(update={"cache_dtype": "float8"})
+    with one_rank():
+        policy = policy_of(ending_model(architecture), config_of())
+        check_engine(policy, sampling)
+        said = generate(policy, PROMPTS, KEYS, sampling, ENDS, seed=1)
+        alone = [
+            generate(policy, [prompt], [key], sampling, ENDS, seed=1)[0]
+            for prompt, key in zip(PROMPTS, KEYS, strict=True)
+        ]
+        assert tokens_of(said) == tokens_of(alone)
+        assert 1e-5 < differences(policy, said, PROMPTS) < 0.15
+
+
+def test_float8_keeps_the_largest_number_of_each_head_and_rounds_others_by_a_sixteenth() -> None:
+    torch.manual_seed(0)
+    new = torch.randn(6, 2, 64) * torch.tensor([1e-20, 1e-4, 1.0, 30.0, 1e6, 0.0])[:, None, None]
+    new[2, 0, 0] = 1000.0
+    stored = torch.zeros(3, 2, 4, 64, dtype=SMALL)
+    scales = torch.zeros(3, 2, 4)
+    pages, places = torch.tensor([0, 0, 1, 2, 2, 1]), torch.tensor([0, 3, 1, 2, 0, 2])
+    store(new, stored, scales, pages, places)
+    found = (stored.float() * scales[..., None])[pages, :, places]
+    most = new.abs().amax(-1, keepdim=True)
+    assert torch.allclose(found.abs().amax(-1, keepdim=True)[1:], most[1:], rtol=1e-6)
+    apart = (found - new).abs()
+    # Half of the last of three bits; beneath float8's smallest normal number half of its step.
+    assert bool((apart <= (new.abs() / 16).maximum(most / 448 / 1024) * 1.0001 + 1e-14).all())
 
 
 @pytest.mark.parametrize("architecture", ["mamba", "falcon"])

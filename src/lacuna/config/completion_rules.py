@@ -95,6 +95,14 @@ COMPLETION_RULES: tuple[Rule, ...] = (
         for setting in ("rollout.server", "rollout.server_folder", "rollout.server_timeout")
     ),
     Rule(
+        ("rollout.cache_dtype", "rollout.engine"),
+        is_changed(
+            "rollout.cache_dtype",
+            lambda config: config.rollout.engine not in ("auto", "pages"),
+        ),
+        "only pages take the first; drop one of them",
+    ),
+    Rule(
         ("rollout.engine", "rollout.server"),
         lambda config: config.rollout.engine == "server" and not config.rollout.server,
         "give the address of the server in the second, such as http://localhost:8000",

@@ -24,6 +24,10 @@ class RolloutConfig(Section):
     """How they are generated: with keys and values in pages, or beside padding by transformers'
     own generate; server has a vLLM server make them. auto is pages where the model is exact with
     them."""
+    cache_dtype: Literal["auto", "float8"] = "auto"
+    """What keys and values are kept in while generating, in pages: what the model computes in, or
+    float8, rounded for each head of a token. Half the memory and traffic; the probabilities of what
+    is generated then differ, which the log tells and importance can correct."""
     server: str | None = None
     """Address of a vLLM server of the same model, such as http://localhost:8000."""
     server_folder: Path | None = None

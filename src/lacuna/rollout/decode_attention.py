@@ -4,14 +4,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+SMALL = torch.float8_e4m3fn
+LARGEST = torch.finfo(SMALL).max
+# A scale is at least this, also that of zeros.
+SMALLEST = 1e-12
 
-@torch.library.custom_op("lacuna::decode_attention", mutates_args=("keys", "values"))
+
+@torch.library.custom_op("lacuna::decode_attention", mutates_args=("keys", "values", "scales"))
 def decode_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     keys: Tensor,
     values: Tensor,
+    scales: Tensor | None,
     pages: Tensor,
     positions: Tensor,
     scaling: float,
@@ -21,14 +27,15 @@ def decode_attention(
 
     `query` is [B, heads, D], `key` and `value` are [B, key heads, D]. `keys` and `values` are all
     pages [pages, key heads, size, D], of which `pages` [B, longest] are those of each sequence, and
-    `positions` [B] are those of the new tokens. With a `window` above 0 a token sees only itself
-    and the window - 1 before it. On a GPU it is a kernel of our own. Returns [B, heads, D].
+    `positions` [B] are those of the new tokens. Pages in float8 have `scales`, of keys and values
+    [2, pages, key heads, size]. With a `window` above 0 a token sees only itself and the window - 1
+    before it. On a GPU it is a kernel of our own. Returns [B, heads, D].
     """
+    attend = plain_attention
     if query.is_cuda:
-        from lacuna.rollout.decode_kernel import attend_in_kernel
-
-        return attend_in_kernel(query, key, value, keys, values, pages, positions, scaling, window)
-    return plain_attention(query, key, value, keys, values, pages, positions, scaling, window)
+        from lacuna.rollout.decode_kernel import attend_in_kernel as attend
+    where = (pages, positions, scaling, window)
+    return attend(query, key, value, keys, values, scales, *where)
 
 
 @decode_attention.register_fake
@@ -42,6 +49,7 @@ def plain_attention(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
+    scales: Tensor | None,
     pages: Tensor,
     positions: Tensor,
     scaling: float,
@@ -50,10 +58,13 @@ def plain_attention(
     """The same as `decode_attention`, by torch: all pages are read up to the longest sequence's."""
     size = keys.shape[2]
     page = pages.gather(1, positions[:, None] // size)[:, 0].long()
-    keys[page, :, positions % size] = key
-    values[page, :, positions % size] = value
+    for new, stored, of_them in zip((key, value), (keys, values), scales_of(scales), strict=True):
+        store(new, stored, of_them, page, positions % size)
     used = pages[:, : int(positions.max()) // size + 1].long()
-    all_keys, all_values = (one[used].transpose(1, 2).flatten(2, 3) for one in (keys, values))
+    all_keys, all_values = (
+        _read(stored, of_them, used, query.dtype).transpose(1, 2).flatten(2, 3)
+        for stored, of_them in zip((keys, values), scales_of(scales), strict=True)
+    )
     places = torch.arange(all_keys.shape[2], device=query.device)
     seen = places <= positions[:, None]
     if window:
@@ -67,3 +78,34 @@ def plain_attention(
         scale=scaling,
         enable_gqa=grouped,
     )[:, :, 0]
+
+
+def scales_of(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Those of keys and those of values, if there are any."""
+    return (None, None) if scales is None else (scales[0], scales[1])
+
+
+def store(
+    new: Tensor, stored: Tensor, scales: Tensor | None, pages: Tensor, places: Tensor
+) -> None:
+    """Writes `new` keys or values [T, key heads, D] to the `places` [T] of `pages` [T], in place.
+
+    With `scales` [pages, key heads, size] they are rounded to float8, so that the largest number of
+    each head of a token is float8's largest.
+    """
+    if scales is None:
+        stored[pages, :, places] = new
+        return
+    scale = (new.abs().amax(-1).float() / LARGEST).clamp(min=SMALLEST)
+    scales[pages, :, places] = scale
+    small = (new.float() / scale[..., None]).to(stored.dtype)
+    # torch has no indexed assignment of float8.
+    stored.view(torch.uint8)[pages, :, places] = small.view(torch.uint8)
+
+
+def _read(stored: Tensor, scales: Tensor | None, pages: Tensor, dtype: torch.dtype) -> Tensor:
+    """What is in `pages` [B, N]: [B, N, key heads, size, D], in `dtype`."""
+    if scales is None:
+        return stored[pages]
+    numbers = stored.view(torch.uint8)[pages].view(stored.dtype)
+    return (numbers.float() * scales[pages][..., None]).to(dtype)

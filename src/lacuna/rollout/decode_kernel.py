@@ -10,12 +10,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from lacuna.rollout.decode_attention import LARGEST, SMALLEST
+
 # Programs for each multiprocessor that there should be at least: more are split over pages.
 _PROGRAMS = 4
 _SPLITS = 32
-# Bytes of keys that are read at once: those of a page, unless heads are wide.
+# Bytes of keys that are seen at once, as they are computed with: a page, unless heads are wide.
 _TILE_BYTES = 2**15
 _LOG2_OF_E = math.log2(math.e)
+_LARGEST = tl.constexpr(LARGEST)
+_SMALLEST = tl.constexpr(SMALLEST)
 
 
 def attend_in_kernel(
@@ -24,6 +28,7 @@ def attend_in_kernel(
     value: Tensor,
     keys: Tensor,
     values: Tensor,
+    scales: Tensor | None,
     pages: Tensor,
     positions: Tensor,
     scaling: float,
@@ -48,17 +53,17 @@ def attend_in_kernel(
     if splits > 1:
         parts = query.new_empty(rows, heads, splits, width, dtype=torch.float32)
         found = (parts, query.new_empty(rows, heads, splits, dtype=torch.float32))
-    group = heads // key_heads
     known = (value.stride(0), pages, pages.stride(0), positions, scaling * _LOG2_OF_E)
+    stored = (keys, values, *((keys, values) if scales is None else scales))
     _attend[(rows, key_heads, splits)](
-        *(query, key.contiguous(), value, keys, values, *found, *known),
+        *(query, key.contiguous(), value, *stored, *found, *known),
         WINDOW=window,
-        GROUP=group,
-        QUERIES=max(triton.next_power_of_2(group), 16),
+        GROUP=heads // key_heads,
+        QUERIES=max(triton.next_power_of_2(heads // key_heads), 16),
         WIDTH=width,
         PADDED=padded,
         SIZE=size,
-        TILE=tile_of_page(size, padded, keys.element_size()),
+        TILE=tile_of_page(size, padded, query.element_size()),
         SPLITS=splits,
         num_warps=warps,
         num_stages=stages or (2 if padded > 128 else 3),
@@ -88,6 +93,8 @@ def _attend(
     value,
     keys,
     values,
+    key_scales,
+    value_scales,
     output,
     lse,
     value_of_row,
@@ -114,22 +121,20 @@ def _attend(
     of_queries = of_head * GROUP + numbers
     real = (numbers < GROUP)[:, None] & (columns < WIDTH)[None, :]
     q = tl.load(query + of_queries[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
+    stored = (keys, values, key_scales, value_scales)
     highest, total, sums = _nothing_seen(QUERIES, PADDED)
     if tl.program_id(2) == 0:
         new = (key + of_head * WIDTH, value + row * value_of_row + tl.program_id(1) * WIDTH)
-        place = _page(table, position // SIZE, SIZE * WIDTH) + position % SIZE * WIDTH
-        found = (highest, total, sums)
-        highest, total, sums = _see_new(q, *new, keys + place, values + place, *found, scale, WIDTH)
+        place = _page(table, position // SIZE, SIZE) + position % SIZE
+        highest, total, sums = _see_new(q, *new, *stored, place, sums, scale, WIDTH)
     begin, end = _pages_of_split(position, WINDOW, SIZE, SPLITS)
     for number in range(begin * (SIZE // TILE), end * (SIZE // TILE)):
-        tile = _page(table, number * TILE // SIZE, SIZE * WIDTH) + number * TILE % SIZE * WIDTH
+        tile = _page(table, number * TILE // SIZE, SIZE) + number * TILE % SIZE
         seen = _seen(position, number, WINDOW, TILE)
-        found = (highest, total, sums)
-        highest, total, sums = _see_tile(q, keys + tile, values + tile, seen, *found, scale, WIDTH)
+        highest, total, sums = _see_tile(q, *stored, tile, seen, highest, total, sums, scale, WIDTH)
     into = of_queries * SPLITS + tl.program_id(2)
     total = tl.maximum(total, 1e-30)  # it is 0 in a split without pages
-    result = (sums / total[:, None]).to(output.dtype.element_ty)
-    tl.store(output + into[:, None] * WIDTH + columns[None, :], result, mask=real)
+    tl.store(output + into[:, None] * WIDTH + columns[None, :], sums / total[:, None], mask=real)
     if SPLITS > 1:
         tl.store(lse + into, highest + tl.log2(total), mask=numbers < GROUP)
 
@@ -142,28 +147,45 @@ def _nothing_seen(QUERIES: tl.constexpr, PADDED: tl.constexpr):
 
 
 @triton.jit
-def _page(table, number, elements: tl.constexpr):
-    """Where a page of a sequence has what belongs to the key head of this program."""
+def _page(table, number, size: tl.constexpr):
+    """The first token of a page of a sequence, among those of the key head of this program."""
     page = tl.load(table + number).to(tl.int64)
-    return (page * tl.num_programs(1) + tl.program_id(1)) * elements
+    return (page * tl.num_programs(1) + tl.program_id(1)) * size
 
 
 @triton.jit
-def _see_new(q, key, value, keys, values, highest, total, sums, scale, WIDTH: tl.constexpr):
-    """Writes the new token into its page, and attends to it first; returns as `_see_tile` does."""
-    new_key = _write_new(key, keys, q.shape[1], WIDTH)
-    new_value = _write_new(value, values, q.shape[1], WIDTH)
+def _see_new(
+    q,
+    key,
+    value,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    place,
+    sums,
+    scale,
+    WIDTH: tl.constexpr,
+):
+    """Writes the new token to its place, and attends to it first; returns as `_see_tile` does."""
+    new_key = _write_new(key, keys + place * WIDTH, key_scales + place, q.shape[1], WIDTH)
+    new_value = _write_new(value, values + place * WIDTH, value_scales + place, q.shape[1], WIDTH)
     highest = tl.sum(q.to(tl.float32) * new_key[None, :], 1) * scale
-    return highest, total + 1.0, sums + new_value[None, :]
+    return highest, tl.full(highest.shape, 1.0, tl.float32), sums + new_value[None, :]
 
 
 @triton.jit
-def _write_new(new, place, PADDED: tl.constexpr, WIDTH: tl.constexpr):
-    """Writes the key or value of the new token; returns it."""
+def _write_new(new, place, of_place, PADDED: tl.constexpr, WIDTH: tl.constexpr):
+    """Writes the key or value of the new token, in float8 with its scale; returns what it wrote."""
     columns = tl.arange(0, PADDED)
-    found = tl.load(new + columns, mask=columns < WIDTH, other=0.0)
-    tl.store(place + columns, found, mask=columns < WIDTH)
-    return found.to(tl.float32)
+    found = tl.load(new + columns, mask=columns < WIDTH, other=0.0).to(tl.float32)
+    scale = 1.0
+    if place.dtype.element_ty == tl.float8e4nv:
+        scale = tl.maximum(tl.max(tl.abs(found), 0) / _LARGEST, _SMALLEST)
+        tl.store(of_place, scale)
+    stored = (found / scale).to(place.dtype.element_ty)
+    tl.store(place + columns, stored, mask=columns < WIDTH)
+    return stored.to(tl.float32) * scale
 
 
 @triton.jit
@@ -189,20 +211,42 @@ def _pages_of_split(position, WINDOW: tl.constexpr, SIZE: tl.constexpr, SPLITS: 
 
 
 @triton.jit
-def _see_tile(q, keys, values, seen, highest, total, sums, scale, WIDTH: tl.constexpr):
-    """Attends to a tile: the highest score so far, the total of weights, and weighted values."""
+def _see_tile(
+    q,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    first,
+    seen,
+    highest,
+    total,
+    sums,
+    scale,
+    WIDTH: tl.constexpr,
+):
+    """Attends to a tile from its first place on.
+
+    Returns the highest score so far, the total of weights, and weighted values.
+    """
     columns = tl.arange(0, q.shape[1])
-    tile = tl.arange(0, seen.shape[0])[:, None] * WIDTH + columns[None, :]
+    places = tl.arange(0, seen.shape[0])
+    tile = places[:, None] * WIDTH + columns[None, :]
     read = seen[:, None] & (columns < WIDTH)[None, :]
-    k = tl.load(keys + tile, mask=read, other=0.0)
-    v = tl.load(values + tile, mask=read, other=0.0)
+    k = tl.load(keys + first * WIDTH + tile, mask=read, other=0.0).to(q.dtype)
+    v = tl.load(values + first * WIDTH + tile, mask=read, other=0.0).to(q.dtype)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    if keys.dtype.element_ty == tl.float8e4nv:
+        scores *= tl.load(key_scales + first + places, mask=seen, other=0.0)[None, :]
     scores = tl.where(seen[None, :], scores, -1e30)
     higher = tl.maximum(highest, tl.max(scores, 1))
     weights = tl.exp2(scores - higher[:, None])
     decay = tl.exp2(highest - higher)
+    total = total * decay + tl.sum(weights, 1)
+    if keys.dtype.element_ty == tl.float8e4nv:
+        weights *= tl.load(value_scales + first + places, mask=seen, other=0.0)[None, :]
     sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
-    return higher, total * decay + tl.sum(weights, 1), sums
+    return higher, total, sums
 
 
 @triton.jit

@@ -72,15 +72,15 @@ def complete_in_pages(
     size: int = SIZE,
     every: int | None = None,
     listen: Callable[[list[int]], None] | None = None,
+    small: bool = False,
 ) -> list[list[Completion]]:
     """All completions of what is `asked` by a `model` whose attention is `PAGED`.
 
     `rows` of them run at a time; whenever one has ended, which is looked up after `every` so many
     tokens, the next begins. The keys and values of a prompt are computed once, in pages of `size`
     tokens. On a GPU steps are replayed from CUDA graphs where these are wanted and can be had; with
-    `compiled` the layers are, if the model has that, and so is drawing. `listen` is given the
-    tokens so far, where there is one completion. Raises `UserError` where one does not fit into
-    memory.
+    `compiled` the layers are, if the model has that, and so is drawing. `listen` is given what one
+    completion has so far. `small` pages are in float8. Raises `UserError` where memory is short.
     """
     prompts = [Prompt(one, size) for one in asked]
     waiting = deque((one, number) for one in prompts for number in range(len(one.asked.seeds)))
@@ -89,13 +89,13 @@ def complete_in_pages(
     rows = min(rows, len(waiting))
     every = every or (8 if device.type == "cuda" else 1)
     longest = max(one.shared + one.own for one in prompts)
-    most = max(one.limit for one in asked)
     running: list[Running] = []
-    with Pool(_pages_for(model, prompts, rows, size, device, graphs), size) as pool:
+    count = _pages_for(model, prompts, rows, size, device, graphs, small)
+    with Pool(count, size, small) as pool:
         if compiled:
             for name, kept in _kept_by(model, device).items():
                 pool.make(model.get_submodule(name), kept, device)
-        empty = no_rows(rows, longest, most, device)
+        empty = no_rows(rows, longest, max(one.limit for one in asked), device)
         steps = Steps(model, empty, drawing, ends, graphs, compiled)
         while waiting or running:
             running += _begin(
@@ -119,6 +119,7 @@ def _pages_for(
     size: int,
     device: torch.device,
     alone: bool,
+    small: bool,
 ) -> int:
     """How many pages there should be: as many as can be needed at a time, if memory has them.
 
@@ -132,7 +133,7 @@ def _pages_for(
     if device.type != "cuda":
         return wanted
     kept = _kept_by(model, device).values()
-    each = size * sum(2 * one.heads * one.width * one.dtype.itemsize for one in kept)
+    each = size * sum(one.size_of_token(small) for one in kept)
     if torch.cuda.mem_get_info(device)[0] * _SHARE < wanted * each:
         torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)

@@ -83,14 +83,15 @@ def complete(
     whole: bool = False,
     listen: Callable[[list[int]], None] | None = None,
     engine: str = "auto",
+    small: bool = False,
 ) -> list[list[Completion]]:
     """All completions of what is `asked`, `rows` of them at a time.
 
     What is sampled depends on the weights as they are, on the seeds and on the tokens alone, but
     for rounding. Keys and values are in pages where the model is exact with that, unless the
-    `engine` is "padded". On a sharded model every rank must call it, and with the same prompts,
-    unless the `whole` model is to be gathered on each for it. `listen` is given the tokens so far,
-    where there is one completion.
+    `engine` is "padded"; pages that are to be `small` are in float8. On a sharded model every rank
+    must call it, and with the same prompts, unless the `whole` model is to be gathered on each for
+    it. `listen` is given the tokens so far, where there is one completion.
     """
     in_pages = engine != "padded" and reason_against_pages(model, device) is None
     with generating(model, in_pages), gathered(model) if whole else nullcontext():
@@ -113,6 +114,7 @@ def complete(
                 graphs,
                 compiled and device.type == "cuda",
                 listen=listen,
+                small=small,
             )
         if device.type == "cuda" and _is_mostly_taken(device):
             give_back_memory()

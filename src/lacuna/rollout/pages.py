@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from lacuna.config import UserError
 from lacuna.model.attention import packed_attention
 from lacuna.parallel.partial_attention import Part
-from lacuna.rollout.decode_attention import decode_attention
+from lacuna.rollout.decode_attention import SMALL, decode_attention, scales_of, store
 
 PAGED = "lacuna_paged"
 # Tokens of a page.
@@ -25,16 +25,22 @@ class Kept(NamedTuple):
     width: int
     dtype: torch.dtype
 
+    def size_of_token(self, small: bool) -> int:
+        """The bytes of a token, if they are `small` in float8 with a float32 scale a head."""
+        each = self.width + 4 if small else self.width * self.dtype.itemsize
+        return 2 * self.heads * each
+
 
 class Pool:
     """Pages of every attention layer of a model, under the same numbers; page 0 belongs to none.
 
     A layer's pages are made when it is first called, or all before. They are attributes of its
-    module, since that is all that attention is given of a layer.
+    module, since that is all that attention is given of a layer. `small` ones are in float8.
     """
 
-    def __init__(self, pages: int, size: int = SIZE) -> None:
+    def __init__(self, pages: int, size: int = SIZE, small: bool = False) -> None:
         self.size = size
+        self.small = small
         self.pages = pages
         self.free = list(range(pages - 1, 0, -1))
         self.modules: dict[nn.Module, None] = {}
@@ -44,7 +50,7 @@ class Pool:
 
     def __exit__(self, *_: object) -> None:
         for module in self.modules:
-            del module.rollout_keys, module.rollout_values
+            del module.rollout_keys, module.rollout_values, module.rollout_scales
         self.modules.clear()
 
     def make(self, module: nn.Module, kept: Kept, device: torch.device) -> None:
@@ -52,16 +58,31 @@ class Pool:
         if module in self.modules:
             return
         shape = (self.pages, kept.heads, self.size, kept.width)
+        dtype = SMALL if self.small else kept.dtype
         # Not left as they are found: plain attention reads beyond the end of a sequence.
         for name in ("rollout_keys", "rollout_values"):
-            setattr(module, name, torch.zeros(shape, dtype=kept.dtype, device=device))
+            setattr(module, name, torch.zeros(shape, dtype=dtype, device=device))
             maybe_mark_dynamic(getattr(module, name), 0)
+        scales = torch.zeros(2, *shape[:3], device=device) if self.small else None
+        if scales is not None:
+            maybe_mark_dynamic(scales, 1)
+        vars(module)["rollout_scales"] = scales
         self.modules[module] = None
 
     def tensors(self) -> list[Tensor]:
-        """The pages of all layers."""
-        names = ("rollout_keys", "rollout_values")
-        return [getattr(module, name) for module in self.modules for name in names]
+        """The pages of all layers, and their scales; numbers in float8 as the bytes that they are.
+
+        torch copies no indexed float8.
+        """
+        found: list[Any] = []
+        each: Any
+        for each in self.modules:
+            if self.small:
+                found += [one.view(torch.uint8) for one in (each.rollout_keys, each.rollout_values)]
+                found += each.rollout_scales
+            else:
+                found += [each.rollout_keys, each.rollout_values]
+        return found
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copies pages into others, in place."""
@@ -76,7 +97,8 @@ class Pool:
         return [self.free.pop() for _ in range(count)]
 
     def kept(self) -> dict[nn.Module, Kept]:
-        """What each layer keeps of a token, of those that have been called."""
+        """What each layer keeps of a token, of those that have been called; it must be exact."""
+        assert not self.small
         found: dict[nn.Module, Any] = {module: module.rollout_keys for module in self.modules}
         return {
             module: Kept(keys.shape[1], keys.shape[3], keys.dtype) for module, keys in found.items()
@@ -116,7 +138,7 @@ def paged_attention(
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
     if page_table is not None and new_positions is not None:
         tokens = (each[:, :, 0] for each in (query, key, value))
-        own = (module.rollout_keys, module.rollout_values)
+        own = (module.rollout_keys, module.rollout_values, module.rollout_scales)
         where = (page_table, new_positions)
         output = decode_attention(*tokens, *own, *where, scaling, sliding_window or 0)
         return output[:, None], None
@@ -134,9 +156,14 @@ def _store(module: Any, key: Tensor, value: Tensor, places: Tensor) -> None:
     """Writes keys and values [1, key heads, T, D] of a layer to `places` [T] of its pages."""
     assert key.shape[1] == module.rollout_keys.shape[1], "one head would be taken for all"
     size = module.rollout_keys.shape[2]
-    page, offset = places // size, places % size
-    module.rollout_keys[page, :, offset] = key[0].transpose(0, 1)
-    module.rollout_values[page, :, offset] = value[0].transpose(0, 1)
+    stored = zip(
+        (key, value),
+        (module.rollout_keys, module.rollout_values),
+        scales_of(module.rollout_scales),
+        strict=True,
+    )
+    for new, pages, scales in stored:
+        store(new[0].transpose(0, 1), pages, scales, places // size, places % size)
 
 
 AttentionInterface.register(PAGED, paged_attention)

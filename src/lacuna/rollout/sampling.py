@@ -8,6 +8,7 @@ from lacuna.config import UserError
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data.mixture import random_key
 from lacuna.model.build import BuiltModel
+from lacuna.model.layers.float8 import has_float8
 from lacuna.parallel.mesh import Mesh
 from lacuna.rollout.drawing import Asked, Completion, Drawing
 from lacuna.rollout.generate import complete
@@ -70,6 +71,7 @@ def say(
         policy.device,
         whole=True,
         engine=sampling.engine,
+        small=sampling.cache_dtype == "float8",
     )
 
 
@@ -95,11 +97,18 @@ def check_engine(
         from lacuna.rollout.server import check_server  # an extension
 
         check_server(policy, sampling, exchange)
-    if sampling.engine != "pages":
+    is_small = sampling.cache_dtype == "float8"
+    if is_small and policy.device.type == "cuda" and not has_float8(policy.device):
+        raise UserError(
+            "rollout.cache_dtype = float8: this GPU has a compute capability below 8.9, and no "
+            "float8: leave it out."
+        )
+    if not is_small and sampling.engine != "pages":
         return
     reason = reason_against_pages(policy.model, policy.device)
     if reason is not None:
+        setting = "cache_dtype = float8" if is_small else "engine = pages"
         raise UserError(
-            f"rollout.engine = pages: {type(policy.model).__name__} is not generated from with its "
-            f"keys and values in pages ({reason}): set auto."
+            f"rollout.{setting}: {type(policy.model).__name__} is not generated from with its keys "
+            f"and values in pages ({reason}): set auto."
         )

@@ -31,6 +31,11 @@ _GROUPED_MAJORS = (9, 10)  # capabilities for which torch has grouped products i
 _STACKS = ("gate_up_proj", "up_proj", "down_proj")
 
 
+def has_float8(device: torch.device) -> bool:
+    """Whether a GPU converts to float8 and multiplies in it."""
+    return torch.cuda.get_device_capability(device) >= _CAPABILITY
+
+
 def check_float8(settings: Float8Config, training: TrainingConfig, device: torch.device) -> None:
     """Raises `UserError` for a device that cannot multiply in float8, or not in the run's dtype."""
     if settings.emulate:
@@ -40,8 +45,8 @@ def check_float8(settings: Float8Config, training: TrainingConfig, device: torch
             f"{SETTING}: float8 needs a GPU, and this run is on the CPU: leave it out, or set "
             "float8.emulate = true to try what it does to the loss."
         )
-    major, minor = torch.cuda.get_device_capability(device)
-    if (major, minor) < _CAPABILITY:
+    if not has_float8(device):
+        major, minor = torch.cuda.get_device_capability(device)
         raise UserError(
             f"{SETTING}: this GPU has compute capability {major}.{minor}, and float8 products need "
             "8.9 or higher (Ada, Hopper and newer): leave it out."

@@ -96,8 +96,7 @@ def plain_linears(model: nn.Module) -> dict[str, PlainLinear]:
 def reads_weight(model: nn.Module, name: str) -> bool:
     """Whether the code of the module around reads the weight of the layer of this name itself."""
     path, _, own_name = name.rpartition(".")
-    kind = type(model.get_submodule(path))
-    return own_name in _read_weights(kind)  # type: ignore[arg-type]  # mypy: is a class hashable?
+    return own_name in _read_weights(type(model.get_submodule(path)))  # type: ignore[arg-type]  # mypy: is a class hashable?
 
 
 @cache

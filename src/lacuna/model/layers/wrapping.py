@@ -90,8 +90,7 @@ def _wrapper_class(
 
     It is one for all such modules, since each class would be compiled anew.
     """
-    name = wrapper.__name__ + kind.__name__
-    return type(name, (wrapper, kind), {"wrapped": kind, **dict(known)})
+    return type(wrapper.__name__ + kind.__name__, (wrapper, kind), {"wrapped": kind, **dict(known)})
 
 
 def unwrap(module: nn.Module) -> None:
