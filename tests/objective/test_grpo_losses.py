@@ -84,6 +84,8 @@ def test_what_a_bound_keeps_from_learning_counts_as_clipped() -> None:
     assert grpo_sums(logits, columns, GrpoConfig(dual_clip=1e9), 1.0)["clipped"] == 2
     # Which keeps the gradient of bad tokens, and clips others above 5.
     assert grpo_sums(logits, columns, GrpoConfig(loss="cispo"), 1.0)["clipped"] == 0
+    bounded = GrpoConfig(loss="cispo", epsilon_high=2.5)
+    assert grpo_sums(logits, columns, bounded, 1.0)["clipped"] == 1
 
 
 def expected_gradient(logits: Tensor, sampler: Tensor, reference: Tensor, kind: str) -> Tensor:

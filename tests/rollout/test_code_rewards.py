@@ -186,6 +186,24 @@ def test_code_earns_nothing_by(cheat: str) -> None:
 
 
 @needs_sandbox
+@pytest.mark.parametrize(
+    ("code", "tests", "wanted"),
+    [
+        ("bool = lambda x: True\ndef even(n): return n % 2", ["assert even(2)"], 0),
+        ("bool = lambda x: True\ndef even(n): return n", ["assert not even(3)"], 0),
+        ("def even(n): return n % 2 == 0", ["assert even(2) and not even(3)"], 1),
+        ("def sets(): return {frozenset({1}), frozenset()}", ["assert sets() != set()"], 1),
+        ("def sets(): return {frozenset({1}): 2}", ["assert sets()"], 1),
+        ("def sets(): return {1, 2}", ["assert sets() == {2, 1}"], 1),
+    ],
+)
+def test_truth_and_sets_are_what_python_takes_them_for(
+    code: str, tests: list[str], wanted: int
+) -> None:
+    assert worth(code, tests) == wanted
+
+
+@needs_sandbox
 def test_programs_earn_nothing_by_what_they_print_or_leave() -> None:
     assert worth("print('5 passed'); print(True)", PAIRS) == 0
     assert worth("print(5)\nimport sys; sys.exit(0)", PAIRS) == 0.5

@@ -36,6 +36,8 @@ def test_the_best_the_worst_and_one_between_are_shown() -> None:
     assert "exact" in said and "reward" in said and "advantage" in said
     assert [part.strip() for part in lines[0].split("│")[2:-1]] == ["1", "-", "1", "0.5"]
     assert "advantage" not in shown(group_of(["a"], [1]), leave_out=("advantage",))
+    nothing = ("scores", "reward", "advantage")
+    assert "exact" not in shown(group_of(["a"], [math.nan]), leave_out=nothing)
     assert "none" in shown(group_of(["none"], [math.nan]))
     one = shown(group_of(["good", "bad"], [1, 0]), count=1)
     assert "good" in one and "bad" not in one

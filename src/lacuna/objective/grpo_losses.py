@@ -1,6 +1,5 @@
 """The losses of GRPO and its kin: pure functions of log-probabilities, rewards and settings."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -118,7 +117,8 @@ def grpo_sums(logits: Tensor, columns: Columns, settings: GrpoConfig, temperatur
         distance = divergences(logprobs, columns["reference_logprobs"], ratios, settings.kl)
         losses = losses + settings.beta * distance
     below, above = settings.clip
-    most = math.inf if settings.loss == "cispo" else settings.dual_clip
+    # cispo's weight of a token is bounded whatever the sign.
+    most = 1 + above if settings.loss == "cispo" else settings.dual_clip
     is_clipped = torch.where(
         advantages > 0, ratios > 1 + above, (ratios < 1 - below) | (ratios > most)
     ) & (advantages != 0)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from lacuna.config import Config, UserError
@@ -78,8 +77,7 @@ class OnPolicyDistillation(OnPolicy):
             unwritten += ["reward", "scores"]
         for name in unknown:
             del self.told[name]
-        if dist.get_rank() == 0:
-            self.file.write(groups, self.steps + 1, leave_out=unwritten)
+        self.keep(groups, leave_out=unwritten)
         return groups
 
     def annotate(self, policy: BuiltModel, batches: Sequence[Batch], loss: Loss) -> Sequence[Batch]:

@@ -141,7 +141,7 @@ def _part(statement: ast.stmt) -> Part:
         if _is_constant(left):
             wanted = ast.literal_eval(left)
             return Part(ast.unparse(right), lambda value: bool(relation(wanted, value)))
-    return Part(f"bool({ast.unparse(asked)})", lambda value: value is True)
+    return Part(f"not not ({ast.unparse(asked)})", lambda value: value is True)
 
 
 def _is_constant(node: ast.expr) -> bool:
@@ -163,7 +163,7 @@ def value_of(told: Any) -> Any:
     if kind == "dict":
         return {value_of(key): value_of(one) for key, one in content}
     if kind in ("list", "tuple", "set"):
-        return {"list": list, "tuple": tuple, "set": set}[kind](map(value_of, content))
+        return {"list": list, "tuple": tuple, "set": frozenset}[kind](map(value_of, content))
     if kind == "complex":
         return complex(*map(float.fromhex, content))
     if kind == "fraction":

@@ -40,7 +40,8 @@ def completions_table(
     rows.sort(key=lambda row: row["reward"] or 0.0, reverse=True)
     last = len(rows) - 1
     places = {round(last * place / max(count - 1, 1)) for place in range(min(count, len(rows)))}
-    numbers = [*group.scores, "reward", "advantage"]
+    scores = () if "scores" in leave_out else group.scores
+    numbers = [*scores, "reward", "advantage"]
     numbers = [name for name in numbers if name not in leave_out]
     wide = max(_NARROWEST, console.width - _NUMBER_COLUMNS * len(numbers))
     prompt = _cut(group.prompt, _LINES * console.width)

@@ -125,11 +125,15 @@ def _scores_alone(
 
 
 def _explained(name: str, answer: Answered, error: BaseException) -> OutageError:
-    """The message about a function that fails on a sample."""
+    """The message about a function that fails on a sample.
+
+    Those that come with lacuna fail by what the row has for them, and mended rows are other data.
+    """
+    mend = "mend it" if ":" in name else "start a new run with that row mended"
     return OutageError(
         f"rewards.functions: {name} fails on {answer.where} with the completion "
         f"{shortened(answer.text)!r} "
-        f"({told(error)}): mend it, or set rewards.on_error = skip."
+        f"({told(error)}): {mend}, or set rewards.on_error = skip."
     )
 
 
