@@ -1,6 +1,7 @@
 """The memory estimate knows what each way of spreading a model divides, and what it does not."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from lacuna.model.layers.quantized import quantize_layers, quantized_modules
 from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.mesh import Layout
 from lacuna.plan.memory import estimate_memory, peak_memory
-from runs import make_world, refused
+from runs import make_world, refused, write_model
 from tiny import tiny_config
 
 MODEL = LlamaConfig(
@@ -281,3 +282,60 @@ def test_gradients_of_an_earlier_micro_batch_are_there_beside_activations() -> N
     parts = {"weights": 1.0, "gradients": 2.0, "activations": 3.0, "loss": 1.0}
     assert peak_memory(parts, 1) == 5.0
     assert peak_memory(parts, 2) == 7.0
+
+
+LLAMA = LlamaConfig(num_hidden_layers=8, vocab_size=4096, hidden_size=512, intermediate_size=1024)
+
+
+def parts_of(layout: Layout, **more: Any) -> dict[str, float]:
+    """The parts of the estimate of a small Llama whose steps have two micro-batches."""
+    training = {"seq_len": 64, "batch_size": 1, "global_batch_size": 2 * layout.data_parallel}
+    config = Config(training=training | more.pop("training", {}), **more)
+    model = meta_model(LLAMA, "sdpa", torch.float32)
+    return estimate_memory(config, layout, batch_of(config, layout), model, "cuda")
+
+
+def test_whole_gradients_wait_where_they_are_reduced_once_a_step() -> None:
+    first, second = (
+        parts_of(Layout(dp_shard=2), parallelism={"zero_stage": stage})["gradients"]
+        for stage in (1, 2)
+    )
+    model = meta_model(LLAMA, "sdpa", torch.float32)
+    assert first - second == pytest.approx(4 * model.num_parameters(), rel=1e-3)
+
+
+def test_what_is_in_cpu_memory_or_dropped_at_once_is_not_counted() -> None:
+    plain = parts_of(Layout())
+    offloaded = parts_of(Layout(), training={"enable_cpu_offload": True})
+    assert offloaded["weights"] == offloaded["optimizer"] == 0
+    assert offloaded["gathered"] > 0 and offloaded["activations"] == plain["activations"]
+    early = parts_of(
+        Layout(),
+        optimizer={"early_step_in_backward": True},
+        training={"max_norm": 0.0, "global_batch_size": 1},
+    )
+    assert 0 < early["gradients"] < plain["gradients"] / 2
+
+
+@pytest.mark.slow
+def test_what_building_the_layers_would_refuse_is_refused(world: Path, tmp_path: Path) -> None:
+    one = write_model(tmp_path / "one", num_hidden_layers=1)
+    drops = write_model(tmp_path / "drops", attention_dropout=0.1)
+    points = "--parallelism.pipeline_parallel_split_points"
+    cases: dict[str, tuple[object, ...]] = {
+        "layers are not compiled as a whole": ("--activation_checkpoint.offload",),
+        "state leaves between layers, and this model has one": (
+            *("--model.config", one, "--optimizer.state_offload_share", 0.5),
+        ),
+        "torch would compute dropout again": (
+            *("--model.config", drops, "--activation_checkpoint.mode", "memory_budget"),
+            "--compile.enable",
+        ),
+        "layers.9 are not layers of the model in order": (
+            *("--cpus", 2, "--parallelism.pipeline_parallel_degree", 2, points, "layers.9"),
+        ),
+    }
+    for said, flags in cases.items():
+        assert said in refused("train", world / "run.toml", *flags, "--dry-run")
+        if "--cpus" not in flags:  # of which ranks print it themselves
+            assert said in refused("train", world / "run.toml", *flags)

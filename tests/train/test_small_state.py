@@ -276,10 +276,8 @@ def test_vectors_and_narrow_matrices_have_no_blocks(shape: tuple[int, ...]) -> N
 def shards_without_whole_blocks() -> str:
     mesh = init_device_mesh("cpu", (3,))
     parameter = nn.Parameter(distribute_tensor(torch.ones(8, 768), mesh, [Shard(1)]))
-    optimizer = SmallStateAdamW([{"params": [parameter]}], settings_of("int8"), {parameter: ""})
-    parameter.grad = torch.ones_like(parameter)
     with pytest.raises(UserError) as caught:
-        optimizer.step()
+        SmallStateAdamW([{"params": [parameter]}], settings_of("int8"), {parameter: ""})
     return str(caught.value)
 
 

@@ -79,7 +79,10 @@ EXTENSIONS = {
     ),
     "recurrent-rows": ("model/recurrent_flops.py", "model/recurrent_rows.py"),
     "kept-operations": ("parallel/kept_operations.py",),
-    "offload": ("parallel/offload.py",),
+    "offload": (
+        "parallel/movable.py",
+        "parallel/offload.py",
+    ),
     "on-policy": (
         "objective/on_policy.py",
         "objective/sample_batches.py",
@@ -149,13 +152,8 @@ EXTENSIONS = {
     "early-step": ("train/early_step.py",),
     "moved-state": ("train/moved_state.py",),
     "small-state": ("train/small_state.py", "train/eight_bits.py"),
-    "plans": (
-        "commands/data.py",
-        "commands/plan.py",
-        "plan/dry_run.py",
-        "plan/examples.py",
-        "plan/memory.py",
-    ),
+    "plans": ("commands/plan.py", "plan/dry_run.py", "plan/memory.py"),
+    "shown-rows": ("commands/data.py", "plan/examples.py"),
     "rollouts": (
         "commands/generate.py",
         "rollout/generate.py",

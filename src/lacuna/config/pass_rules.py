@@ -13,6 +13,22 @@ PASS_RULES: tuple[Rule, ...] = (
         "needs torch.compile; drop the second",
     ),
     Rule(
+        ("activation_checkpoint.selective_ac_option", "activation_checkpoint.mode"),
+        is_changed(
+            "activation_checkpoint.selective_ac_option",
+            lambda config: config.activation_checkpoint.mode != "selective",
+        ),
+        "nothing is selected unless the second is selective; set that, or drop the first",
+    ),
+    Rule(
+        ("activation_checkpoint.memory_budget", "activation_checkpoint.mode"),
+        is_changed(
+            "activation_checkpoint.memory_budget",
+            lambda config: config.activation_checkpoint.mode != "memory_budget",
+        ),
+        "there is no budget unless the second is memory_budget; set that, or drop the first",
+    ),
+    Rule(
         ("activation_checkpoint.offload_share", "activation_checkpoint.offload"),
         is_changed(
             "activation_checkpoint.offload_share",

@@ -14,6 +14,7 @@ from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.fsdp import local
+from lacuna.parallel.movable import require_compiled
 
 
 @dataclass(eq=False)
@@ -224,12 +225,7 @@ def offload_activations(
     not recomputed whole are not `compiled`: such layers save one tensor several times, torch keeps
     what is selected by operation out of reach, and weights that are cast look like activations.
     """
-    if settings.mode != "full" and not compiled:
-        raise UserError(
-            "activation_checkpoint.offload: these layers are not compiled as a whole, and of such "
-            "only their inputs can be moved: set activation_checkpoint.mode = full, or "
-            "compile.enable = true where layers can be compiled."
-        )
+    require_compiled(settings.mode, compiled)
     base = backbone(model)
     staying = -1 if pipelined or len(layers) == 1 else len(layers) - 1
     keeper = _Keeper(model, layers, settings.offload_share, staying, kind)

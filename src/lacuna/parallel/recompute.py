@@ -1,6 +1,6 @@
 """Activation checkpointing: what the forward pass forgets and the backward pass computes again."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,13 +20,8 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
     Raises `UserError` for a memory budget beside dropout, which torch 2.13 then draws anew in the
     backward pass: gradients are those of another loss (docs/log.md).
     """
+    require_no_dropout(layers, settings.mode)
     if settings.mode == "memory_budget":
-        if any(_drops_out(module) for layer in layers for module in layer.modules()):
-            raise UserError(
-                "activation_checkpoint.mode: with memory_budget torch would compute dropout again "
-                "from other random numbers, and gradients would be wrong: set the dropout of the "
-                "model's configuration (and lora.dropout) to 0, or choose another mode."
-            )
         torch._functorch.config.activation_memory_budget = settings.memory_budget
     if settings.mode not in ("full", "selective"):
         return
@@ -40,6 +35,18 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
     for layer in layers[every - 1 :: every]:
         if not hasattr(layer, "recomputes_parts"):
             layer.forward = with_checkpointing(layer.forward, **kept)
+
+
+def require_no_dropout(layers: Iterable[nn.Module], mode: str) -> None:
+    """Raises `UserError` where layers draw, and torch would draw anew in the backward pass."""
+    if mode == "memory_budget" and any(
+        _drops_out(module) for layer in layers for module in layer.modules()
+    ):
+        raise UserError(
+            "activation_checkpoint.mode: with memory_budget torch would compute dropout again from "
+            "other random numbers, and gradients would be wrong: set the dropout of the model's "
+            "configuration (and lora.dropout) to 0, or choose another mode."
+        )
 
 
 def _drops_out(module: nn.Module) -> bool:

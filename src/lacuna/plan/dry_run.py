@@ -2,17 +2,23 @@
 
 import torch
 from rich.table import Table
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.console import open_console
 from lacuna.config.devices import check_device
 from lacuna.config.errors import require_writable
 from lacuna.config.learning_rate import learning_rate, peak_step, warmup_steps
-from lacuna.config.machine import MetricsConfig
-from lacuna.config.optimizers import LRSchedulerConfig
+from lacuna.config.machine import (
+    ActivationCheckpointConfig,
+    CompileConfig,
+    MetricsConfig,
+    ParallelismConfig,
+)
+from lacuna.config.optimizers import LRSchedulerConfig, OptimizerConfig
 from lacuna.config.sections import ModelConfig
 from lacuna.data import BatchSizes, build_loader, build_validation, run_tokenizer
+from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import build_meta_model
 from lacuna.model.checks import required_router
 from lacuna.model.weights import weight_files
@@ -21,8 +27,12 @@ from lacuna.objective.find import find_objective
 from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import resolve_layout
+from lacuna.parallel.movable import require_compiled, require_several
+from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.processes import device_type
+from lacuna.parallel.recompute import require_no_dropout
+from lacuna.parallel.stages import stage_ranges
 from lacuna.plan.memory import estimate_memory, frozen_memory, peak_memory
 
 _CPU = torch.device("cpu")
@@ -47,6 +57,8 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     model = build_meta_model(config, tokenizer, layout, device, here)
     required_router(config.job.task, config.model, model.config, here or _CPU)
     _require_weights(config.model)
+    passes = (config.activation_checkpoint, config.compile, config.optimizer)
+    _require_passes(model, config.parallelism, layout.pp, *passes, device)
     loader = build_loader(config, tokenizer, batch, dp_rank=0)
     steps = total_steps(config.training, config.lr_scheduler, loader.rows_left, batch.global_batch)
     sequences = steps * batch.global_batch if loader.rows_left is None else loader.rows_left
@@ -70,14 +82,31 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
         "tokens a step": f"{batch.global_batch * length:,} ({length} a sequence)",
         "steps": f"{steps:,}, {sequences * length:,} tokens",
         "learning rate": _about_learning_rate(config.optimizer.lr, config.lr_scheduler, steps),
-        "memory a rank": _about_memory(
-            estimate, batch.accumulation, config.optimizer.state_offload_share
-        ),
+        "memory a rank": _about_memory(estimate, batch.accumulation, config.optimizer),
     }
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
     open_console(config.metrics).print(table, "Nothing was started.")
+
+
+def _require_passes(
+    model: PreTrainedModel,
+    parallelism: ParallelismConfig,
+    stages: int,
+    recomputed: ActivationCheckpointConfig,
+    compiled: CompileConfig,
+    optimizer: OptimizerConfig,
+    device: str,
+) -> None:
+    """Raises `UserError` for what building the run would refuse of a model's layers."""
+    layers = decoder_layers(model)
+    stage_ranges(parallelism.pipeline_parallel_split_points, stages, model, layers)
+    require_no_dropout(layers, recomputed.mode)
+    if recomputed.offload:
+        require_compiled(recomputed.mode, compile_enabled(compiled, parallelism, device))
+    if optimizer.state_offload_share:
+        require_several(layers)
 
 
 def _memory_beside(
@@ -106,8 +135,8 @@ def _require_visible_attention(metrics: MetricsConfig, model_config: PretrainedC
         require_visible_attention(model_config)
 
 
-def _about_memory(parts: dict[str, float], accumulation: int, moved: float) -> str:
-    peak = peak_memory(parts, accumulation, moved)
+def _about_memory(parts: dict[str, float], accumulation: int, optimizer: OptimizerConfig) -> str:
+    peak = peak_memory(parts, accumulation, optimizer.state_offload_share)
     held = ", ".join(f"{name} {size / 2**30:.2f}" for name, size in parts.items())
     return f"about {peak / 2**30:.2f} GiB at a time ({held})"
 

@@ -180,13 +180,31 @@ def _dequantised_values(model: PreTrainedModel, layout: Layout) -> float:
     return most
 
 
+def _held_gradients(sizes: _WeightSizes, layout: Layout, early: bool) -> float:
+    """How many gradients there are at a time; `early` steps drop those of a layer at once."""
+    largest = max(sizes.layer, sizes.outside) / layout.dp_shard / layout.cp
+    return min(largest, sizes.shard) if early else sizes.shard
+
+
+def _unreduced_bytes(
+    sizes: _WeightSizes, stages: int, zero_1: bool, gathered: int, reduced: int
+) -> float:
+    """Bytes of the gradients that wait for being reduced to shards, if all weights learn."""
+    # A pipeline reduces its gradients when all of them are there.
+    waiting = sizes.outside + (sizes.inside if stages > 1 else sizes.layer)
+    found = waiting * (gathered + reduced)
+    if zero_1:  # all wait for those of the last micro-batch
+        found += (sizes.outside + sizes.inside) * reduced
+    return found
+
+
 def estimate_memory(
     config: Config, layout: Layout, batch: BatchSizes, model: PreTrainedModel, device: str
 ) -> dict[str, float]:
     """Bytes by what holds them on the rank that needs most, with an even share of the layers.
 
-    Not all of it is taken at one time (`peak_memory`). `model` needs no memory itself. The
-    allocator's rounding and the CUDA context (about 1 GiB) come on top.
+    Not all of it is taken at one time (`peak_memory`). The allocator's rounding, the CUDA context
+    (about 1 GiB) and what is in CPU memory are left out. `model` needs no memory itself.
     """
     text = model.config.get_text_config()
     compute = compute_dtype(config.training, device).itemsize
@@ -200,15 +218,13 @@ def estimate_memory(
     alone = is_alone(config.training, layout)
     unreduced = 0.0
     if not alone:
-        # A pipeline reduces its gradients when all of them are there.
-        waiting = sizes.inside if layout.pp > 1 else sizes.layer
-        unreduced = sizes.outside + waiting
+        zero_1 = config.parallelism.zero_stage == 1 and batch.accumulation > 1
+        unreduced = _unreduced_bytes(sizes, layout.pp, zero_1, gathered, reduced)
     copies = not (alone and compiled) and (compute != stored or layout.dp_shard * layout.cp > 1)
     at_once = 0.0
     if copies:
         resharded = reshard_after_forward(config.parallelism, config.training, layout)
-        layers_at_once = 2 * sizes.layer if resharded else sizes.inside
-        at_once = sizes.outside + layers_at_once
+        at_once = sizes.outside + (2 * sizes.layer if resharded else sizes.inside)
     dequantised = _dequantised_values(model, layout) * compute
     tokens = batch.micro_batch * config.training.seq_len / layout.cp
     layer_count = len(decoder_layers(model))
@@ -221,10 +237,13 @@ def estimate_memory(
     learns_head = cast(Any, model).get_output_embeddings().weight.requires_grad
     chunk = CHUNK_BYTES if learns_head else CHUNK_BYTES // 4
     loss = 3 * min(chunk, 4 * tokens / layout.tp * text.vocab_size) + 4 * head * learns_head
+    held = _held_gradients(sizes, layout, config.optimizer.early_step_in_backward)
+    on_device = not config.training.enable_cpu_offload
+    state = state_bytes(model, config.optimizer, master) * learns * sizes.shard
     return {
-        "weights": weights,
-        "gradients": learns * (sizes.shard * master + unreduced * (gathered + reduced)),
-        "optimizer": state_bytes(model, config.optimizer, master) * learns * sizes.shard,
+        "weights": weights * on_device,
+        "gradients": learns * (held * master * on_device + unreduced),
+        "optimizer": state * on_device,
         "gathered": at_once * (learns * gathered + (1 - learns) * compute) + dequantised,
         "activations": tokens * kept * compute,
         "loss": loss,

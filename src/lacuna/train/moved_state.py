@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from lacuna.config import UserError, logger
 from lacuna.model.architecture import decoder_layers
 from lacuna.parallel.fsdp import local
+from lacuna.parallel.movable import require_several
 from lacuna.parallel.offload import call_before
 
 # Smaller tensors, as a share of the largest, stay.
@@ -190,11 +191,7 @@ def move_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, share: 
     for a model of one layer, and in the first pass where no gradients pass between layers.
     """
     layers = decoder_layers(model)
-    if len(layers) == 1:
-        raise UserError(
-            "optimizer.state_offload_share: state leaves between layers, and this model has one: "
-            "leave it out."
-        )
+    require_several(layers)
     # Of the model itself some that is frozen may be in CPU memory.
     trained = next(one for group in optimizer.param_groups for one in group["params"])
     kind = trained.device.type

@@ -60,6 +60,8 @@ class SmallStateAdamW(torch.optim.AdamW):
             groups, settings.lr, betas, settings.eps, settings.weight_decay, fused=True
         )
         self.state_dtype = settings.state_dtype
+        for parameter in names if settings.state_dtype == "int8" else ():
+            require_whole_blocks(parameter, block_length(parameter.shape))
         self.codes: dict[torch.device, dict[str, Codes]] = {}
         self.seeds = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
 
@@ -125,7 +127,8 @@ def adamw_of(
 ) -> SmallStateAdamW:
     """Such an AdamW for a model, whose parameters are in `groups` by their weight decay.
 
-    Raises `UserError` where a state in 8 bits is asked for and no weight can have it.
+    Raises `UserError` where a state in 8 bits is asked for and no weight can have it, or the layout
+    divides blocks of it.
     """
     if settings.state_dtype == "int8":
         small, trained = (f"{count:,}" for count in weights_in_8_bits(model))
@@ -148,15 +151,20 @@ def _empty_state(parameter: Tensor, dtype: str | None) -> dict[str, Tensor]:
     return state
 
 
+def require_whole_blocks(parameter: Tensor, block: int | None) -> None:
+    """Raises `UserError` where a rank's part of a trained parameter has not whole blocks."""
+    width = local(parameter).shape[-1] if parameter.ndim else 0
+    if block is not None and parameter.requires_grad and width % block:
+        raise UserError(
+            f'optimizer.state_dtype: "int8" has blocks of {block} values in rows of '
+            f"{parameter.shape[-1]}, and this layout gives a rank {width} of them: choose a "
+            "tensor_parallel_degree of 2, 4 or 8, or another state_dtype."
+        )
+
+
 def _empty_scales(parameter: Tensor, block: int) -> Tensor:
     """Zeros for the blocks of a parameter, which are placed as it is."""
     part = local(parameter)
-    if part.shape[-1] % block:
-        raise UserError(
-            f'optimizer.state_dtype: "int8" has blocks of {block} values in rows of '
-            f"{parameter.shape[-1]}, and this layout gives a rank {part.shape[-1]} of them: choose "
-            "a tensor_parallel_degree of 2, 4 or 8, or another state_dtype."
-        )
     scales = part.new_zeros(*part.shape[:-1], part.shape[-1] // block, dtype=torch.float32)
     if not isinstance(parameter, DTensor):
         return scales
