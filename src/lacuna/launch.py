@@ -193,7 +193,8 @@ def _report_failure(
         halt = f"rank {failed} is halted, as by SIGSTOP, and did not answer"
         print(f"lacuna: {halt}.", file=sys.stderr)
         failed = first[0]  # its log may say more
-    if failed or code < 0:  # else the first rank has printed itself what went wrong
+    # Otherwise the first rank has printed itself what went wrong.
+    if failed or code not in (INPUT_WRONG, RUN_FAILED, GAVE_UP):
         how = "failed"
         if failing[failed] == GAVE_UP:
             how = "gave up"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lacuna.launch import _report_failure
 from runs import (
     curve,
     ended,
@@ -140,3 +141,15 @@ def test_a_number_of_gpus_that_is_none_is_refused(
 ) -> None:
     monkeypatch.setenv("NGPU", "all")
     assert "NGPU: 'all' is no number of GPUs" in refused("train", world / "run.toml", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("status", "said"), [(5, "rank 0 failed"), (-9, "rank 0 was killed by signal SIGKILL"), (3, "")]
+)
+def test_the_first_rank_is_blamed_unless_it_has_said_why(
+    status: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logs = [str(tmp_path / f"rank-{rank}.log") for rank in range(2)]
+    assert _report_failure({0: status, 1: 4}, [0], [], logs) == 1
+    wanted = f"lacuna: {said}; all ranks are stopped.\n" if said else ""
+    assert capsys.readouterr().err == wanted

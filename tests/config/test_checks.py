@@ -37,6 +37,16 @@ def error_of(flags="", **kwargs):
         ("--model.config none", "model.name_or_path", "model.config"),
         ("--training.steps 5 --training.epochs 1", "training.steps", "training.epochs"),
         ("--training.epochs 1 --data.streaming", "training.epochs", "data.streaming"),
+        (
+            "--activation_checkpoint.selective_ac_option op",
+            "activation_checkpoint.selective_ac_option",
+            "activation_checkpoint.mode",
+        ),
+        (
+            "--activation_checkpoint.mode full --activation_checkpoint.memory_budget 0.3",
+            "activation_checkpoint.memory_budget",
+            "activation_checkpoint.mode",
+        ),
         ("--training.epochs 1 --data.tokenization online", "training.epochs", "data.tokenization"),
         (
             "--training.epochs 1 --data.dataset a/b,c/d --data.data_probs 1,1",
@@ -464,3 +474,11 @@ def test_float8_is_kept_in_pages_alone(engine: str) -> None:
 )
 def test_numbers_that_nothing_can_be_done_by_are_refused(flags: str, reason: str) -> None:
     assert reason in error_of(flags)
+
+
+def test_a_decay_that_would_change_rows_that_do_not_learn_is_refused() -> None:
+    text = '[data]\ndataset = "org/data"\n[[optimizer.groups]]\npattern = "*"\nweight_decay = {}\n'
+    flags = "--model.new_tokens <a>,<b> --model.train_new_tokens_only"
+    said = error_of(flags, text=text.format(0.5))
+    assert "model.train_new_tokens_only, optimizer.groups: its weight_decay would change" in said
+    load(flags, text=text.format(0.0))

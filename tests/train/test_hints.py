@@ -215,3 +215,12 @@ def test_what_opens_an_own_attention_is_said(world: Path, tmp_path: Path) -> Non
         *("--job.dump_folder", tmp_path, "--model.attention", "softpick", "--training.steps", 1),
     )
     assert "after lacuna.model.own_attention.register('softpick')" in hint(said, "model")
+
+
+def test_a_run_by_rewards_in_epochs_says_so_for_other_data(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "asked.jsonl").write_text('{"prompt": "the dog ran"}\n' * 4)
+    words = ("--model.name_or_path", folder / "base", "--data.dataset", "asked.jsonl")
+    words += ("--job.task", "grpo", "--rewards.functions", "length", "--training.seq_len", 64)
+    words += ("--training.batch_size", 2, "--rollout.max_tokens", 2, "--training.epochs", 1)
+    mine = hint(lacuna("train", *words, "--training.steps", "none", cwd=tmp_path), "your data")
+    assert "--training.epochs 1" in mine and "--training.steps" not in mine

@@ -426,3 +426,29 @@ def test_without_its_adapters_a_model_is_its_base(casting: bool) -> None:
         assert torch.equal(model(input_ids=ids).logits, base)
         raise KeyError
     assert torch.equal(model(input_ids=ids).logits, beside)
+
+
+@pytest.mark.slow
+def test_adapters_of_a_checkpoint_are_taken_beside_their_own_base_and_as_large(
+    world: Path, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    random_model(AutoConfig.from_pretrained(world / "model"), seed=5).save_pretrained(other)
+    begun = ("--training.steps", 2, "--lora.rank", 4)
+    start = "--checkpoint.initial_load_path"
+    beside = ("--model.config", "none", "--model.tokenizer_path", world / "model")
+    beside += ("--model.name_or_path",)
+    train(world, tmp_path / "one", *beside, world / "base", *begun)
+    train(world, tmp_path / "random", *begun)
+    one, random = (checkpoint(tmp_path / name, 2) for name in ("one", "random"))
+    cases = {
+        "is another model than the adapters'": (one, *beside, other),
+        "count 4 times, and 16 times here": (one, *beside, world / "base", "--lora.alpha", 64),
+        "beside random weights of training.seed = 42": (random, "--training.seed", 7),
+        "were trained beside random weights": (random, *beside, world / "base"),
+    }
+    for said, (path, *flags) in cases.items():
+        output = train(world, tmp_path / "new", *begun, start, path, *flags, status=2)
+        assert "checkpoint.initial_load_path: " in output and said in output
+    train(world, tmp_path / "right", *begun, start, one, *beside, world / "base")
+    train(world, tmp_path / "right, random", *begun, start, random)

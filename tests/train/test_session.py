@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from lacuna.config import UserError
+from lacuna.config.machine import CheckpointConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.train.metrics import _open_rows
 from lacuna.train.session import finished_run, lock
@@ -41,13 +42,13 @@ def test_lines_that_are_no_rows_are_told_and_left_out(
 def test_a_damaged_note_of_the_end_is_told_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    wanted = TrainingConfig(steps=8)
+    wanted, settings = TrainingConfig(steps=8), CheckpointConfig()
     note = tmp_path / "finished.json"
     note.write_text('{"step": 8, "steps": 8, "epochs": null}')
-    assert finished_run(str(tmp_path), -1, wanted) == {"step": 8, "steps": 8, "epochs": None}
+    assert finished_run(str(tmp_path), settings, wanted) == {"step": 8, "steps": 8, "epochs": None}
     for odd in ('{"step": 8, "st', "[]", '{"step": 8}', ""):
         note.write_text(odd)
-        assert finished_run(str(tmp_path), -1, wanted) is None
+        assert finished_run(str(tmp_path), settings, wanted) is None
     assert caplog.text.count(f"{note} is damaged: the run goes on from its newest checkpoint") == 4
 
 

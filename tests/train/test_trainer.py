@@ -277,3 +277,17 @@ def test_epochs_are_passes_over_all_tokens(plain: Path, world: Path) -> None:
     last = math.ceil(2 * math.ceil(tokens / LENGTH) / BATCH)
     assert curve(plain / "two epochs", "tokens")[-1] == (last, 2 * tokens)
     assert checkpoint(plain / "two epochs", last).exists()
+
+
+def test_a_finished_run_without_a_checkpoint_is_not_made_longer_from_nothing(
+    world: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "run"
+    without = ("--checkpoint.enable_checkpoint", "false")
+    output = train(world, folder, "--training.steps", 2, *without)
+    assert "train on" not in output and "your data" in output
+    before = weights(folder)
+    said = train(world, folder, "--training.steps", 3, *without, status=2)
+    assert f"job.dump_folder: the run in {folder} is finished (step 2), and there is no" in said
+    assert weights(folder) == before
+    assert "is finished (step 2)" in train(world, folder, "--training.steps", 2, *without)

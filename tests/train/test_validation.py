@@ -150,3 +150,12 @@ def test_patience_ends_a_run_that_does_not_get_better_and_the_run_counts_as_fini
     assert (folder / "hf" / "model.safetensors").exists()
     assert "Done: 4 steps" in output
     assert "is finished (step 4)" in runs["again"][1]
+
+
+def test_held_out_data_without_a_token_to_train_is_refused(world: Path, tmp_path: Path) -> None:
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"input_ids": [7]}\n' * 20)
+    flags = ("--validation.dataset", held_out, "--validation.dataset_split", "train")
+    said = train(world, tmp_path / "run", *flags, "--training.steps", 1, status=2)
+    assert "validation.dataset: none of its tokens is one to be trained" in said
+    assert "step 1" not in said

@@ -143,6 +143,14 @@ RULES: tuple[Rule, ...] = (
         ),
         "early steps train all rows; drop one",
     ),
+    Rule(
+        ("model.train_new_tokens_only", "optimizer.groups"),
+        lambda config: (
+            config.model.train_new_tokens_only
+            and any(group.weight_decay for group in config.optimizer.groups)
+        ),
+        "its weight_decay would change the rows that do not learn; leave it out of the tables",
+    ),
     *rule_for_each(
         _NEED_ADAPTER,
         "lora.rank",

@@ -169,8 +169,7 @@ class DataConfig(Section):
             )
         if len(values) == count:
             return values
-        value = values[0] if values else ""
-        return (value,) * count
+        return (values[0] if values else "",) * count
 
 
 class PackingConfig(Section):

@@ -82,8 +82,11 @@ class MicroBatches(IterableDataset[Made]):
     def own_lanes(self, first: int = 0, every: int = 1) -> set[int]:
         """The lanes that micro-batches take rows from: number `first` and `every` n-th after it."""
         period = STEPS_BEFORE_A_LANE_RETURNS * self.batch.accumulation
-        numbers = range(first, first + period, every)
-        return {self._lane_of(row) for number in numbers for row in self.rows(number)}
+        return {
+            self._lane_of(row)
+            for number in range(first, first + period, every)
+            for row in self.rows(number)
+        }
 
     def _lane_of(self, row: int) -> int:
         return row % self.plan.mixture.lanes

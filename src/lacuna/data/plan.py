@@ -125,8 +125,9 @@ class RowPlan:
 
     def batch(self, rows: Sequence[Sequence[Span]]) -> Batch:
         """Lays out rows in the form of the plan."""
-        padding = self.tokenizer.eos_token_id or 0
-        return pack(rows, self.form, len(self.sources), padding, self.kinds)
+        return pack(
+            rows, self.form, len(self.sources), self.tokenizer.eos_token_id or 0, self.kinds
+        )
 
     def signature(self, global_batch: int) -> dict[str, object]:
         """What must be the same for a saved position to mean the same samples, by setting."""

@@ -98,8 +98,7 @@ def added_ids(model: ModelConfig) -> tuple[int, set[int]]:
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     """A hash of all that decides which tokens a text becomes."""
     content = _backend_of(tokenizer).to_str() if tokenizer.is_fast else Hasher.hash(tokenizer)
-    made_of = [content, tokenizer.split_special_tokens, tokenizer.eos_token_id]
-    return str(Hasher.hash(made_of))
+    return str(Hasher.hash([content, tokenizer.split_special_tokens, tokenizer.eos_token_id]))
 
 
 def tokenize_text(tokenizer: PreTrainedTokenizerBase, text: str, begins: bool = True) -> np.ndarray:

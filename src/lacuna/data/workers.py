@@ -36,8 +36,7 @@ def workers_for_lanes(wanted: int | None, period: int) -> int:
         ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         spare = usable_cores() // ranks_here - 1
         wanted = min(_MOST_WORKERS, max(1, spare))
-    divisors = [count for count in range(1, wanted + 1) if period % count == 0]
-    return max(divisors, default=0)
+    return max((count for count in range(1, wanted + 1) if period % count == 0), default=0)
 
 
 def start_method(workers: int) -> str | None:

@@ -1,7 +1,9 @@
-"""Writes adapters alone, as a folder that peft opens."""
+"""Writes adapters alone, as a folder that peft opens, and says which base they fit."""
 
 import json
+import math
 import os
+import tomllib
 from collections.abc import Iterable
 from copy import deepcopy
 from pathlib import Path
@@ -13,15 +15,17 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, rename_source_key
 from transformers.pytorch_utils import Conv1D
 
-from lacuna.config import logger
+from lacuna.config import UserError, logger
 from lacuna.config.adapters import ADAPTER_FIELDS, ADAPTER_FILE, ADAPTER_WEIGHTS, LoraConfig
 from lacuna.data.disk import whole_folder
 from lacuna.data.unpacked import hf_folder
+from lacuna.formats.checkpoint import DESCRIPTION, RUN
 from lacuna.formats.huggingface import gathered, is_writer, save_tokenizer
 from lacuna.model.architecture import meta_model
 from lacuna.model.kind import is_scoring
 from lacuna.model.layers.adapter_files import file_name
-from lacuna.model.layers.lora import adapted_modules, add_adapters
+from lacuna.model.layers.lora import adapted_modules, add_adapters, scale_of
+from lacuna.model.weights import check_base
 
 _EXPERTS_OF_OLD = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 
@@ -94,6 +98,36 @@ def export_adapter(
         Path(unfinished, ADAPTER_FILE).write_text(json.dumps(about, indent=2))
         save_file(tensors, os.path.join(unfinished, ADAPTER_WEIGHTS), metadata={"format": "pt"})
         save_tokenizer(tokenizer, unfinished)
+
+
+def require_same_base(path: str, settings: LoraConfig, base: str | None, seed: int) -> None:
+    """Refuses to take the adapters of the checkpoint `path` for what they were not trained for.
+
+    Raises `UserError` where that was another base than `base`, or, if that is None, than the random
+    weights of `seed`; or another scale than that of the `settings`.
+    """
+    settings_file = Path(path, DESCRIPTION, RUN)
+    if not settings_file.exists():
+        return
+    setting = "checkpoint.initial_load_path"
+    before = tomllib.loads(settings_file.read_text())
+    scales = [scale_of(LoraConfig.model_validate(before["lora"] | {"adapter": ()}))]
+    scales.append(scale_of(settings))
+    if not math.isclose(*scales):
+        raise UserError(
+            f"{setting}: its adapters count {scales[0]:g} times, and {scales[1]:g} times here: set "
+            "lora.alpha, lora.rank and lora.rslora as they were."
+        )
+    stated = before["model"].get("name_or_path")
+    if stated is not None and base is not None:
+        check_base(setting, base, stated)
+        return
+    seed_before = before["training"]["seed"]
+    if stated is not None or base is not None or seed_before != seed:
+        was = stated or f"random weights of training.seed = {seed_before}"
+        raise UserError(
+            f"{setting}: its adapters were trained beside {was}, and not what is here: give that."
+        )
 
 
 def _absolute_base(base: str | None) -> str | None:

@@ -71,8 +71,7 @@ def packed_attention(
             outputs.append(_flash_attention(*seen))
         else:
             outputs.append(_plain_attention(*seen, softcap, dropout, module))
-    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
-    return output, None
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1), None
 
 
 AttentionInterface.register(PACKED, packed_attention)

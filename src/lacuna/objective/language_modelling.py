@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from lacuna.config import Config
+from lacuna.config import Config, UserError
 from lacuna.data import Batch, Loader
 from lacuna.data.packing import IGNORED
 from lacuna.model.build import BuiltModel
@@ -104,17 +104,19 @@ class LanguageModelling:
         That is the loss in nats per trained token, the share of trained tokens that the model finds
         the likeliest, and bits per byte of text. The last is None where the bytes are unknown. No
         model is asked for the first token of a document, so its share of the bytes is left out.
+        Raises `UserError` where there is nothing to measure.
         """
-        trained = counts["trained_tokens"]
-        mean = sums["loss"] / trained if trained else math.nan
-        accuracy = sums["right_tokens"] / trained if trained else math.nan
-        bits_per_byte = None
-        if counts["text_bytes"] > 0:
-            bits_per_byte = mean / math.log(2) * counts["tokens"] / counts["text_bytes"]
+        trained, size = counts["trained_tokens"], counts["text_bytes"]
+        if not trained:
+            raise UserError(
+                "validation.dataset: none of its tokens is one to be trained, as of documents of "
+                "one token or conversations without an answer: choose another."
+            )
+        mean = sums["loss"] / trained
         return {
             "val_loss": mean,
-            "val_bits_per_byte": bits_per_byte,
-            "val_token_accuracy": accuracy,
+            "val_bits_per_byte": mean / math.log(2) * counts["tokens"] / size if size else None,
+            "val_token_accuracy": sums["right_tokens"] / trained,
         }
 
     def state_dict(self) -> dict[str, object]:

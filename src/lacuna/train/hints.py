@@ -73,7 +73,9 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     if adapter and not config.gives_scores:
         merged = os.path.join(folder, "merged")
         lines["merge"] = _shell_command("convert", adapter, merged, "--to", "hf")
-    lines["train on"] = _shell_command("train", os.path.join(folder, "config.toml"), *longer)
+    settings = config.checkpoint
+    if settings.enable_checkpoint and not settings.model_weights_only:
+        lines["train on"] = _shell_command("train", os.path.join(folder, "config.toml"), *longer)
     lines["your data"] = f"{other} (rows with {wanted})"
     return "\n".join(f"  {name:<10} {line}" for name, line in lines.items())
 
@@ -96,6 +98,7 @@ def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> It
     sections = [own] if own in Config.model_fields else []  # the task has settings of its own
     if config.trains_on == "prompts":
         sections += ["rollout", "rewards"]
+    if config.trains_on == "prompts" and config.training.steps is not None:
         yield from ("--training.steps", config.training.steps)
     else:
         yield from ("--training.epochs", 1)

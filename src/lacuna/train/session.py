@@ -13,13 +13,22 @@ from typing import Any
 from filelock import FileLock, Timeout
 from rich.console import Console
 
-from lacuna.config import LAUNCHED, Config, OutageError, explained, logger, make_folder
+from lacuna.config import (
+    LAUNCHED,
+    Config,
+    OutageError,
+    UserError,
+    explained,
+    logger,
+    make_folder,
+)
 from lacuna.config.console import set_up_logging
 from lacuna.config.devices import check_device
+from lacuna.config.machine import CheckpointConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.data import worker_ends_explained
 from lacuna.data.disk import replace_text
-from lacuna.formats.checkpoint import model_tensors
+from lacuna.formats.checkpoint import listed_steps, model_tensors
 from lacuna.parallel.processes import (
     Process,
     device_type,
@@ -102,8 +111,9 @@ def train_here(config: Config) -> int:
         process = start_process(config.comm, str(folder), config.training.enable_cpu_offload)
         with naming_silent_ranks(config.comm), worker_ends_explained():
             require_same_config(config, process)
-            load_step = config.checkpoint.load_step
-            done = on_first(process, lambda: finished_run(folder, load_step, config.training))
+            done = on_first(
+                process, lambda: finished_run(folder, config.checkpoint, config.training)
+            )
             if done is None:
                 status = _train_and_export(config, process, console)
             else:
@@ -189,21 +199,36 @@ def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
         console.print(hints, soft_wrap=True, markup=False)
 
 
-def finished_run(folder: str, load_step: int, wanted: TrainingConfig) -> dict[str, Any] | None:
-    """What was noted when the run came to the end that is asked for now; None if it has not."""
+def finished_run(
+    folder: str, settings: CheckpointConfig, wanted: TrainingConfig
+) -> dict[str, Any] | None:
+    """What was noted when the run came to the end that is asked for now; None if it has not.
+
+    Raises `UserError` where it came to another end and left no checkpoint: another model would be
+    trained from the beginning, and take the place of the one in the folder.
+    """
     path = Path(folder, FINISHED)
-    if not path.exists() or goes_back(folder, load_step):
+    if not path.exists() or goes_back(folder, settings.load_step):
         return None
     try:
         done: dict[str, Any] = json.loads(path.read_text())
-        if wanted.steps is not None:
-            is_enough = wanted.steps <= done["steps"]
-        else:
-            is_enough = wanted.epochs == done["epochs"]
-        return done | {"step": int(done["step"])} if is_enough else None
+        is_enough = (
+            wanted.epochs == done["epochs"]
+            if wanted.steps is None
+            else wanted.steps <= done["steps"]
+        )
+        done["step"] = int(done["step"])
     except (ValueError, TypeError, KeyError):
         logger.warning("%s is damaged: the run goes on from its newest checkpoint", path)
         return None
+    checkpoints = os.path.join(folder, settings.folder)
+    if not is_enough and not (settings.enable_checkpoint and listed_steps(checkpoints)):
+        raise UserError(
+            f"job.dump_folder: the run in {folder} is finished (step {done['step']}), and there is "
+            "no checkpoint to go on from (checkpoint.enable_checkpoint): choose another folder; to "
+            f"train its model further, set model.name_or_path = {os.path.join(folder, 'hf')!r}."
+        )
+    return done if is_enough else None
 
 
 def mark_finished(run: Run) -> None:

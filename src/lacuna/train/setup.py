@@ -86,7 +86,7 @@ class Run:
         self.open_data(saved, started_with, str(start))
         self.start.end_phase("data")
         if start is not None:
-            self.refuse_another_attention(start, is_resumed=saved is not None)
+            self.refuse_another_model(start, is_resumed=saved is not None)
         if back:
             from lacuna.train.branch import set_aside_later_steps  # an extension
 
@@ -143,10 +143,15 @@ class Run:
             self.state.step,
         )
 
-    def refuse_another_attention(self, start: str, is_resumed: bool) -> None:
-        """Refuses to read the checkpoint `start` by another attention than it was trained with."""
+    def refuse_another_model(self, start: str, is_resumed: bool) -> None:
+        """Refuses to read the checkpoint `start` by other attention or base than it was trained."""
         from lacuna.train.same_attention import require_same_attention  # an extension
 
+        if self.config.lora.rank and not is_resumed:
+            from lacuna.formats.adapter import require_same_base  # an extension
+
+            base = self.config.model.name_or_path
+            require_same_base(start, self.config.lora, base, self.config.training.seed)
         model_config = load_model_config(self.config.model, self.tokenizer)
         require_same_attention(start, self.config.model.attention, model_config, is_resumed)
 

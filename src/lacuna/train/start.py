@@ -43,9 +43,8 @@ def find_start(
         if step > 0:
             if "source" not in state:
                 raise UserError(
-                    f"checkpoint.load_step: {path} holds weights only "
-                    f"(checkpoint.model_weights_only), so the run cannot go on from it: start a "
-                    f"new run with checkpoint.initial_load_path = {path!r}."
+                    f"checkpoint.model_weights_only: {path} holds weights only, so the run cannot "
+                    f"go on from it: start a new run with checkpoint.initial_load_path = {path!r}."
                 )
             logger.info("resuming after step %d from %s", step, path)
             return path, state

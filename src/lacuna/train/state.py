@@ -15,6 +15,7 @@ class TrainState:
         step: how many steps are done.
         tokens: how many tokens all ranks have seen.
         worse_validations: how many validations there were since the one with the best loss.
+        validated: the step after which the last validation was made.
         curriculum_stage: how many stages of the curriculum have begun.
         ranked: the step at which documents were last ranked by their loss.
     """
@@ -26,6 +27,7 @@ class TrainState:
     best_loss: float = float("inf")
     best_step: int | None = None
     worse_validations: int = 0
+    validated: int = -1
     curriculum_stage: int = 0
     ranked: int | None = None
 

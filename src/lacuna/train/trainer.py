@@ -36,7 +36,11 @@ def train(run: Run, stop: list[int]) -> bool:
     # Collected only where the loop asks, on all ranks at once: otherwise they wait for each other.
     gc.disable()
     with _profile_if_asked(run) as after_step:
-        if run.state.step == 0:
+        # Also where the run stopped before the validation that was due after its last step.
+        if (
+            run.state.validated < run.state.step
+            and run.state.step % run.config.validation.freq == 0
+        ):
             _validate(run)
         _advance_curriculum(run)  # also when a run that had ended is made longer
         run.start.end_phase("preparation")
@@ -46,9 +50,7 @@ def train(run: Run, stop: list[int]) -> bool:
                 train_step(run, bool(stop))
                 after_step(run.state.step)
             ended = run.state.step >= run.total_steps
-            is_own = run.state.step >= run.first_step
-            # The last validation, unless it was made by the run that got here, or just before.
-            if ended and is_own and run.state.step % run.config.validation.freq > 0:
+            if ended and run.state.validated < run.state.step:
                 _validate(run)
     gc.enable()
     _save(run, wait=True, weights_only=ended and run.config.checkpoint.model_weights_only)
@@ -236,6 +238,7 @@ def _validate(run: Run) -> None:
         _advance_curriculum(run, loss)
     if settings.prompts:
         _sample_text(run)
+    state.validated = state.step
 
 
 def _measure_held_out(run: Run, held_out: HeldOut) -> tuple[dict[str, float | None], float]:
