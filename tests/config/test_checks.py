@@ -43,7 +43,7 @@ def error_of(flags="", **kwargs):
             "activation_checkpoint.mode",
         ),
         (
-            "--activation_checkpoint.mode full --activation_checkpoint.memory_budget 0.3",
+            "--activation_checkpoint.memory_budget 0.3",
             "activation_checkpoint.memory_budget",
             "activation_checkpoint.mode",
         ),

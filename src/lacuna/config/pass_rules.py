@@ -16,17 +16,17 @@ PASS_RULES: tuple[Rule, ...] = (
         ("activation_checkpoint.selective_ac_option", "activation_checkpoint.mode"),
         is_changed(
             "activation_checkpoint.selective_ac_option",
-            lambda config: config.activation_checkpoint.mode != "selective",
+            lambda config: config.activation_checkpoint.mode == "none",
         ),
-        "nothing is selected unless the second is selective; set that, or drop the first",
+        "nothing is recomputed without the second; set it to selective, or drop the first",
     ),
     Rule(
         ("activation_checkpoint.memory_budget", "activation_checkpoint.mode"),
         is_changed(
             "activation_checkpoint.memory_budget",
-            lambda config: config.activation_checkpoint.mode != "memory_budget",
+            lambda config: config.activation_checkpoint.mode == "none",
         ),
-        "there is no budget unless the second is memory_budget; set that, or drop the first",
+        "nothing is recomputed without the second; set it to memory_budget, or drop the first",
     ),
     Rule(
         ("activation_checkpoint.offload_share", "activation_checkpoint.offload"),

@@ -96,7 +96,8 @@ def plain_linears(model: nn.Module) -> dict[str, PlainLinear]:
 def reads_weight(model: nn.Module, name: str) -> bool:
     """Whether the code of the module around reads the weight of the layer of this name itself."""
     path, _, own_name = name.rpartition(".")
-    return own_name in _read_weights(type(model.get_submodule(path)))  # type: ignore[arg-type]  # mypy: is a class hashable?
+    # mypy does not see that classes are hashable.
+    return own_name in _read_weights(type(model.get_submodule(path)))  # type: ignore[arg-type]
 
 
 @cache
