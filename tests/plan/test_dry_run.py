@@ -287,12 +287,12 @@ def test_gradients_of_an_earlier_micro_batch_are_there_beside_activations() -> N
 LLAMA = LlamaConfig(num_hidden_layers=8, vocab_size=4096, hidden_size=512, intermediate_size=1024)
 
 
-def parts_of(layout: Layout, **more: Any) -> dict[str, float]:
+def parts_of(layout: Layout, device: str = "cuda", **more: Any) -> dict[str, float]:
     """The parts of the estimate of a small Llama whose steps have two micro-batches."""
     training = {"seq_len": 64, "batch_size": 1, "global_batch_size": 2 * layout.data_parallel}
     config = Config(training=training | more.pop("training", {}), **more)
     model = meta_model(LLAMA, "sdpa", torch.float32)
-    return estimate_memory(config, layout, batch_of(config, layout), model, "cuda")
+    return estimate_memory(config, layout, batch_of(config, layout), model, device)
 
 
 def test_whole_gradients_wait_where_they_are_reduced_once_a_step() -> None:
@@ -309,6 +309,8 @@ def test_what_is_in_cpu_memory_or_dropped_at_once_is_not_counted() -> None:
     offloaded = parts_of(Layout(), training={"enable_cpu_offload": True})
     assert offloaded["weights"] == offloaded["optimizer"] == 0
     assert offloaded["gathered"] > 0 and offloaded["activations"] == plain["activations"]
+    here = parts_of(Layout(), "cpu", training={"enable_cpu_offload": True})
+    assert here["weights"] == plain["weights"] and here["optimizer"] == plain["optimizer"]
     early = parts_of(
         Layout(),
         optimizer={"early_step_in_backward": True},

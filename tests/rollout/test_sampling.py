@@ -118,11 +118,12 @@ def test_float8_keeps_the_largest_number_of_each_head_and_rounds_others_by_a_six
     torch.manual_seed(0)
     new = torch.randn(6, 2, 64) * torch.tensor([1e-20, 1e-4, 1.0, 30.0, 1e6, 0.0])[:, None, None]
     new[2, 0, 0] = 1000.0
-    stored = torch.zeros(3, 2, 4, 64, dtype=SMALL)
-    scales = torch.zeros(3, 2, 4)
+    both = torch.zeros(2, 3, 2, 4, 64, dtype=SMALL)
+    both_scales = torch.zeros(2, 3, 2, 4)
     pages, places = torch.tensor([0, 0, 1, 2, 2, 1]), torch.tensor([0, 3, 1, 2, 0, 2])
-    store(new, stored, scales, pages, places)
-    found = (stored.float() * scales[..., None])[pages, :, places]
+    store((new, -new), (both[0], both[1]), both_scales, pages, places)
+    found, negative = (both.float() * both_scales[..., None])[:, pages, :, places].unbind(1)
+    assert torch.equal(found, -negative)
     most = new.abs().amax(-1, keepdim=True)
     assert torch.allclose(found.abs().amax(-1, keepdim=True)[1:], most[1:], rtol=1e-6)
     apart = (found - new).abs()

@@ -238,7 +238,7 @@ def estimate_memory(
     chunk = CHUNK_BYTES if learns_head else CHUNK_BYTES // 4
     loss = 3 * min(chunk, 4 * tokens / layout.tp * text.vocab_size) + 4 * head * learns_head
     held = _held_gradients(sizes, layout, config.optimizer.early_step_in_backward)
-    on_device = not config.training.enable_cpu_offload
+    on_device = device == "cpu" or not config.training.enable_cpu_offload
     state = state_bytes(model, config.optimizer, master) * learns * sizes.shard
     return {
         "weights": weights * on_device,

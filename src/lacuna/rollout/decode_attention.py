@@ -58,12 +58,11 @@ def plain_attention(
     """The same as `decode_attention`, by torch: all pages are read up to the longest sequence's."""
     size = keys.shape[2]
     page = pages.gather(1, positions[:, None] // size)[:, 0].long()
-    for new, stored, of_them in zip((key, value), (keys, values), scales_of(scales), strict=True):
-        store(new, stored, of_them, page, positions % size)
+    store((key, value), (keys, values), scales, page, positions % size)
     used = pages[:, : int(positions.max()) // size + 1].long()
     all_keys, all_values = (
         _read(stored, of_them, used, query.dtype).transpose(1, 2).flatten(2, 3)
-        for stored, of_them in zip((keys, values), scales_of(scales), strict=True)
+        for stored, of_them in zip((keys, values), _parts(scales), strict=True)
     )
     places = torch.arange(all_keys.shape[2], device=query.device)
     seen = places <= positions[:, None]
@@ -80,19 +79,30 @@ def plain_attention(
     )[:, :, 0]
 
 
-def scales_of(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def _parts(scales: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     """Those of keys and those of values, if there are any."""
     return (None, None) if scales is None else (scales[0], scales[1])
 
 
 def store(
+    new: tuple[Tensor, Tensor],
+    stored: tuple[Tensor, Tensor],
+    scales: Tensor | None,
+    pages: Tensor,
+    places: Tensor,
+) -> None:
+    """Writes `new` keys and values [T, key heads, D] to the `places` [T] of `pages` [T], in place.
+
+    With `scales` [2, pages, key heads, size] they are rounded to float8, so that the largest number
+    of each head of a token is float8's largest.
+    """
+    for one, numbers, of_them in zip(new, stored, _parts(scales), strict=True):
+        _write(one, numbers, of_them, pages, places)
+
+
+def _write(
     new: Tensor, stored: Tensor, scales: Tensor | None, pages: Tensor, places: Tensor
 ) -> None:
-    """Writes `new` keys or values [T, key heads, D] to the `places` [T] of `pages` [T], in place.
-
-    With `scales` [pages, key heads, size] they are rounded to float8, so that the largest number of
-    each head of a token is float8's largest.
-    """
     if scales is None:
         stored[pages, :, places] = new
         return

@@ -11,7 +11,7 @@ from transformers import AttentionInterface
 from lacuna.config import UserError
 from lacuna.model.attention import packed_attention
 from lacuna.parallel.partial_attention import Part
-from lacuna.rollout.decode_attention import SMALL, decode_attention, scales_of, store
+from lacuna.rollout.decode_attention import SMALL, decode_attention, store
 
 PAGED = "lacuna_paged"
 # Tokens of a page.
@@ -66,7 +66,7 @@ class Pool:
         scales = torch.zeros(2, *shape[:3], device=device) if self.small else None
         if scales is not None:
             maybe_mark_dynamic(scales, 1)
-        vars(module)["rollout_scales"] = scales
+        module.rollout_scales = scales  # type: ignore[assignment]  # mypy: or None
         self.modules[module] = None
 
     def tensors(self) -> list[Tensor]:
@@ -156,14 +156,9 @@ def _store(module: Any, key: Tensor, value: Tensor, places: Tensor) -> None:
     """Writes keys and values [1, key heads, T, D] of a layer to `places` [T] of its pages."""
     assert key.shape[1] == module.rollout_keys.shape[1], "one head would be taken for all"
     size = module.rollout_keys.shape[2]
-    stored = zip(
-        (key, value),
-        (module.rollout_keys, module.rollout_values),
-        scales_of(module.rollout_scales),
-        strict=True,
-    )
-    for new, pages, scales in stored:
-        store(new[0].transpose(0, 1), pages, scales, places // size, places % size)
+    new = (key[0].transpose(0, 1), value[0].transpose(0, 1))
+    stored = (module.rollout_keys, module.rollout_values)
+    store(new, stored, module.rollout_scales, places // size, places % size)
 
 
 AttentionInterface.register(PAGED, paged_attention)

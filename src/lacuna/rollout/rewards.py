@@ -1,6 +1,7 @@
 """What completions are worth: the weighted sum of what several functions say, which may fail."""
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 
 from lacuna.config import OutageError, UserError, logger
@@ -127,9 +128,11 @@ def _scores_alone(
 def _explained(name: str, answer: Answered, error: BaseException) -> OutageError:
     """The message about a function that fails on a sample.
 
-    Those that come with lacuna fail by what the row has for them, and mended rows are other data.
+    What comes with lacuna raises `ValueError` or `re.error` for what the row has for it; a mended
+    row is other data, which the run does not go on with.
     """
-    mend = "mend it" if ":" in name else "start a new run with that row mended"
+    is_of_row = ":" not in name and isinstance(error, ValueError | re.error)
+    mend = "start a new run with that row mended" if is_of_row else "mend it"
     return OutageError(
         f"rewards.functions: {name} fails on {answer.where} with the completion "
         f"{shortened(answer.text)!r} "

@@ -144,7 +144,7 @@ class Run:
         )
 
     def refuse_another_model(self, start: str, is_resumed: bool) -> None:
-        """Refuses to read the checkpoint `start` by other attention or base than it was trained."""
+        """Refuses the checkpoint `start` with other attention or base than it was trained with."""
         from lacuna.train.same_attention import require_same_attention  # an extension
 
         if self.config.lora.rank and not is_resumed:

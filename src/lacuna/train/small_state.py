@@ -60,8 +60,9 @@ class SmallStateAdamW(torch.optim.AdamW):
             groups, settings.lr, betas, settings.eps, settings.weight_decay, fused=True
         )
         self.state_dtype = settings.state_dtype
-        for parameter in names if settings.state_dtype == "int8" else ():
-            require_whole_blocks(parameter, block_length(parameter.shape))
+        if settings.state_dtype == "int8":
+            for parameter in names:
+                require_whole_blocks(parameter)
         self.codes: dict[torch.device, dict[str, Codes]] = {}
         self.seeds = {parameter: zlib.crc32(name.encode()) for parameter, name in names.items()}
 
@@ -151,8 +152,9 @@ def _empty_state(parameter: Tensor, dtype: str | None) -> dict[str, Tensor]:
     return state
 
 
-def require_whole_blocks(parameter: Tensor, block: int | None) -> None:
+def require_whole_blocks(parameter: Tensor) -> None:
     """Raises `UserError` where a rank's part of a trained parameter has not whole blocks."""
+    block = block_length(parameter.shape)
     width = local(parameter).shape[-1] if parameter.ndim else 0
     if block is not None and parameter.requires_grad and width % block:
         raise UserError(
