@@ -45,7 +45,8 @@ def main() -> None:
             signature = arguments | dict.fromkeys(constants, "constexpr")
             places = {(kernel.arg_names.index(name),): one for name, one in constants.items()}
             source = ASTSource(kernel, signature, places)
-            options = {"num_stages": 2 if padded > 128 else 3}
+            warps = 2 if stored == "fp8e4nv" and padded <= 128 else 4
+            options = {"num_stages": 2 if padded > 128 else 3, "num_warps": warps}
             compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
             assert compiled.asm["ptx"]
             assert compiled.metadata.shared <= LIMIT, (width, stored, compiled.metadata.shared)

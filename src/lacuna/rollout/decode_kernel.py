@@ -34,12 +34,13 @@ def attend_in_kernel(
     scaling: float,
     window: int,
     splits: int | None = None,
-    warps: int = 4,
+    warps: int | None = None,
     stages: int | None = None,
 ) -> Tensor:
     """The same as `decode_attention`. `splits` are programs for each sequence and key head.
 
-    Unless set, these and the `stages` of reading ahead suit the device and the width of heads.
+    Unless set, these, `warps` and the `stages` of reading ahead suit the device, the width of heads
+    and what is stored.
     """
     query = query.contiguous()
     rows, heads, width = query.shape
@@ -65,7 +66,7 @@ def attend_in_kernel(
         SIZE=size,
         TILE=tile_of_page(size, padded, query.element_size()),
         SPLITS=splits,
-        num_warps=warps,
+        num_warps=warps or (2 if scales is not None and padded <= 128 else 4),
         num_stages=stages or (2 if padded > 128 else 3),
     )
     if splits > 1:
@@ -120,7 +121,7 @@ def _attend(
     columns = tl.arange(0, PADDED)
     of_queries = of_head * GROUP + numbers
     real = (numbers < GROUP)[:, None] & (columns < WIDTH)[None, :]
-    q = tl.load(query + of_queries[:, None] * WIDTH + columns[None, :], mask=real, other=0.0)
+    q, scale = _queries(query + of_queries[:, None] * WIDTH + columns[None, :], real, scale, keys)
     stored = (keys, values, key_scales, value_scales)
     highest, total, sums = _nothing_seen(QUERIES, PADDED)
     if tl.program_id(2) == 0:
@@ -137,6 +138,21 @@ def _attend(
     tl.store(output + into[:, None] * WIDTH + columns[None, :], sums / total[:, None], mask=real)
     if SPLITS > 1:
         tl.store(lse + into, highest + tl.log2(total), mask=numbers < GROUP)
+
+
+@triton.jit
+def _queries(places, real, scale, keys):
+    """Queries in the dtype in which they are multiplied with keys, and the scale of each.
+
+    float8 becomes float16 in one instruction, bfloat16 in several; no query is beyond float16 then.
+    """
+    q = tl.load(places, mask=real, other=0.0)
+    scales = tl.full([q.shape[0]], scale, tl.float32)
+    if keys.dtype.element_ty == tl.float8e4nv and q.dtype != tl.float32:
+        largest = tl.maximum(tl.max(tl.abs(q), 1).to(tl.float32), _SMALLEST)
+        q = (q.to(tl.float32) / largest[:, None]).to(tl.float16)
+        scales *= largest
+    return q, scales
 
 
 @triton.jit
@@ -225,7 +241,7 @@ def _see_tile(
     scale,
     WIDTH: tl.constexpr,
 ):
-    """Attends to a tile from its first place on.
+    """Attends to a tile from its first place on, with a scale for each query.
 
     Returns the highest score so far, the total of weights, and weighted values.
     """
@@ -235,7 +251,7 @@ def _see_tile(
     read = seen[:, None] & (columns < WIDTH)[None, :]
     k = tl.load(keys + first * WIDTH + tile, mask=read, other=0.0).to(q.dtype)
     v = tl.load(values + first * WIDTH + tile, mask=read, other=0.0).to(q.dtype)
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale[:, None]
     if keys.dtype.element_ty == tl.float8e4nv:
         scores *= tl.load(key_scales + first + places, mask=seen, other=0.0)[None, :]
     scores = tl.where(seen[None, :], scores, -1e30)
@@ -243,9 +259,15 @@ def _see_tile(
     weights = tl.exp2(scores - higher[:, None])
     decay = tl.exp2(highest - higher)
     total = total * decay + tl.sum(weights, 1)
+    sums *= decay[:, None]
     if keys.dtype.element_ty == tl.float8e4nv:
-        weights *= tl.load(value_scales + first + places, mask=seen, other=0.0)[None, :]
-    sums = tl.dot(weights.to(v.dtype), v, sums * decay[:, None], input_precision="ieee")
+        of_values = tl.load(value_scales + first + places, mask=seen, other=0.0)
+        # So that no weight is beyond what float16 can be.
+        largest = tl.maximum(tl.max(of_values, 0), _SMALLEST)
+        weights *= (of_values / largest)[None, :]
+        sums += tl.dot(weights.to(v.dtype), v, input_precision="ieee") * largest
+    else:
+        sums = tl.dot(weights.to(v.dtype), v, sums, input_precision="ieee")
     return higher, total, sums
 
 
