@@ -137,34 +137,32 @@ def _from_before_version_0_2(state: dict[str, Any]) -> dict[str, Any]:
     return parts | {"source": state["data"]} if "data" in state else parts
 
 
-def read_tensors(
-    path: str, tensors: dict[str, Tensor], process: Process, model: str = "model."
-) -> None:
+def read_tensors(path: str, tensors: dict[str, Tensor], process: Process, owner: str = "") -> None:
     """Fills `tensors` in place from the checkpoint at `path`, whatever layout wrote it.
 
-    The names of all tensors of a model there begin with `model`. Raises `UserError` when it holds
-    other tensors (the model's configuration is another one), or more than tensors.
+    Their names begin with `owner` and then "model." or "optimizer.". Raises `UserError` when it
+    holds others that begin so (the model or the optimizer is another one), or more than tensors.
     """
     with damage_explained(f"checkpoint {path}: {METADATA}"):
         saved = Reader(path).read_metadata().state_dict_metadata
-    known = {name for held in gather_objects(process, [*tensors]) for name in held}
-    unknown = sorted(name for name in saved if name.startswith(model) and name not in known)
-    if unknown:
-        raise UserError(
-            f"checkpoint {path}: {unknown[0]!r} is not among what is trained: give the settings "
-            f"it had."
-        )
+    parts = (f"{owner}model.", f"{owner}optimizer.")
     for name, tensor in tensors.items():
         found = _found_instead(saved.get(name), tensor)
         if found is not None:
-            owner = "another model configuration"
-            if name.startswith("optimizer."):
-                owner = "another optimizer (optimizer.name or optimizer.state_dtype)"
+            kind = "optimizer ([optimizer])" if name.startswith(parts[1]) else "model configuration"
             raise UserError(
                 f"checkpoint {path}: {name!r} {found}, in the model it has the shape "
                 f"{tuple(tensor.shape)} and the dtype {str(tensor.dtype)[6:]}: it belongs to "
-                f"{owner}; give the settings it had."
+                f"another {kind}; give the settings it had."
             )
+    known = {name for held in gather_objects(process, [*tensors]) for name in held}
+    asked = tuple(part for part in parts if any(name.startswith(part) for name in known))
+    unknown = sorted(name for name in saved if name.startswith(asked) and name not in known)
+    if unknown:
+        raise UserError(
+            f"checkpoint {path}: {unknown[0]!r} is not among what is trained, or what the "
+            "optimizer keeps of it: give the settings it had."
+        )
     try:
         load(tensors, storage_reader=Reader(path), process_group=process.control)
     except CheckpointException as error:

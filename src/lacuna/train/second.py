@@ -79,5 +79,5 @@ def open_learner(
     settings = settings.model_copy(update={"groups": groups})
     learner = Learner(model, build_optimizer(model.built.model, settings))
     if start is not None:
-        read_tensors(start, learner.tensors(), process, f"{model.name}.model.")
+        read_tensors(start, learner.tensors(), process, f"{model.name}.")
     return learner
