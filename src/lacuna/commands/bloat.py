@@ -31,7 +31,7 @@ EXTENSIONS = {
     "conversion": ("commands/convert.py", "formats/opening.py", "formats/convert.py"),
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
-    "streams": ("data/stream.py",),
+    "streams": ("data/lanes.py", "data/stream.py"),
     "branches": ("train/branch.py",),
     "closing-hints": ("train/hints.py",),
     "curriculum": ("train/curriculum.py",),
