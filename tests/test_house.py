@@ -29,7 +29,12 @@ GIVEN_ALL_SETTINGS = {
     # Checking how sections go together, and writing them all down, is what they are for, as it is
     # of the room config/.
     "parallel/processes.py": ("require_same_config",),
-    "train/hints.py": ("closing_hints", "_flags_for_other_data", "_example_prompt"),
+    "train/hints.py": (
+        "closing_hints",
+        "_flags_for_longer",
+        "_flags_for_other_data",
+        "_example_prompt",
+    ),
     "commands/bench.py": ("_check_peer", "_measure_here"),
     # A run, and what a command makes of it: they hand each part its sections.
     "train/setup.py": ("__init__",),

@@ -166,6 +166,19 @@ def error_of(flags="", **kwargs):
             "checkpoint.create_seed_checkpoint",
         ),
         (
+            "--checkpoint.enable_checkpoint false --checkpoint.load_step 8",
+            "checkpoint.enable_checkpoint",
+            "checkpoint.load_step",
+        ),
+        ("--checkpoint.folder hf", "checkpoint.folder", "hf, which the model replaces"),
+        ("--metrics.save_tb_folder ./hf/tb", "metrics.save_tb_folder", "hf, which the model"),
+        ("--profiling.save_traces_folder=.", "profiling.save_traces_folder", "the run folder"),
+        (
+            "--metrics.save_tb_folder checkpoint/",
+            "checkpoint.folder, metrics.save_tb_folder",
+            "each needs a folder of its own",
+        ),
+        (
             "--parallelism.zero_stage 2 --parallelism.fsdp_reshard_after_forward always",
             "parallelism.zero_stage",
             "parallelism.fsdp_reshard_after_forward",

@@ -1,5 +1,7 @@
 """The cache of tokens: made once whoever asks, and anew for other data or another tokenizer."""
 
+import copy
+import json
 import multiprocessing
 import pickle
 from collections.abc import Callable
@@ -8,10 +10,12 @@ from pathlib import Path
 import datasets
 import numpy as np
 import pytest
+import tokenizers
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
 from lacuna.config import Config, UserError, logger
+from lacuna.config.conversations import ChatConfig
 from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
 from lacuna.data.cache import fingerprint, made_once
@@ -85,6 +89,44 @@ def test_ready_made_tokens_are_taken_as_they_are(
     assert np.isnan(table.document(0)[0].text_bytes)
     with pytest.raises(UserError, match="row 3"):
         table_of(tmp_path / "tokens.parquet", tokenizer, limit=0)
+
+
+def test_special_tokens_that_a_template_is_given_are_not_taken_from_an_older_cache(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = tmp_path / "chats.jsonl"
+    talk = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    path.write_text(json.dumps({"messages": talk}) + "\n")
+    source = open_source(Source(dataset=str(path)), DataConfig(), ChatConfig())
+    said = "{% if m.role == 'user' %}{{ m.content }}{% else %}{% generation %}{{ m.content }}"
+    found = []
+    for first in ("<one>", "<two>"):
+        own = copy.deepcopy(tokenizer)
+        own.add_tokens(["<one>", "<two>", "<|end|>"], special_tokens=True)
+        own.bos_token = first
+        own.chat_template = (
+            "{{ bos_token }}{% for m in messages %}"
+            + said
+            + "<|end|>{% endgeneration %}{% endif %}{% endfor %}"
+        )
+        found.append(tokens_of(token_table([source], own, 0), 0)[0])
+        assert found[-1] == own.convert_tokens_to_ids(first)
+    assert found[0] != found[1]
+
+
+def test_ids_may_leave_some_out(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    """A tokenizer's largest id may be larger than the number of its tokens."""
+    vocabulary = {"a": 0, "b": 70_000, "<end>": 70_001}
+    model = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="a"))
+    model.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    sparse = PreTrainedTokenizerFast(tokenizer_object=model, eos_token="<end>")
+    table = table_of(write_lines(tmp_path / "lines.jsonl", ["a b"]), sparse, limit=0)
+    assert tokens_of(table, 0) == [0, 70_000, 70_001]
+    Dataset.from_dict({"input_ids": [[70_000]]}).to_parquet(tmp_path / "tokens.parquet")
+    assert tokens_of(table_of(tmp_path / "tokens.parquet", sparse, limit=0), 0) == [70_000]
+    Dataset.from_dict({"input_ids": [[70_002]]}).to_parquet(tmp_path / "beyond.parquet")
+    with pytest.raises(UserError, match="holds token 70002, and the tokenizer has none beyond"):
+        table_of(tmp_path / "beyond.parquet", sparse, limit=0)
 
 
 def test_broken_records_are_remembered_with_the_cache(

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from lacuna.config import Config, UserError
 from lacuna.config.documents import DataConfig, PackingConfig, Source
 from lacuna.config.sections import TrainingConfig
-from lacuna.data import Batch, BatchSizes, Loader, build_loader, merge_states
+from lacuna.data import Batch, BatchSizes, Loader, build_loader, lanes, merge_states
 from texts import write_lines
 
 GLOBAL_BATCH = 8
@@ -283,6 +283,46 @@ def test_fitted_rows_hold_every_document_whole(
         batch.columns["input_ids"].numel() for batch in batches
     )
     assert full > 0.975
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_rows_are_filled_where_most_examples_are_longer_than_one_and_dropped(
+    way: dict, shuffle: bool, tmp_path: Path, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Also by a run that goes on in the middle of them."""
+    short = [f"short {n}" for n in range(12)]
+    long = ["long" * 40] * 40
+    for number in range(3):
+        write_lines(tmp_path / f"{number}.jsonl", long + short[number::3] + long)
+    data = DataConfig(dataset=(str(tmp_path),), num_workers=0, shuffle=shuffle, **way)
+    packing = PackingConfig(mode="best_fit", buffer=1, long_examples="drop")
+    config = Config(data=data, packing=packing, training=TrainingConfig(seq_len=64))
+    loader = loader_of(config, tokenizer, rank=0, world=1)
+    rows = take_steps([loader], 3)
+    state = merge_states([loader.state_dict()])
+    assert set(documents_in(rows)) - {b""} == set(encoded(short, tokenizer))
+    other = loader_of(config, tokenizer, rank=0, world=1)
+    other.load_state_dict(state)
+    expected = take_steps([loader], 3)
+    assert torch.equal(torch.stack(take_steps([other], 3)), torch.stack(expected))
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_data_of_which_nothing_fits_is_refused(
+    way: dict,
+    tmp_path: Path,
+    tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lanes, "_MOST_LONG", 300)
+    write_lines(tmp_path / "long.jsonl", ["long" * 40] * 40)
+    data = DataConfig(dataset=(str(tmp_path),), num_workers=0, **way)
+    packing = PackingConfig(mode="best_fit", long_examples="drop")
+    config = Config(data=data, packing=packing, training=TrainingConfig(seq_len=64))
+    told = "packing.long_examples: none of (40|300) examples has a trained token within 64 tokens"
+    with pytest.raises(UserError, match=told):
+        take_steps([loader_of(config, tokenizer, rank=0, world=1)], 1)
 
 
 def test_an_epoch_of_fitted_rows_holds_each_document_once(

@@ -347,7 +347,7 @@ def test_a_pair_longer_than_a_row_is_refused_or_dropped(
         with pytest.raises(UserError, match=rf'{told}.*packing.long_examples = "drop"'):
             list(islice(loaders(config, words)[0], 30))
     config = config_of(tmp_path, rows, data=way, packing={"long_examples": "drop"})
-    batches = list(islice(loaders(config, words)[0], 30))
+    batches = list(islice(loaders(config, words)[0], 40))
     met = {str(one) for batch in batches for one in sequences_in(batch)}
     assert len(met) == 78
 

@@ -85,13 +85,18 @@ def test_documents_count_utf8_bytes_and_empty_or_broken_ones_have_no_tokens(
         assert len(document(broken).tokens) == 0 and document(broken).broken == "lines, row 2"
 
 
-def test_broken_records_are_counted_once_warned_of_once_and_limited(
+def test_broken_records_are_counted_once_told_at_each_power_of_ten_and_limited(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     known: dict[str, None] = {}
     for places in ([], ["one"], ["one"], ["two", "one"]):
         add_broken(known, places, limit=2)
-    assert len(caplog.records) == 1 and "left out, further ones silently: one" in caplog.text
+    assert len(caplog.records) == 1 and "left out, 1 so far: one" in caplog.text
+    many: dict[str, None] = {}
+    for number in range(150):
+        add_broken(many, [f"line {number}"], limit=150)
+    told = [record.getMessage() for record in caplog.records[1:]]
+    assert ["10 so far" in told[1], "100 so far" in told[2], len(told)] == [True, True, 3]
     with pytest.raises(
         UserError, match="more than 2 unreadable records, the first: one; two; three;"
     ):
@@ -106,7 +111,7 @@ def test_tokens_that_came_ready_made_are_checked(tokenizer: PreTrainedTokenizerF
     ready = document([1, 2])
     assert ready.tokens.tolist() == [1, 2] and np.isnan(ready.text_bytes)
     for tokens, wrong in (([1, 300], 300), ([-1, 2], -1)):
-        with pytest.raises(UserError, match=f"tokens, row 2: holds token {wrong}, .*only 257"):
+        with pytest.raises(UserError, match=f"row 2: holds token {wrong}, .*none beyond 256"):
             document(tokens)
 
 

@@ -14,6 +14,7 @@ import pytest
 from lacuna.config import Config, UserError
 from lacuna.config.sections import JobConfig
 from lacuna.formats.checkpoint import find_damage, newest_complete, prepare_folder
+from lacuna.formats.finding import find_form
 from lacuna.parallel.processes import Process
 from lacuna.train.start import find_start
 from runs import (
@@ -213,6 +214,19 @@ def test_load_step_goes_back_to_that_step_even_in_a_finished_run(
     assert "is finished (step 8)" in said["load_step"]
     assert curve(folder) == curve(straight)
     assert weights(folder) == weights(straight)
+
+
+def test_a_run_that_has_gone_on_since_its_end_is_opened_as_it_is_now(
+    straight: Path, tmp_path: Path
+) -> None:
+    assert find_form(str(straight)) == (str(straight / "hf"), False)
+    folder = tmp_path / "run"
+    shutil.copytree(straight, folder)
+    ended = json.loads((folder / "finished.json").read_text())
+    (folder / "finished.json").write_text(json.dumps(ended | {"step": 6}))
+    assert find_form(str(folder)) == (str(checkpoint(folder, 8)), True)
+    (checkpoint(folder, 8) / "state.pt").unlink()
+    assert find_form(str(folder)) == (str(checkpoint(folder, 6)), True)
 
 
 def test_a_run_all_of_whose_checkpoints_are_damaged_does_not_start_over_by_itself(

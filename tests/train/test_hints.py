@@ -76,6 +76,11 @@ def outputs(world: Path, folder: Path) -> dict[str, str]:
         ),
         "lora": ("train", "lora.toml", *fine),
         "qlora": ("train", "qlora.toml", *fine, "--dry-run"),
+        "nf4": ("train", "qlora.toml", *fine, "--job.name", "nf4"),
+        "early": (
+            *("train", world / "run.toml", "--job.dump_folder", "early", *held_out),
+            *("--optimizer.lr", 0, "--validation.freq", 1, "--validation.patience", 1),
+        ),
     }
     options = {"cwd": folder, "env": env, "timeout": 400}
     printed = together(*(lambda words=words: lacuna(*words, **options) for words in calls.values()))
@@ -159,6 +164,22 @@ def test_commands_work_as_they_are_printed(
         assert (folder / "outputs" / f"{run}-mine" / "hf" / "config.json").exists()
     if name == "train on":
         assert rows(folder / "text")[-1]["step"] == 16
+
+
+def test_a_run_that_stopped_early_is_told_how_it_trains_on(
+    folder: Path, outputs: dict[str, str]
+) -> None:
+    assert "stopping early: nothing better in 1 validations" in outputs["early"]
+    before = rows(folder / "early")[-1]["step"]
+    command, *words = shlex.split(hint(outputs["early"], "train on"))
+    lacuna(*words, cwd=folder, timeout=400)
+    assert rows(folder / "early")[-1]["step"] > before + 1
+
+
+def test_adapters_of_a_quantised_base_are_tried_beside_it(outputs: dict[str, str]) -> None:
+    """Beside the base as it was before, or merged into that, they are another model."""
+    assert hint(outputs["nf4"], "try it").startswith("lacuna generate outputs/nf4 ")
+    assert "  merge " not in outputs["nf4"]
 
 
 def test_samples_of_a_chat_show_question_and_answer_apart(outputs: dict[str, str]) -> None:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from lacuna.config import UserError
+from lacuna.train.resume import require_same_inputs
 from runs import make_world, rows, train
 
 pytestmark = pytest.mark.slow  # whole runs of the command line
@@ -64,6 +66,22 @@ def test_changed_data_or_tokenizer_is_refused(
         and "initial_load_path" in output
     )
     assert max(row["step"] for row in rows(tmp_path / "run")) == 4
+
+
+def test_contents_that_only_one_of_two_runs_needs_are_said_to_be_so() -> None:
+    saved = {"the tokenizer": "a", "the weights in model.name_or_path": "b"}
+
+    def way() -> str:
+        return "with another"
+
+    told = r"the weights in model.name_or_path \(not needed by these settings\)"
+    with pytest.raises(UserError, match=told):
+        require_same_inputs(saved, {"the tokenizer": "a"}, way)
+    with pytest.raises(UserError, match=r"\(needed by these alone\)"):
+        require_same_inputs({"the tokenizer": "a"}, saved, way)
+    require_same_inputs(saved, saved | {"the special tokens": "c"}, way)
+    with pytest.raises(UserError, match="run was started: the special tokens"):
+        require_same_inputs({"the special tokens": "c"}, {"the special tokens": "d"}, way)
 
 
 def test_changed_settings_and_another_model_configuration_are_said_before_the_first_step(

@@ -28,7 +28,12 @@ EXTENSIONS = {
     "built-in-text": ("data/corpus.py",),
     "GGUF-read": ("data/gguf.py", "data/gguf_tokenizer.py"),
     "GGUF-written": ("formats/gguf.py", "formats/gguf_fields.py"),
-    "conversion": ("commands/convert.py", "formats/opening.py", "formats/convert.py"),
+    "conversion": (
+        "commands/convert.py",
+        "formats/convert.py",
+        "formats/finding.py",
+        "formats/opening.py",
+    ),
     "drawings": ("plan/draw.py",),
     "uploads": ("train/hub.py",),
     "streams": ("data/lanes.py", "data/stream.py"),

@@ -7,6 +7,7 @@ from lacuna.config.attentions import is_own
 from lacuna.config.documents import READERS
 from lacuna.config.expert_rules import EXPERT_RULES
 from lacuna.config.float8_rules import FLOAT8_RULES
+from lacuna.config.folder_rules import FOLDER_RULES
 from lacuna.config.optimizer_rules import OPTIMIZER_RULES
 from lacuna.config.pass_rules import PASS_RULES
 from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
@@ -129,6 +130,11 @@ RULES: tuple[Rule, ...] = (
         ("checkpoint.keep_best", "checkpoint.create_seed_checkpoint"),
         "checkpoint.enable_checkpoint",
         lambda config: not config.checkpoint.enable_checkpoint,
+        "needs the second",
+    ),
+    Rule(
+        ("checkpoint.load_step", "checkpoint.enable_checkpoint"),
+        lambda config: config.checkpoint.load_step >= 0 and not config.checkpoint.enable_checkpoint,
         "needs the second",
     ),
     Rule(
@@ -263,6 +269,7 @@ RULES: tuple[Rule, ...] = (
         "first out",
     ),
     *FLOAT8_RULES,
+    *FOLDER_RULES,
     Rule(
         ("metrics.attention", "validation.dataset"),
         is_given("metrics.attention", lambda config: not config.validation.resolved_source()),

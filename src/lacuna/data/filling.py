@@ -1,6 +1,7 @@
 """Documents to rows: which of them share a row, and what happens to those that are too long."""
 
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import numpy as np
 
@@ -28,10 +29,7 @@ def fill_rows(
     pieces = pieces[np.argsort(pieces[:, 0], kind="stable")]
     sizes = pieces[:, 2] - pieces[:, 1]
     if len(lengths) > 0 and not len(pieces):
-        raise UserError(
-            f"packing.long_examples: none of {len(lengths)} examples has a trained token within "
-            f"{space} tokens; raise training.seq_len, or split them."
-        )
+        refuse_long_examples(len(lengths), space)
     if packing.mode == "none":
         return [piece[:, None] for piece in pieces]
     in_buffer = packing.buffer * space if ordered else np.inf
@@ -41,6 +39,21 @@ def fill_rows(
         chosen = best_fit(together[:, 2] - together[:, 1], space)
         rows += [together[numbers].T for numbers in chosen]
     return rows
+
+
+def refuse_long_examples(count: int, space: int) -> NoReturn:
+    """Raises UserError for so many examples of which none has something for rows of this size."""
+    raise UserError(
+        f"packing.long_examples: none of {count:,} examples has a trained token within {space:,} "
+        "tokens; raise training.seq_len, or split them."
+    )
+
+
+def tokens_kept(document: Document, space: int, packing: PackingConfig) -> int:
+    """How many tokens of a document rows of at most `space` tokens have."""
+    lengths = np.array([len(document.tokens)])
+    pieces = _cut_to_pieces(lengths, lambda _: document, space, packing.long_examples)
+    return int((pieces[:, 2] - pieces[:, 1]).sum())
 
 
 def _cut_to_pieces(

@@ -9,16 +9,22 @@ import numpy as np
 from lacuna.config import UserError
 from lacuna.data.document import BEGINNING, Document, PlacedRecord, Snapshot, Span
 from lacuna.data.faults import readable
-from lacuna.data.filling import fill_rows, refuse_long_pairs
+from lacuna.data.filling import (
+    fill_rows,
+    refuse_long_examples,
+    refuse_long_pairs,
+    tokens_kept,
+)
 from lacuna.data.mixture import shuffled
 from lacuna.data.plan import RowPlan
 from lacuna.data.rows import LaneState, Place
 from lacuna.data.tokenize import add_broken, document_of
 
 _DRAWN_AHEAD = 64
-# How many records without a text may follow each other; and how many broken ones may be met again,
-# since then nothing else is in the source.
+# How many records without a text may follow each other, and how many examples of which rows have
+# nothing; and how many broken ones may be met again. Then nothing else is in the source.
 _MOST_EMPTY = 100_000
+_MOST_LONG = 10_000
 _MOST_AGAIN = 1000
 # The share of the buffer that is filled: to fit a full one would take one more, nearly empty row.
 _FILL = 0.98
@@ -87,42 +93,52 @@ class LaneRows:
         self, lane: int, used: int, place: Place
     ) -> Iterator[tuple[list[Span], LaneState]]:
         """The same with whole examples, as many of which are fitted together as fill the buffer."""
+        form = self._plan.form
         drawn = self._draw_documents(lane, place)
-        while examples := self._fill_buffer(drawn):
-            bins = self._fit_into_rows([document for _, document, _ in examples])
+        while found := self._fill_buffer(drawn):
+            examples, after = found
+            documents = [document for _, document in examples]
+            lengths = np.array([len(document.tokens) for document in documents])
+            bins = fill_rows(lengths, documents.__getitem__, form.length, form.packing)
             passed = sum(count for count, _ in place)
             order = shuffled(len(bins), self._plan.mixture.pools[0].key, lane, passed)
-            after = examples[-1][2]
             for row in range(used, len(bins)):
                 spans = []
                 for number, start, stop in bins[order[row]].T.tolist():
-                    source, document, _ = examples[number]
+                    source, document = examples[number]
                     spans.append(Span(document, source, start, stop))
                 is_last = row + 1 == len(bins)
                 yield spans, (0, after) if is_last else (row + 1, place)
             used = 0
             place = after
 
-    def _fill_buffer(self, drawn: Iterator[Drawn]) -> list[Drawn]:
-        """The next examples, as many as fill the buffer; none at the end."""
-        most = self._plan.form.length
-        enough = _FILL * self._plan.form.packing.buffer * most
+    def _fill_buffer(
+        self, drawn: Iterator[Drawn]
+    ) -> tuple[list[tuple[int, Document]], Place] | None:
+        """The next examples of which rows have something, as many as fill the buffer.
+
+        With them comes the place after all that were drawn. There are none at the end. Raises
+        UserError when too many in a row do not fit: nothing else may be left.
+        """
+        form = self._plan.form
+        enough = _FILL * form.packing.buffer * form.length
         examples = []
-        tokens = 0
-        for example in drawn:
-            examples.append(example)
-            tokens += min(len(example[1].tokens), most)
+        tokens = in_vain = 0
+        place: Place = []
+        for source, document, after in drawn:
+            place = after
+            if form.trains_on == "preferences":
+                refuse_long_pairs(np.array([len(document.tokens)]), [form])
+            kept = tokens_kept(document, form.length, form.packing)
+            in_vain = 0 if kept else in_vain + 1
+            if in_vain == _MOST_LONG:
+                refuse_long_examples(in_vain, form.length)
+            if kept:
+                examples.append((source, document))
+                tokens += min(kept, form.length)
             if tokens >= enough:
                 break
-        return examples
-
-    def _fit_into_rows(self, documents: list[Document]) -> list[np.ndarray]:
-        """The pieces of rows that these documents are fitted into."""
-        form = self._plan.form
-        lengths = np.array([len(document.tokens) for document in documents])
-        if form.trains_on == "preferences":
-            refuse_long_pairs(lengths, [form])
-        return fill_rows(lengths, documents.__getitem__, form.length, form.packing)
+        return (examples, place) if examples else None
 
     def _draw_documents(self, lane: int, place: Place) -> Iterator[Drawn]:
         """The documents that a lane draws.

@@ -214,6 +214,7 @@ def build_loader(
     """
     lanes = batch.global_batch * STEPS_BEFORE_A_LANE_RETURNS
     plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), lanes, order=order)
+    plan.tell_of_long()
     wanted = config.data.num_workers
     if plan.table is not None:
         workers = workers_for_table(wanted, plan.table.dataset.data.nbytes)
@@ -255,6 +256,7 @@ def build_validation(
     source = config.validation.resolved_source()
     assert source is not None, "validation.dataset is set where this is called"
     plan = make_row_plan(config, tokenizer, [source], lanes=1, endless=False)
+    plan.tell_of_long()
     most = None if config.validation.steps < 0 else config.validation.steps
     return HeldOut(plan, batch, dp_rank, most)
 

@@ -89,28 +89,40 @@ class RowPlan:
         They are fitted once and cached, unless documents come in an order: that belongs to this
         run, and only neighbours in it share rows.
         """
-        most = self.form.length
-        way = self.form.packing.long_examples
-        lengths = self.tokens.lengths
-        if long := int((lengths > most).sum()):
-            logger.info(
-                "%d of %d examples are longer than a row of %d tokens: %s",
-                long,
-                len(lengths),
-                most,
-                way,
-            )
         if self.order is not None:
             return self.bins_of(self.order)
+        most = self.form.length
+        way = self.form.packing.long_examples
 
         def write(file: str) -> None:
-            rows = self.bins_of(np.arange(len(lengths)))
+            rows = self.bins_of(np.arange(len(self.tokens.lengths)))
             ends = np.cumsum([row.shape[1] for row in rows])
             np.savez(file, pieces=np.concatenate(rows, axis=1), ends=ends)
 
         made_of = [_PACKING_VERSION, self.tokens.key, self.form.packing.mode, way, most]
         with np.load(made_once(f"{Hasher.hash(made_of)}.npz", write)) as stored:
             return np.split(stored["pieces"], stored["ends"][:-1], axis=1)
+
+    @property
+    def left_out(self) -> int:
+        """Of how many documents no row has anything, though they have tokens."""
+        kept = np.unique(np.concatenate(self.bins, axis=1)[0])
+        return int(np.count_nonzero(self.tokens.lengths)) - len(kept)
+
+    def tell_of_long(self) -> None:
+        """Logs how many examples are longer than a row, and what becomes of them."""
+        form = self.form
+        way = form.packing.long_examples
+        if not self.fits or form.trains_on == "prompts":
+            return
+        if self.rows_per_pass is None:
+            said = "examples longer than a row of %d tokens, which are not counted here: %s"
+            logger.info(said, form.length, way)
+        elif long := int((self.tokens.lengths > form.length).sum()):
+            logger.info(
+                "%d of %d examples are longer than a row of %d tokens: %s; %d are left out",
+                *(long, len(self.tokens.lengths), form.length, way, self.left_out),
+            )
 
     def bins_of(self, documents: np.ndarray) -> list[np.ndarray]:
         """The pieces in each row that these documents fill."""

@@ -24,7 +24,7 @@ from lacuna.data.faults import readable
 from lacuna.data.files import BROKEN, RECORD, is_tokens
 from lacuna.data.packing import sequence_names
 from lacuna.data.sources import Documents
-from lacuna.data.tokenizer import tokenize_text, tokenizer_fingerprint
+from lacuna.data.tokenizer import rows_of_tokens, tokenize_text, tokenizer_fingerprint
 from lacuna.data.workers import pools_forked
 
 _CACHE_VERSION = 5
@@ -35,11 +35,13 @@ _FIELDS = {"tokens", "text_bytes", BROKEN, "trained", "ends"}
 
 
 def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> None:
-    """Adds the places of unreadable records to those that are `known`; warns of the first ones.
+    """Adds the places of unreadable records to those that are `known`.
+
+    Warns of the first, the tenth, the hundredth and so on.
 
     Raises UserError with the first few places when there are more than `limit`.
     """
-    warned = bool(known)
+    before = len(known)
     known |= dict.fromkeys(places)
     examples = "; ".join(islice(known, 3))
     if len(known) > limit:
@@ -47,8 +49,8 @@ def add_broken(known: dict[str, None], places: Iterable[str], limit: int) -> Non
             f"more than {limit} unreadable records, the first: {examples}; mend the data, or raise "
             "data.max_broken_records to skip them."
         )
-    if known and not warned:
-        logger.warning("unreadable records are left out, further ones silently: %s", examples)
+    if known and (not before or len(str(before)) < len(str(len(known)))):
+        logger.warning("unreadable records are left out, %d so far: %s", len(known), examples)
 
 
 def document_of(
@@ -83,10 +85,12 @@ def document_of(
     if not pretokenised:
         return Document(tokenize_text(tokenizer, value), float(len(value.encode())))
     for token in (min(value), max(value)):
-        if not 0 <= token < len(tokenizer):
+        # It takes long to find out how many ids there are where some are left out.
+        if token < 0 or token >= len(tokenizer) and token >= rows_of_tokens(tokenizer):
             raise UserError(
-                f"{place}: holds token {token}, but the tokenizer has only {len(tokenizer)}; the "
-                "data was made with another tokenizer (model.tokenizer_path)"
+                f"{place}: holds token {token}, and the tokenizer has none beyond "
+                f"{rows_of_tokens(tokenizer) - 1}; the data was made with another tokenizer "
+                "(model.tokenizer_path)"
             )
     return Document(np.array(value, dtype=np.int32), float("nan"))
 
@@ -182,6 +186,7 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
             settings.columns,
             settings.roles,
             tokenizer.chat_template,
+            tokenizer.special_tokens_map,
             None if source.preference is None else source.preference.loss == "kto",
             source.asks,
             day_written(tokenizer),
@@ -201,7 +206,7 @@ def _cache_key(source: Documents, tokenizer: PreTrainedTokenizerBase) -> str:
 def _cache_features(source: Documents, tokenizer: PreTrainedTokenizerBase) -> Features:
     """The columns of the cache of a source: as few as its documents need."""
     columns = {
-        "tokens": LargeList(Value("uint16" if len(tokenizer) <= 2**16 else "int32")),
+        "tokens": LargeList(Value("uint16" if rows_of_tokens(tokenizer) <= 2**16 else "int32")),
         "text_bytes": Value("float64"),
         BROKEN: Value("string"),
     }

@@ -16,6 +16,8 @@ from lacuna.model.architecture import stored_tensors
 from lacuna.parallel.precision import kept_in_float32
 from lacuna.parallel.processes import Process, gather_objects, on_first
 
+# In the folder of a run that came to its end: at which step, and with what settings.
+FINISHED = "finished.json"
 # The files of a checkpoint beside those of its tensors.
 MANIFEST = "manifest.json"
 METADATA = ".metadata"

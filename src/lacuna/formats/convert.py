@@ -13,8 +13,9 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.formats.adapter import export_adapter
 from lacuna.formats.checkpoint import model_tensors
+from lacuna.formats.finding import find_form
 from lacuna.formats.huggingface import export_model, save_model_description
-from lacuna.formats.opening import Opened, find_form, open_model
+from lacuna.formats.opening import Opened, open_model
 from lacuna.formats.writer import write_checkpoint
 from lacuna.parallel.processes import Process
 

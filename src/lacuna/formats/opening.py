@@ -8,8 +8,6 @@ from pickle import UnpicklingError
 from typing import Any, cast
 
 import torch
-from huggingface_hub import model_info, try_to_load_from_cache
-from huggingface_hub.errors import HTTPError  # type: ignore[attr-defined]
 from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
@@ -20,24 +18,20 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.initialization import no_init_weights
-from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import CHAT_TEMPLATE_FILE
 
 from lacuna.config import Config, UserError, explained
 from lacuna.config.adapters import ADAPTER_FILE, QuantizationConfig, described_adapter
 from lacuna.config.attentions import TRAINED, is_own
-from lacuna.config.errors import nearby
 from lacuna.config.sections import ModelConfig
 from lacuna.data.remote_code import open_with
 from lacuna.data.unpacked import hf_folder
 from lacuna.formats.checkpoint import (
     DESCRIPTION,
-    MANIFEST,
     RUN,
     model_tensors,
-    newest_complete,
-    require_complete,
 )
+from lacuna.formats.finding import find_form
 from lacuna.formats.reader import damage_explained, read_tensors
 from lacuna.model.architecture import load_model_config
 from lacuna.model.build import build_meta_model
@@ -51,47 +45,6 @@ from lacuna.model.weights import check_base, fill_model
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.precision import compute_dtype, keep_in_float32, store_in
 from lacuna.parallel.processes import Process
-
-
-def find_form(source: str) -> tuple[str, bool]:
-    """The folder or Hub id to load for `source`, and whether it is a checkpoint.
-
-    A run folder stands for its final model, or while that is not there, for its newest complete
-    checkpoint. Raises `UserError` when there is nothing to load.
-    """
-    if os.path.exists(os.path.join(source, MANIFEST)):
-        return require_complete(source, "MODEL", Process()), True
-    for folder in (source, os.path.join(source, "hf")):
-        for file in (CONFIG_NAME, ADAPTER_FILE):
-            if os.path.exists(os.path.join(folder, file)):
-                return folder, False
-    for folder in (os.path.join(source, "checkpoint"), source):
-        newest = newest_complete(folder, Process())
-        if newest:
-            return newest, True
-    if os.path.isdir(source):
-        raise UserError(
-            f"{source}: neither a Hugging Face folder (no config.json), nor a checkpoint "
-            f"(no {MANIFEST}), nor a run folder (no hf/ and no complete checkpoint/step-N)."
-        )
-    if not source.endswith(".gguf"):
-        require_on_hub(source)
-    return hf_folder(source), False
-
-
-def require_on_hub(name: str, asking: str = "") -> None:
-    """Raises `UserError` unless a model of this name is on the Hub, or was downloaded from it.
-
-    The Hub is asked once. Where the name is a misspelt folder, transformers would try for a minute
-    to get several files. The message begins with what is `asking`.
-    """
-    problem = (
-        f"{asking}{name}: there is no such folder here, and no such model on the Hub, or it cannot "
-        f"be reached"
-    )
-    with explained(problem, OSError, ValueError, HTTPError, mend=nearby(Path(name))):
-        if try_to_load_from_cache(name, CONFIG_NAME) is None:
-            model_info(name, timeout=10)
 
 
 @dataclass(frozen=True)

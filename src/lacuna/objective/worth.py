@@ -5,7 +5,7 @@ import os
 from collections.abc import Sequence
 
 from lacuna.config import Config, OutageError
-from lacuna.formats.opening import require_on_hub
+from lacuna.formats.finding import require_on_hub
 from lacuna.rollout.groups import Group, Sample
 from lacuna.rollout.reward_models import RewardModel
 from lacuna.rollout.verifiers import Reward, find_rewards

@@ -14,6 +14,7 @@ from lacuna.config.console import open_console
 from lacuna.config.reinforcement import RolloutConfig
 from lacuna.data import run_tokenizer
 from lacuna.data.document import Span
+from lacuna.data.micro_batches import STEPS_BEFORE_A_LANE_RETURNS
 from lacuna.data.plan import RowPlan, make_row_plan
 from lacuna.data.rows import rows_from_the_start
 from lacuna.parallel.batch import resolve_batch
@@ -31,8 +32,9 @@ def show_data(config: Config, processes: int) -> None:
     layout = resolve_layout(config.parallelism, processes)
     batch = resolve_batch(config.training, config.parallelism, config.optimizer, layout)
     size = batch.global_batch
+    lanes = size * STEPS_BEFORE_A_LANE_RETURNS
     tokenizer = run_tokenizer(config.model, config.conversations)
-    plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), size)
+    plan = make_row_plan(config, tokenizer, config.data.resolved_sources(), lanes)
     rows = next(rows_from_the_start(plan, size))
     console = open_console(config.metrics)
     marked = console.color_system is None
@@ -109,7 +111,7 @@ def _counts_table(plan: RowPlan, rows: list[list[Span]], rollout: RolloutConfig)
         return table
     if plan.table is not None:
         long = f"{(lengths > length).sum():,} of {len(lengths):,} {unit}"
-        table.add_row("longer than a row", long, "left out" if is_preference else "")
+        table.add_row("longer than a row", long, f"{plan.left_out:,} left out" if plan.fits else "")
     name = "first step"
     tokens = batch.counts["tokens"]
     count = len(rows)

@@ -134,12 +134,13 @@ def _by_layer(weights: dict[int, Tensor], states: dict[int, Tensor], layers: int
 
 
 def layers_of(numbers: Tensor) -> list[Layer]:
-    """The means over rows of what `look` has seen."""
+    """The means over rows of what `look` has seen, and the largest values in any."""
     return [_layer_of(numbers[:, place]) for place in range(numbers.shape[1])]
 
 
 def _layer_of(numbers: Tensor) -> Layer:
-    sparsity, kurtosis, largest = numbers[:, :_BESIDE_HEADS].mean(0).tolist()
+    sparsity, kurtosis, _ = numbers[:, :_BESIDE_HEADS].mean(0).tolist()
+    largest = float(numbers[:, _BESIDE_HEADS - 1].max())
     first = numbers[:, _BESIDE_HEADS:]
     first = first[:, (first != -torch.inf).any(0)]
     heads = first.shape[1]

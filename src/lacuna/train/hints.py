@@ -33,19 +33,18 @@ _OF_ITS_DATA = (
 )
 
 
-def closing_hints(config: Config, sources: Sequence[Documents], process: Process) -> str:
-    """What lies in the folder of a run that has ended, and commands to go on with, a line each."""
+def closing_hints(
+    config: Config, sources: Sequence[Documents], process: Process, is_early: bool
+) -> str:
+    """What lies in the folder of a run that has ended, and commands to go on with, a line each.
+
+    It may have ended early, for want of a better validation, which would end it again.
+    """
     folder = config.job.dump_folder
-    training = config.training
     model = os.path.join(folder, "hf")
     adapter = None
     if config.lora.rank and config.model.name_or_path:
         adapter = os.path.join(model, "adapter")
-    longer: tuple[object, ...] = ("--training.epochs", 2 * (training.epochs or 0))
-    if training.steps:
-        longer = ("--training.steps", 2 * training.steps)
-    if process.world_size > 1 and process.device.type == "cpu":
-        longer = (*longer, "--cpus", process.world_size)
     columns, first = next(_first_rows(sources[0]), (("messages",), []))
     how: tuple[object, ...] = ("--prompt", _example_prompt(config, first))
     is_conversation = columns[0] in ("messages", "instruction") or not isinstance(first, str)
@@ -68,16 +67,32 @@ def closing_hints(config: Config, sources: Sequence[Documents], process: Process
     lines["curves"] = f"{folder}/metrics.jsonl"
     if config.metrics.enable_tensorboard:
         lines["curves"] += f"; tensorboard --logdir {shlex.quote(folder)}"
+    # Adapters of a quantised base belong to that; as it was before it is another model.
+    on_its_base = adapter is not None and config.quantization.base == "none"
     if not config.gives_scores:
-        lines["try it"] = _shell_command("generate", adapter or folder, *how)
-    if adapter and not config.gives_scores:
+        whole = adapter if on_its_base else folder
+        lines["try it"] = _shell_command("generate", whole, *how)
+    if on_its_base and not config.gives_scores:
         merged = os.path.join(folder, "merged")
         lines["merge"] = _shell_command("convert", adapter, merged, "--to", "hf")
     settings = config.checkpoint
     if settings.enable_checkpoint and not settings.model_weights_only:
+        longer = _flags_for_longer(config, process, is_early)
         lines["train on"] = _shell_command("train", os.path.join(folder, "config.toml"), *longer)
     lines["your data"] = f"{other} (rows with {wanted})"
     return "\n".join(f"  {name:<10} {line}" for name, line in lines.items())
+
+
+def _flags_for_longer(config: Config, process: Process, is_early: bool) -> Iterator[object]:
+    """The flags with which the run goes on for as long again."""
+    if config.training.steps:
+        yield from ("--training.steps", 2 * config.training.steps)
+    else:
+        yield from ("--training.epochs", 2 * (config.training.epochs or 0))
+    if is_early:
+        yield from ("--validation.patience", "none")
+    if process.world_size > 1 and process.device.type == "cpu":
+        yield from ("--cpus", process.world_size)
 
 
 def _flags_for_other_data(config: Config, model: str, adapter: str | None) -> Iterator[object]:

@@ -54,6 +54,8 @@ _SAME_RUN = (
 _FOUND_OUT = ("training.gradient_accumulation_steps", "training.global_batch_size")
 # How the names of models begin that a run reads and does not train.
 _FROZEN = "the weights of "
+# What templates are given; runs that began before it was noted do not have it.
+_SPECIAL = "the special tokens"
 # Logged elsewhere, or without effect on what the model computes.
 _UNSAID = {"transformers_version", "architectures", "dtype", "torch_dtype"}
 
@@ -99,6 +101,7 @@ def inputs_of(
         found["the tokenizer"] = Hasher.hash(sorted(tokenizer.get_vocab().items()))
     if template is not None:
         found["the chat template"] = Hasher.hash(template)
+        found[_SPECIAL] = Hasher.hash(sorted(tokenizer.special_tokens_map.items()))
     if base:
         found["the weights in model.name_or_path"] = fingerprint(weight_files(base))
     return found | {f"{_FROZEN}{name}": fingerprint(files) for name, files in frozen.items()}
@@ -157,12 +160,11 @@ def require_same_inputs(
     Both tables are as `inputs_of` makes them. Settings that ask for other frozen models are logged
     as all that change. `way_to_start` tells how a new run begins with the weights of this one.
     """
-    in_both = saved.keys() & own
-    changed = [
-        name
-        for name in saved | own
-        if saved.get(name) != own.get(name) and (name in in_both or not name.startswith(_FROZEN))
-    ]
+    changed = [name for name in saved if saved[name] != own.get(name, saved[name])]
+    for name in sorted(saved.keys() ^ own):
+        if not name.startswith((_FROZEN, _SPECIAL)):
+            whose = "not needed by these settings" if name in saved else "needed by these alone"
+            changed.append(f"{name} ({whose})")
     if changed:
         raise UserError(
             f"not what it was when the run was started: {'; '.join(changed)}. The run would "

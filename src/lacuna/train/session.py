@@ -1,6 +1,7 @@
 """One run in this process from start to end: it trains, exports, and tells the user."""
 
 import json
+import math
 import os
 import signal
 import threading
@@ -28,7 +29,7 @@ from lacuna.config.machine import CheckpointConfig
 from lacuna.config.sections import TrainingConfig
 from lacuna.data import worker_ends_explained
 from lacuna.data.disk import replace_text
-from lacuna.formats.checkpoint import listed_steps, model_tensors
+from lacuna.formats.checkpoint import FINISHED, listed_steps, model_tensors
 from lacuna.parallel.processes import (
     Process,
     device_type,
@@ -45,7 +46,6 @@ from lacuna.train.setup import Run
 from lacuna.train.start import goes_back
 from lacuna.train.trainer import train
 
-FINISHED = "finished.json"
 LOCK_PATIENCE_SECONDS = 10.0
 
 
@@ -195,7 +195,8 @@ def _say_done(run: Run, console: Console, model: str, seconds: float) -> None:
     if run.process.rank == 0:
         from lacuna.train.hints import closing_hints  # an extension
 
-        hints = closing_hints(config, run.loader.plan.sources, run.process)
+        is_early = run.state.worse_validations >= (config.validation.patience or math.inf)
+        hints = closing_hints(config, run.loader.plan.sources, run.process, is_early)
         console.print(hints, soft_wrap=True, markup=False)
 
 
