@@ -20,7 +20,7 @@ def test_a_scoring_model_that_is_neither_here_nor_on_the_hub_is_told_of_at_once(
         asked.append(name)
         raise OSError("no route")
 
-    monkeypatch.setattr("lacuna.formats.opening.model_info", unreachable)
+    monkeypatch.setattr("lacuna.formats.finding.model_info", unreachable)
     said = "rewards.functions: rm/score: there is no such folder here, and no such model on the Hub"
     with pytest.raises(UserError, match=f"{said}.* no route; did you mean scores"):
         functions_of(Config(rewards={"functions": ("rm/score",)}))
@@ -31,7 +31,7 @@ def test_scoring_models_on_the_hub_and_folders_are_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     opened: list[str] = []
-    monkeypatch.setattr("lacuna.formats.opening.model_info", lambda name, timeout: None)
+    monkeypatch.setattr("lacuna.formats.finding.model_info", lambda name, timeout: None)
 
     def reward(name: str, *settings: Any) -> object:
         return opened.append(name)
