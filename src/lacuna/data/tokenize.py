@@ -85,8 +85,7 @@ def document_of(
     if not pretokenised:
         return Document(tokenize_text(tokenizer, value), float(len(value.encode())))
     for token in (min(value), max(value)):
-        # It takes long to find out how many ids there are where some are left out.
-        if token < 0 or token >= len(tokenizer) and token >= rows_of_tokens(tokenizer):
+        if not 0 <= token < rows_of_tokens(tokenizer):
             raise UserError(
                 f"{place}: holds token {token}, and the tokenizer has none beyond "
                 f"{rows_of_tokens(tokenizer) - 1}; the data was made with another tokenizer "

@@ -1,6 +1,7 @@
 """Loads tokenizers, tells them apart, and applies one to a text."""
 
 import os
+from functools import lru_cache
 
 import numpy as np
 from datasets.fingerprint import Hasher
@@ -84,6 +85,12 @@ def run_tokenizer(model: ModelConfig, chat: ChatConfig | None) -> PreTrainedToke
 
 def rows_of_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
     """How many rows of logits the tokens take: more than there are, where ids are left out."""
+    return _rows_of(tokenizer, len(tokenizer))
+
+
+@lru_cache(maxsize=8)
+def _rows_of(tokenizer: PreTrainedTokenizerBase, _: int) -> int:
+    """The same, found once for each number of tokens: ready-made tokens ask for every record."""
     return max(tokenizer.get_vocab().values()) + 1
 
 

@@ -55,8 +55,8 @@ def find_form(source: str) -> tuple[str, bool]:
 def _has_gone_on(source: str, checkpoints: str) -> bool:
     """Whether a run has checkpoints of later steps than the one at which it came to an end."""
     try:
-        ended: int = json.loads(Path(source, FINISHED).read_text())["step"]
-    except (OSError, ValueError, KeyError):
+        ended = int(json.loads(Path(source, FINISHED).read_text())["step"])
+    except (OSError, ValueError, KeyError, TypeError):  # not there, or damaged
         return False
     return max(listed_steps(checkpoints), default=0) > ended
 

@@ -139,8 +139,9 @@ def layers_of(numbers: Tensor) -> list[Layer]:
 
 
 def _layer_of(numbers: Tensor) -> Layer:
-    sparsity, kurtosis, _ = numbers[:, :_BESIDE_HEADS].mean(0).tolist()
-    largest = float(numbers[:, _BESIDE_HEADS - 1].max())
+    beside = numbers[:, :_BESIDE_HEADS]
+    sparsity, kurtosis, _ = beside.mean(0).tolist()
+    largest = float(beside[:, -1].max())
     first = numbers[:, _BESIDE_HEADS:]
     first = first[:, (first != -torch.inf).any(0)]
     heads = first.shape[1]

@@ -70,8 +70,7 @@ def closing_hints(
     # Adapters of a quantised base belong to that; as it was before it is another model.
     on_its_base = adapter is not None and config.quantization.base == "none"
     if not config.gives_scores:
-        whole = adapter if on_its_base else folder
-        lines["try it"] = _shell_command("generate", whole, *how)
+        lines["try it"] = _shell_command("generate", adapter if on_its_base else folder, *how)
     if on_its_base and not config.gives_scores:
         merged = os.path.join(folder, "merged")
         lines["merge"] = _shell_command("convert", adapter, merged, "--to", "hf")
