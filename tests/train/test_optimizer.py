@@ -17,7 +17,6 @@ from lacuna.model.build import BuiltModel, build_model
 from lacuna.parallel.mesh import Layout, build_mesh
 from lacuna.train.optimizer import (
     build_optimizer,
-    clip_gradients,
     optimizer_tensors,
     update,
 )
@@ -34,6 +33,10 @@ from tiny import (
 
 IMPLEMENTATIONS = ("fused", "foreach", "for-loop")
 TRAINED = torch.tensor(10.0, dtype=torch.float64)
+# Added to the roots of squares, so that updates depend on how large gradients are.
+SENSITIVE = 1.0
+# The first does not clip, and the last clips nothing.
+LIMITS = (0.0, 0.5, 1000.0)
 
 
 @pytest.fixture
@@ -42,11 +45,15 @@ def model_config(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def configuration(folder: Path, implementation: str, **training: object) -> Config:
+def configuration(
+    folder: Path, implementation: str, eps: float = 1e-8, **training: object
+) -> Config:
     return Config(
         model=ModelConfig(config=str(folder)),
         training=TrainingConfig(seq_len=32, **training),
-        optimizer=OptimizerConfig(implementation=implementation, lr=1e-2, weight_decay=0.3),
+        optimizer=OptimizerConfig(
+            implementation=implementation, lr=1e-2, weight_decay=0.3, eps=eps
+        ),
     )
 
 
@@ -164,9 +171,11 @@ def snapshot(built: BuiltModel, optimizer: torch.optim.AdamW) -> dict[str, Tenso
     return {name: whole(tensor.detach()).clone() for name, tensor in tensors.items()}
 
 
-def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+def three_steps(
+    folder: Path, implementation: str, max_norm: float
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The whole sharded model after three clipped steps, and torch's own unsharded one."""
-    config = configuration(folder, implementation)
+    config = configuration(folder, implementation, SENSITIVE, max_norm=max_norm)
     built = build(config)
     plain = random_model(tiny_config("llama"))
     plain.load_state_dict(
@@ -175,7 +184,7 @@ def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], d
     matrices = [p for name, p in plain.named_parameters() if p.ndim > 1 and "embed" not in name]
     others = [p for name, p in plain.named_parameters() if p.ndim == 1 or "embed" in name]
     groups = [{"params": matrices, "weight_decay": 0.3}, {"params": others, "weight_decay": 0.0}]
-    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    reference = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=SENSITIVE)
     optimizer = build_optimizer(built.model, config.optimizer)
     for step in range(3):
         give_gradients(built.model, step + 0.5)
@@ -183,24 +192,29 @@ def three_steps(folder: Path, implementation: str) -> tuple[dict[str, Tensor], d
             group["lr"] = 1e-2 * (step + 1)
         norm, _ = update(built, optimizer, TRAINED)
         give_gradients(plain, step + 0.5)
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), config.training.max_norm)
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), max_norm or torch.inf)
         assert norm.item() == pytest.approx(expected.item(), rel=1e-6)
         reference.step()
     assert all(parameter.grad is None for parameter in built.model.parameters())
     return snapshot(built, optimizer), {name: p.detach() for name, p in plain.named_parameters()}
 
 
-def three_steps_each(folder: Path) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    return [three_steps(folder, implementation) for implementation in IMPLEMENTATIONS]
+def three_steps_each(
+    folder: Path, implementation: str
+) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
+    return [three_steps(folder, implementation, limit) for limit in LIMITS]
 
 
-def test_three_steps_on_shards_are_torchs_steps_on_the_whole(model_config: Path) -> None:
-    for results in run_ranks(2, three_steps_each, model_config):
-        for implementation, (ours, expected) in zip(IMPLEMENTATIONS, results, strict=True):
-            assert relative_error({name: ours[name] for name in expected}, expected) < 1e-6, (
-                implementation
-            )
-            assert ours["optimizer.lm_head.weight.step"].item() == 3, implementation
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_three_steps_on_shards_are_torchs_steps_on_the_whole(
+    model_config: Path, implementation: str
+) -> None:
+    for results in run_ranks(2, three_steps_each, model_config, implementation):
+        for ours, expected in results:
+            assert relative_error({name: ours[name] for name in expected}, expected) < 1e-6
+            assert ours["optimizer.lm_head.weight.step"].item() == 3
+        (free, _), (clipped, _), (within, _) = results
+        assert relative_error(within, free) == 0 < 1e-4 < relative_error(clipped, free)
 
 
 def poison(model: nn.Module) -> None:
@@ -273,42 +287,6 @@ def broken_step(folder: Path) -> tuple[float, bool]:
 
 def test_without_skip_nan_inf_nothing_is_hidden(model_config: Path) -> None:
     assert run_ranks(2, broken_step, model_config) == [(0.0, True)] * 2
-
-
-def clipped(folder: Path, limits: list[float]) -> list[tuple[float, dict[str, Tensor]]]:
-    """The norm before, and the whole gradients after clipping to each of the limits."""
-    built = build(configuration(folder, "fused"))
-    results = []
-    for max_norm in limits:
-        give_gradients(built.model)
-        norm = clip_gradients(built, max_norm)
-        gradients = {
-            name: whole(parameter.grad).clone()
-            for name, parameter in built.model.named_parameters()
-        }
-        results.append((norm.item(), gradients))
-    return results
-
-
-def test_clipping_shards_is_clipping_the_whole(model_config: Path) -> None:
-    limits = [0.0, 0.5, 1000.0]
-    for results in run_ranks(2, clipped, model_config, limits):
-        _, unclipped = results[0]
-        for limit, (norm, gradients) in zip(limits, results, strict=True):
-            plain = {
-                name: nn.Parameter(torch.zeros_like(gradient))
-                for name, gradient in unclipped.items()
-            }
-            for name, parameter in plain.items():
-                parameter.grad = unclipped[name].clone()
-            expected = nn.utils.clip_grad_norm_(plain.values(), limit or torch.inf)
-            assert 0.5 < norm == pytest.approx(expected.item(), rel=1e-6)
-            assert (
-                relative_error(
-                    gradients, {name: parameter.grad for name, parameter in plain.items()}
-                )
-                < 1e-6
-            )
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

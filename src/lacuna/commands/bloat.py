@@ -156,6 +156,7 @@ EXTENSIONS = {
     ),
     "early-step": ("train/early_step.py",),
     "moved-state": ("train/moved_state.py",),
+    "adamw-kernel": ("train/one_kernel.py",),
     "small-state": ("train/small_state.py", "train/eight_bits.py"),
     "plans": ("commands/plan.py", "plan/dry_run.py", "plan/memory.py"),
     "shown-rows": ("commands/data.py", "plan/examples.py"),

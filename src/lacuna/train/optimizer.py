@@ -1,5 +1,6 @@
 """Updates the weights: clipping and AdamW over a sharded model, without waiting for the device."""
 
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,7 @@ def build_optimizer(
     is_plain = settings.name == "AdamW" and not settings.groups
     if is_plain and settings.state_dtype is None:
         betas = settings.beta1, settings.beta2
-        optimizer: torch.optim.AdamW = LocalAdamW(
+        optimizer: torch.optim.AdamW = _plain_adamw(model.device, settings)(
             groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels
         )
     elif settings.state_dtype is not None:
@@ -72,6 +73,16 @@ class LocalAdamW(torch.optim.AdamW):
         return is_complex
 
 
+def _plain_adamw(device: torch.device, settings: OptimizerConfig) -> type[LocalAdamW]:
+    """AdamW for weights on this device: with a kernel of lacuna's own, or as torch computes it."""
+    is_fused = settings.implementation == "fused" and not settings.early_step_in_backward
+    if device.type == "cuda" and is_fused and find_spec("triton") is not None:
+        from lacuna.train.one_kernel import OneKernelAdamW  # an extension
+
+        return OneKernelAdamW
+    return LocalAdamW
+
+
 def _groups_by_decay(model: PreTrainedModel, decay_head: bool) -> list[dict[str, Any]]:
     """The trained parameters that decay, and those that do not, as torch's optimizers take them."""
     spared = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -105,10 +116,10 @@ def _norm_of_all(gradients: list[Tensor]) -> Tensor:
     return whole_tensor(torch.linalg.vector_norm(torch.stack(norms)))
 
 
-def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
-    """Scales gradients down in place to a global norm of `max_norm`; 0 leaves them as they are.
+def gradient_norm(built: BuiltModel) -> Tensor:
+    """The global norm of the gradients, float32, on the device that they are on.
 
-    Returns the norm that they had, which is 0 when the backward pass has used the gradients up.
+    It is 0 when the backward pass has used the gradients up.
     """
     counted_elsewhere: set[int] = set()
     if built.mesh.rank("pp") > 0:
@@ -128,23 +139,23 @@ def clip_gradients(built: BuiltModel, max_norm: float) -> Tensor:
             square += _norm_of_all(own).square()
     if built.pipeline is not None:
         dist.all_reduce(square, group=built.mesh.named.get_group("pp"))
-    norm = square.sqrt().float()
-    if max_norm > 0:
-        every = [p.grad for part in parts.values() for p in part if p.grad is not None]
-        _scale_down(every, max_norm, norm)
-    return norm.to(built.device)
+    return square.sqrt().float()
 
 
 @torch.no_grad()
-def _scale_down(gradients: list[Tensor], max_norm: float, norm: Tensor) -> None:
-    """Scales gradients in place as torch's `clip_grads_with_norm_` does.
+def _clip(model: nn.Module, optimizer: torch.optim.AdamW, max_norm: float, norm: Tensor) -> None:
+    """Has gradients of this global norm be scaled down to `max_norm`, as torch's clipping does.
 
-    It is done to what this rank has of them: sharding would ask for each in the list, every time.
+    AdamW's fused kernel scales them as it reads them; for the others it is done in place, to what
+    this rank has of them: sharding would ask for each in the list, every time.
     """
-    scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    own = [local(gradient) for gradient in gradients]
+    excess = ((norm + 1e-6) / max_norm).clamp(min=1.0)
+    if isinstance(optimizer, LocalAdamW) and optimizer.defaults["fused"]:
+        optimizer.grad_scale = excess  # type: ignore[attr-defined]
+        return
+    own = [local(one.grad) for one in model.parameters() if one.grad is not None]
     for dtype in {one.dtype for one in own}:
-        torch._foreach_mul_([one for one in own if one.dtype == dtype], scale)
+        torch._foreach_div_([one for one in own if one.dtype == dtype], excess)
 
 
 def update(
@@ -162,7 +173,10 @@ def update(
     """
     if recorded is not None:
         return recorded.update(optimizer, divisor)
-    norm = clip_gradients(built, built.training.max_norm)
+    norm = gradient_norm(built)
+    if built.training.max_norm > 0:
+        _clip(built.model, optimizer, built.training.max_norm, norm)
+    norm = norm.to(built.device)
     broken = ~torch.isfinite(norm) & built.training.skip_nan_inf
     skip = ((divisor == 0) | broken).float()
     if optimizer.defaults["fused"]:

@@ -1,0 +1,207 @@
+"""AdamW's update of all weights of a GPU as one kernel, which also scales their gradients."""
+
+# Triton's arguments have no types but constexpr.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from lacuna.train.optimizer import LocalAdamW
+
+# Numbers that a program updates.
+_BLOCK = 2048
+_TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@dataclass(frozen=True)
+class _Places:
+    """Where the tensors of an update lie, known to the device.
+
+    Attributes:
+        known: the addresses and sizes of the tensors.
+        host: the same, int64 [5, tensors]: weights, gradients, both averages, and sizes.
+        device: a copy of that.
+        programs: the tensor that each program works on, and which block of it, int32 [2, programs].
+        is_aligned: whether all tensors begin at multiples of 16 bytes.
+    """
+
+    known: tuple[int, ...]
+    host: Tensor
+    device: Tensor
+    programs: Tensor
+    is_aligned: bool
+
+
+class OneKernelAdamW(LocalAdamW):
+    """AdamW as torch's fused kernel makes it, in fewer passes over memory.
+
+    Gradients are divided by `grad_scale` as they are read, and stay as they are. Where `found_inf`
+    is 1, a step leaves everything as it is, without waiting for the device.
+    """
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.places: dict[int, _Places] = {}
+        self.recorded: list[_Places] = []  # which graphs read
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Updates all parameters that have a gradient."""
+        groups = []
+        for group in self.param_groups:
+            lists: list[list[Tensor]] = [[] for _ in range(6)]
+            self._init_group(group, *lists)
+            weights, gradients, means, squares, _, steps = lists
+            if weights:
+                groups.append((group, [weights, gradients, means, squares], steps))
+        if not all(_is_suitable(tensors) for _, tensors, _ in groups):
+            return super().step(closure)
+        for number, (group, tensors, steps) in enumerate(groups):
+            places = _places_of(tensors, self.places.get(number))
+            self.places[number] = places
+            if tensors[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+                self.recorded.append(places)
+            self._advance(group, tensors, steps, places)
+        return None
+
+    def _advance(
+        self,
+        group: dict[str, Any],
+        tensors: list[list[Tensor]],
+        steps: list[Tensor],
+        places: _Places,
+    ) -> None:
+        """Makes the update of a group, in place."""
+        weights = tensors[0]
+        device = weights[0].device
+        scale, skip = (
+            torch.full((), default, device=device) if given is None else given.to(device)
+            for given, default in (
+                (getattr(self, "grad_scale", None), 1.0),
+                (getattr(self, "found_inf", None), 0.0),
+            )
+        )
+        torch._foreach_add_(steps, 1.0)
+        count = torch.stack(steps).double()
+        first, second = (1 - torch.pow(beta, count) for beta in group["betas"])
+        rate = group["lr"] * torch.ones_like(count)
+        numbers = torch.stack([rate * group["weight_decay"], rate / first, second.sqrt()]).float()
+        torch._foreach_sub_(steps, [skip] * len(steps))
+        beta, beta_of_squares = group["betas"]
+        _advance_all[(places.programs.shape[1],)](
+            *(places.device, places.programs, numbers, scale, skip, len(weights)),
+            *(1 - beta, beta_of_squares, 1 - beta_of_squares, group["eps"]),
+            TYPE=_TYPES[weights[0].dtype],
+            ALIGNED=places.is_aligned,
+            BLOCK=_BLOCK,
+        )
+
+
+def _is_suitable(tensors: list[list[Tensor]]) -> bool:
+    """Whether the kernel can update weights, given with all tensors that belong to them."""
+    dtype = tensors[0][0].dtype
+    return dtype in _TYPES and all(
+        one.dtype == dtype and one.is_contiguous() for kind in tensors for one in kind
+    )
+
+
+def _places_of(tensors: list[list[Tensor]], before: _Places | None) -> _Places:
+    """Where tensors lie; those of the last update, `before`, if they are still there."""
+    rows = [[one.data_ptr() for one in kind] for kind in tensors]
+    rows.append([one.numel() for one in tensors[0]])
+    known = tuple(number for row in rows for number in row)
+    if before is not None and before.known == known:
+        return before
+    device = tensors[0][0].device
+    host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
+    if before is not None and torch.equal(before.host[-1], host[-1]):
+        programs = before.programs
+    else:
+        programs = _programs_for(rows[-1]).to(device)
+    is_aligned = all(address % 16 == 0 for row in rows[:-1] for address in row)
+    return _Places(known, host, host.to(device, non_blocking=True), programs, is_aligned)
+
+
+def _programs_for(sizes: list[int]) -> Tensor:
+    """The programs that update tensors of these sizes, as in `_Places`."""
+    blocks = torch.tensor([triton.cdiv(size, _BLOCK) for size in sizes])
+    tensors = torch.arange(len(sizes)).repeat_interleave(blocks)
+    before = (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
+    return torch.stack([tensors, torch.arange(len(tensors)) - before]).int()
+
+
+@triton.jit
+def _advance_all(
+    places,
+    programs,
+    numbers,
+    scale,
+    skip,
+    tensors,
+    one_less_beta,
+    beta_of_squares,
+    one_less_beta_of_squares,
+    eps,
+    TYPE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Updates a block of one weight; `numbers` are those of the tensors, float32 [3, tensors]."""
+    if tl.load(skip) == 0:
+        program = tl.program_id(0)
+        tensor = tl.load(programs + program)
+        first = tl.load(programs + tl.num_programs(0) + program).to(tl.int64) * BLOCK
+        place = places + tensor
+        left = tl.load(place + 4 * tensors) - first
+        pointers = (
+            _pointer(tl.load(place), first, TYPE, ALIGNED),
+            _pointer(tl.load(place + tensors), first, TYPE, ALIGNED),
+            _pointer(tl.load(place + 2 * tensors), first, TYPE, ALIGNED),
+            _pointer(tl.load(place + 3 * tensors), first, TYPE, ALIGNED),
+        )
+        known = (
+            tl.load(numbers + tensor),
+            tl.load(numbers + tensors + tensor),
+            tl.load(numbers + 2 * tensors + tensor),
+            1 / tl.load(scale),
+            one_less_beta,
+            beta_of_squares,
+            one_less_beta_of_squares,
+            eps,
+        )
+        # A whole block needs no mask, without which several numbers are read at once.
+        within = tl.arange(0, BLOCK)
+        if left >= BLOCK:
+            _advance_block(pointers, known, within, None)
+        else:
+            _advance_block(pointers, known, within, within < left)
+
+
+@triton.jit
+def _pointer(address, first, TYPE: tl.constexpr, ALIGNED: tl.constexpr):
+    """A pointer to the first number of a program's share in a tensor at an address."""
+    pointer = address.to(tl.pointer_type(TYPE)) + first
+    return tl.multiple_of(pointer, 16) if ALIGNED else pointer
+
+
+@triton.jit
+def _advance_block(pointers, known, within, mask):
+    """AdamW's update of the numbers that are so far from the pointers (arXiv 1711.05101)."""
+    weights, gradients, means, squares = pointers
+    decay, rate, root, factor, one_less_beta, beta_of_squares, one_less_beta_of_squares, eps = known
+    weight = tl.load(weights + within, mask).to(tl.float32)
+    gradient = tl.load(gradients + within, mask).to(tl.float32) * factor
+    mean = tl.load(means + within, mask).to(tl.float32)
+    square = tl.load(squares + within, mask).to(tl.float32)
+    mean += one_less_beta * (gradient - mean)
+    square = beta_of_squares * square + one_less_beta_of_squares * gradient * gradient
+    weight -= decay * weight
+    weight -= rate * mean / (tl.sqrt(square) / root + eps)
+    tl.store(weights + within, weight, mask)
+    tl.store(means + within, mean, mask)
+    tl.store(squares + within, square, mask)
