@@ -13,7 +13,9 @@ from lacuna.model.loss import (
     TokenLoss,
     _compiled_gradient_and_sums,
     _gradient_and_sums,
+    chunked_logprobs,
     chunked_sums,
+    logprobs_of,
 )
 from lacuna.objective.language_modelling import LanguageModelling
 from tiny import relative_error
@@ -46,16 +48,32 @@ def gradients_of(loss: Tensor, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def chunked(
-    tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int
+    tensors: dict[str, Tensor],
+    labels: Tensor,
+    bias: bool,
+    head: Head,
+    chunk: int,
+    places: Tensor | None = None,
 ) -> Tensor:
-    return sums(tensors, labels, bias, head, chunk, LanguageModelling.loss)[0]
+    return sums(tensors, labels, bias, head, chunk, LanguageModelling.loss, places)[0]
 
 
 def sums(
-    tensors: dict[str, Tensor], labels: Tensor, bias: bool, head: Head, chunk: int, loss: TokenLoss
+    tensors: dict[str, Tensor],
+    labels: Tensor,
+    bias: bool,
+    head: Head,
+    chunk: int,
+    loss: TokenLoss,
+    places: Tensor | None = None,
 ) -> Tensor:
-    linear = SimpleNamespace(weight=tensors["weight"], bias=tensors["bias"] if bias else None)
-    return chunked_sums(linear, head, loss, tensors["hidden"], {"labels": labels}, chunk)
+    columns = {"labels": labels}
+    linear = linear_of(tensors, bias)
+    return chunked_sums(linear, head, loss, tensors["hidden"], columns, chunk, places)
+
+
+def linear_of(tensors: dict[str, Tensor], bias: bool) -> SimpleNamespace:
+    return SimpleNamespace(weight=tensors["weight"], bias=tensors["bias"] if bias else None)
 
 
 def truth(
@@ -180,13 +198,98 @@ def test_half_precision_accumulates_the_gradient_of_the_weight_in_float32() -> N
         assert ours[name].dtype == torch.bfloat16
 
 
+LABELS = {
+    "some": some_labels(),
+    "one": torch.full((TOKENS,), IGNORED).index_fill(0, torch.tensor([31]), 5),
+    "none": torch.full((TOKENS,), IGNORED),
+}
+
+
+def places_of(labels: Tensor) -> Tensor:
+    return (labels != IGNORED).nonzero().flatten()
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
+@pytest.mark.parametrize("head", HEADS.values(), ids=HEADS.keys())
+@pytest.mark.parametrize("chunk", [7, 1000])
+@pytest.mark.parametrize("bias", [False, True])
+def test_sums_and_gradients_of_trained_tokens_are_those_of_all(
+    labels: Tensor, head: Head, chunk: int, bias: bool
+) -> None:
+    tensors = problem()
+    expected, expected_gradients = truth(tensors, labels, bias, head)
+    tensors["hidden"][labels == IGNORED] = torch.nan  # which nobody looks at
+    given = with_gradients(tensors, torch.float32)
+    loss = chunked(given, labels, bias, head, chunk, places_of(labels))
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    gradients = gradients_of(loss, given)
+    assert gradients.keys() == expected_gradients.keys()
+    assert not gradients["hidden"][labels == IGNORED].any()
+    for name, gradient in expected_gradients.items():
+        assert torch.allclose(
+            gradients[name].double(), gradient, rtol=0, atol=2e-6 * gradient.norm().item()
+        ), name
+    with torch.no_grad():
+        ours = sums(
+            given, labels, bias, head, chunk, LanguageModelling.held_out_loss, places_of(labels)
+        )
+        tensors["hidden"].nan_to_num_()
+        theirs = sums(tensors, labels, bias, head, chunk, LanguageModelling.held_out_loss)
+    assert ours.tolist() == pytest.approx(theirs.tolist(), rel=1e-6)
+
+
+@pytest.mark.parametrize("labels", LABELS.values(), ids=LABELS.keys())
+@pytest.mark.parametrize("bias", [False, True])
+def test_log_probabilities_are_put_back_at_their_places(labels: Tensor, bias: bool) -> None:
+    tensors, head = problem(), Head(soft_cap=3.0)
+    weights = torch.arange(TOKENS) / TOKENS
+    exact = with_gradients(tensors, torch.float64)
+    product = F.linear(exact["hidden"], exact["weight"], exact["bias"] if bias else None)
+    expected = logprobs_of(3 * torch.tanh(product / 3), labels)
+    wanted = gradients_of((expected * weights).sum(), exact)
+    given = with_gradients(tensors, torch.float32)
+    linear, places = linear_of(given, bias), places_of(labels)
+    found = chunked_logprobs(linear, head, given["hidden"], labels, 7, places)
+    torch.testing.assert_close(found, expected.float())
+    gradients = gradients_of((found * weights).sum(), given)
+    assert gradients.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(gradients[name], gradient.float(), rtol=1e-5, atol=1e-5)
+
+
+def test_logits_of_other_tokens_are_not_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    linear = F.linear
+
+    def noted(states: Tensor, *parameters: Tensor) -> Tensor:
+        made.append(len(states))
+        return linear(states, *parameters)
+
+    monkeypatch.setattr(F, "linear", noted)
+    labels = some_labels()
+    given = with_gradients(problem(), torch.float32)
+    places = places_of(labels)
+    chunked(given, labels, True, Head(), 16, places).backward()
+    assert made == [16, 16, 1]
+    made.clear()
+    hidden = given["hidden"]
+    chunked_logprobs(linear_of(given, True), Head(), hidden, labels, 16, places).sum().backward()
+    assert made == [16, 16, 1] * 2, "forward, and once more backward"
+    made.clear()
+    chunked(given, LABELS["none"], True, Head(), 16, places_of(LABELS["none"])).backward()
+    assert made == []
+
+
 @torch._dynamo.config.patch(recompile_limit=2)
 @pytest.mark.slow
 def test_one_compiled_loss_serves_chunks_of_many_lengths() -> None:
-    """Rows of one example each have many lengths, and torch compiles only so many graphs."""
+    """Rows of one example each have many lengths, and torch compiles only so many graphs.
+
+    Of trained tokens there may be any number.
+    """
     torch._dynamo.reset()
     step = _compiled_gradient_and_sums()
-    for tokens in range(64, 64 * 6, 64):
+    for tokens in (64, 128, 192, 256, 97, 51, 3, 2, 255, 1024):
         product = torch.randn(tokens, WORDS)
         given = product, {"labels": torch.arange(tokens) % WORDS}, Head(), LanguageModelling.loss
         for ours, theirs in zip(step(*given), _gradient_and_sums(*given), strict=True):

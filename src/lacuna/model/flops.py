@@ -51,7 +51,7 @@ def step_flops(
     They are counted as in PaLM, appendix B: 6 for each token and each parameter, or value of a
     state, that it is multiplied by, and for attention 12 · heads · head_dim (of `attention_widths`)
     for each layer and each pair of query and key. Of these pairs causal attention computes half the
-    square. Recomputation adds nothing.
+    square. Recomputation adds nothing. Logits of tokens that are not trained count, made or not.
     """
     flops = 6.0 * parameters * tokens
     lengths = lengths.double()

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lacuna.config.attentions import TRAINED
 from lacuna.data import Batch
+from lacuna.data.packing import IGNORED
 from lacuna.model.attention import BOUNDS, PACKED, UNTOLD
 from lacuna.parallel.context import causal_parts, shard_sequence
 from lacuna.parallel.mesh import Layout, Mesh
@@ -17,6 +18,9 @@ from lacuna.parallel.partial_attention import Part
 # Bounds grow, by empty documents, in steps of this many, so that compiled layers meet few different
 # lengths.
 DOCUMENT_STEP = 64
+# The head is computed for all tokens where it could leave out less than this share of them. So rows
+# that are trained but for the ends of documents, as in pretraining, all have one length.
+_LEFT_OUT = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,8 @@ class Inputs:
         split: the mesh over which a sequence's labels are spread, if they are.
         gather: the mesh over which hidden states are gathered before the head, if they are. The
             columns then have the same share of the sequences as `position_ids`.
+        places: of which tokens the head is to be computed, int64 [places], their numbers in the
+            flattened `columns`; None where that is all of them. Others are not trained.
     """
 
     arguments: dict[str, Any]
@@ -40,6 +46,7 @@ class Inputs:
     sequence_columns: dict[str, Tensor] = field(default_factory=dict)
     split: DeviceMesh | None = None
     gather: DeviceMesh | None = None
+    places: Tensor | None = None
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
@@ -108,17 +115,11 @@ def prepare_inputs(
     if mesh is not None:
         gathering = mesh.tensor if gather and layout.tp > 1 else None
         split = _mesh_of_labels(mesh, gathering is not None)
-    own = _columns_of_rank(batch.columns, attention, mesh)
+    own = _columns_of_rank(batch.columns, attention, mesh, gathering is not None)
+    places = trained_places(own)
     columns = {name: to_device(column, device) for name, column in own.items()}
     position_ids = columns.pop("position_ids")
     input_ids = columns.pop("input_ids")
-    if mesh is not None and layout.tp > 1:
-        rank = mesh.rank("tp")
-        input_ids = input_ids.chunk(layout.tp, dim=1)[rank]
-        if gathering is None:
-            columns = {
-                name: column.chunk(layout.tp, dim=1)[rank] for name, column in columns.items()
-            }
     told = packing_arguments(
         attention, batch.cu_seqlens, batch.max_seqlen, batch.shape[1], device, mesh
     )
@@ -133,13 +134,32 @@ def prepare_inputs(
         {name: to_device(column, device) for name, column in batch.sequence_columns.items()},
         split,
         gathering,
+        None if places is None else to_device(places, device),
     )
 
 
+def trained_places(columns: dict[str, Tensor]) -> Tensor | None:
+    """Where labels are not `IGNORED`, of prompts neither, int64 [places] of the flattened tokens.
+
+    None where that is nearly everywhere. The labels are those of a rank's share, while they are in
+    the host's memory: of a GPU's it would have to wait for their number.
+    """
+    trained = columns["labels"] != IGNORED
+    if "prompt_labels" in columns:
+        trained = trained | (columns["prompt_labels"] != IGNORED)
+    if int(trained.sum()) > (1 - _LEFT_OUT) * trained.numel():
+        return None
+    return trained.flatten().nonzero().flatten()
+
+
 def _columns_of_rank(
-    columns: dict[str, Tensor], attention: str, mesh: Mesh | None
+    columns: dict[str, Tensor], attention: str, mesh: Mesh | None, is_gathered: bool
 ) -> dict[str, Tensor]:
-    """A context-parallel rank's share of the columns, in the rows that `attention` wants."""
+    """A rank's share of the columns, in the rows that `attention` wants.
+
+    Tensor-parallel ranks share all `position_ids`, and where hidden states are gathered, all but
+    `input_ids`.
+    """
     if attention.startswith(("flash_attention", BOUNDS)):  # other people's kernels want one row
         columns = {
             name: column.reshape(1, -1, *column.shape[2:]) for name, column in columns.items()
@@ -148,6 +168,12 @@ def _columns_of_rank(
         cp = mesh.layout.cp
         rank = mesh.rank("cp")
         columns = {name: shard_sequence(column, 1, cp, rank) for name, column in columns.items()}
+    if mesh is not None and mesh.layout.tp > 1:
+        cut = {"input_ids"} if is_gathered else columns.keys() - {"position_ids"}
+        tp, rank = mesh.layout.tp, mesh.rank("tp")
+        # What is not contiguous would be copied to a GPU with a wait.
+        own = {name: columns[name].chunk(tp, dim=1)[rank].contiguous() for name in sorted(cut)}
+        columns = columns | own
     return columns
 
 

@@ -1,9 +1,10 @@
 """Losses of tokens and of sequences, made from hidden states chunk by chunk.
 
-A matrix of (tokens × vocabulary) never exists.
+A matrix of (tokens × vocabulary) never exists. Where it is known which tokens are trained, logits
+of others are not made at all.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -20,6 +21,8 @@ CHUNK_BYTES = 1024 * 2**20
 
 Columns = Mapping[str, Tensor]
 Sums = dict[str, Tensor]
+Parts = Sequence[slice | Tensor]
+"""What picks each chunk out of the tokens: from one to another, or at places, int64 [chunk]."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +31,8 @@ class TokenLoss:
 
     Attributes:
         of: takes logits [tokens, vocabulary], float32, and columns [tokens, ...], and returns sums
-            over the tokens by name, float32 scalars.
+            over the tokens by name, float32 scalars. Tokens that are not trained must add nothing
+            to any of them: they may be left out.
         names: the names of the sums. The first, `loss`, is minimised; the others have no gradient
             and are reported.
     """
@@ -74,10 +78,23 @@ def chunk_size(linear: nn.Linear) -> int:
     return max(256, size // (4 * len(linear.weight)) // 256 * 256)
 
 
+def chunks_of(tokens: int, chunk: int, places: Tensor | None) -> Parts:
+    """The chunks of so many tokens, or of those among them at `places`, int64 [places]."""
+    count = tokens if places is None else len(places)
+    parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
+    return parts if places is None else [places[part] for part in parts]
+
+
 def chunked_sums(
-    linear: nn.Linear, head: Head, loss: TokenLoss, hidden: Tensor, columns: Columns, chunk: int = 0
+    linear: nn.Linear,
+    head: Head,
+    loss: TokenLoss,
+    hidden: Tensor,
+    columns: Columns,
+    chunk: int = 0,
+    places: Tensor | None = None,
 ) -> Tensor:
-    """The sums of `loss`, float32 [names], over tokens.
+    """The sums of `loss`, float32 [names], over all tokens, or those at `places`, int64 [places].
 
     Their logits are `head.logits(linear(hidden))`, where `hidden` is [tokens, width], the weight
     [vocabulary, width], and `columns` are [tokens, ...]. Only the first sum, which is minimised,
@@ -91,32 +108,38 @@ def chunked_sums(
     weight = linear.weight.to(dtype)
     bias = None if linear.bias is None else linear.bias.to(dtype)
     hidden = hidden.to(dtype)  # some models keep their head in float32
-    chunk = chunk or chunk_size(linear)
+    # A score costs less than picking out the states that it is made of.
+    parts = chunks_of(len(hidden), chunk or chunk_size(linear), None if is_score else places)
     if torch.is_grad_enabled():
         sums: Tensor = _ChunkedTokenLoss.apply(  # type: ignore[no-untyped-call]
-            hidden, weight, bias, columns, head, loss, chunk
+            hidden, weight, bias, columns, head, loss, parts
         )
         return sums
     total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
-    for start in range(0, hidden.shape[0], chunk):
-        part = slice(start, start + chunk)
+    for part in parts:
         logits = head.logits(F.linear(hidden[part], weight, bias))
         total += stacked(loss.of(logits, _of_chunk(columns, part)), loss.names)
     return total
 
 
 def chunked_logprobs(
-    linear: nn.Linear, head: Head, hidden: Tensor, labels: Tensor, chunk: int = 0
+    linear: nn.Linear,
+    head: Head,
+    hidden: Tensor,
+    labels: Tensor,
+    chunk: int = 0,
+    places: Tensor | None = None,
 ) -> Tensor:
     """The log-probability of each label [tokens] by the logits `head.logits(linear(hidden))`.
 
-    It is float32 [tokens], and 0 where the label is `IGNORED`. Logits exist for `chunk` tokens at a
-    time, in the forward pass and once more in the backward pass.
+    It is float32 [tokens], and 0 where the label is `IGNORED`, or not at one of the `places`, int64
+    [places], if these are given. Logits exist for `chunk` tokens at a time, in the forward pass and
+    once more in the backward pass.
     """
     hidden = hidden.to(linear.weight.dtype)
-    chunk = chunk or chunk_size(linear)
+    parts = chunks_of(len(hidden), chunk or chunk_size(linear), places)
     logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, linear.weight, linear.bias, labels, head, chunk
+        hidden, linear.weight, linear.bias, labels, head, parts
     )
     return logprobs
 
@@ -130,7 +153,7 @@ def _weighted_logprobs(logits: Tensor, columns: Columns) -> Sums:
     return {"loss": (logprobs_of(logits, columns["labels"]) * columns["weight"]).sum()}
 
 
-def _of_chunk(columns: Columns, part: slice) -> Columns:
+def _of_chunk(columns: Columns, part: slice | Tensor) -> Columns:
     return {name: column[part] for name, column in columns.items()}
 
 
@@ -167,30 +190,34 @@ def _gradients_by_chunk(
     columns: Columns,
     head: Head,
     loss: TokenLoss,
-    chunk: int,
+    parts: Parts,
 ) -> tuple[Tensor, tuple[Tensor, Tensor | None, Tensor | None]]:
     """The sums of `loss`, and the gradients of the first sum with respect to `tensors`.
 
     The tensors are the hidden states, the head's weight and its bias. The gradients of the last two
-    are float32, and None where they are not `needed`.
+    are float32, and None where they are not `needed`. That of states in none of the `parts` is 0.
     """
     hidden, weight, bias = tensors
     is_compiled = head.compiled and hidden.is_cuda
     step = _compiled_gradient_and_sums() if is_compiled else _gradient_and_sums
     total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
-    hidden_gradient = torch.empty_like(hidden)
+    # Without a part there is no token to be trained.
+    is_whole = bool(parts) and isinstance(parts[0], slice)
+    hidden_gradient = torch.empty_like(hidden) if is_whole else torch.zeros_like(hidden)
     weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needed[1] else None
     bias_gradient = None
     if bias is not None and needed[2]:
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32)
-    for start in range(0, hidden.shape[0], chunk):
-        part = slice(start, start + chunk)
-        product = F.linear(hidden[part], weight, bias)
-        gradient, sums = step(product, _of_chunk(columns, part), head, loss)
+    for part in parts:
+        states = hidden[part]
+        gradient, sums = step(F.linear(states, weight, bias), _of_chunk(columns, part), head, loss)
         total += sums
-        torch.mm(gradient, weight, out=hidden_gradient[part])
+        if is_whole:
+            torch.mm(gradient, weight, out=hidden_gradient[part])
+        else:
+            hidden_gradient[part] = gradient @ weight
         if weight_gradient is not None:
-            _accumulate_product(weight_gradient, gradient.t(), hidden[part])
+            _accumulate_product(weight_gradient, gradient.t(), states)
         if bias_gradient is not None:
             bias_gradient += gradient.sum(0, dtype=torch.float32)
     return total, (hidden_gradient, weight_gradient, bias_gradient)
@@ -211,10 +238,10 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         columns: Columns,
         head: Head,
         loss: TokenLoss,
-        chunk: int,
+        parts: Parts,
     ) -> Tensor:
         total, gradients = _gradients_by_chunk(
-            (hidden, weight, bias), ctx.needs_input_grad, columns, head, loss, chunk
+            (hidden, weight, bias), ctx.needs_input_grad, columns, head, loss, parts
         )
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight.dtype
@@ -243,16 +270,15 @@ class _ChunkedLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         head: Head,
-        chunk: int,
+        parts: Parts,
     ) -> Tensor:
-        found = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
-        for start in range(0, len(hidden), chunk):
-            part = slice(start, start + chunk)
+        found = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        for part in parts:
             logits = head.logits(F.linear(hidden[part], weight, bias))
             found[part] = logprobs_of(logits, labels[part])
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.head = head
-        ctx.chunk = chunk
+        ctx.parts = parts
         return found
 
     @staticmethod
@@ -261,7 +287,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         columns = {"labels": labels, "weight": upstream}
         loss = TokenLoss(_weighted_logprobs)
         _, gradients = _gradients_by_chunk(
-            tensors, ctx.needs_input_grad, columns, ctx.head, loss, ctx.chunk
+            tensors, ctx.needs_input_grad, columns, ctx.head, loss, ctx.parts
         )
         rounded = (None if one is None else one.to(tensors[1].dtype) for one in gradients)
         return (*rounded, None, None, None)

@@ -19,7 +19,7 @@ from lacuna.model.build import BuiltModel
 from lacuna.model.forward import Reading, head_input, run_forward
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
-from lacuna.model.loss import chunk_size, logprobs_of
+from lacuna.model.loss import chunk_size, chunks_of, logprobs_of
 from lacuna.objective.sample_rows import LaidOut
 from lacuna.parallel.context import gather_sequence
 from lacuna.parallel.fsdp import inference
@@ -90,19 +90,24 @@ class TokenLogprobs:
             states = head_input(model, head, inputs).flatten(0, 1).detach()
         labels = inputs.columns["labels"].flatten()
         linear = model.get_output_embeddings()
-        found = run_forward(linear, _logprobs_by_chunk, head, states, labels, self.temperature)
+        given = head, states, labels, inputs.places, self.temperature
+        found = run_forward(linear, _logprobs_by_chunk, *given)
         return whole_rows(found, inputs)
 
 
 def _logprobs_by_chunk(
-    linear: nn.Linear, head: Head, states: Tensor, labels: Tensor, temperature: float
+    linear: nn.Linear,
+    head: Head,
+    states: Tensor,
+    labels: Tensor,
+    places: Tensor | None,
+    temperature: float,
 ) -> Tensor:
-    parts = []
-    size = chunk_size(linear)
-    for hidden, wanted in zip(states.split(size), labels.split(size), strict=True):
-        product = F.linear(hidden.to(linear.weight.dtype), linear.weight, linear.bias)
-        parts.append(logprobs_of(head.logits(product) / temperature, wanted))
-    return torch.cat(parts)
+    found = torch.zeros(len(states), device=states.device)
+    for part in chunks_of(len(states), chunk_size(linear), places):
+        product = F.linear(states[part].to(linear.weight.dtype), linear.weight, linear.bias)
+        found[part] = logprobs_of(head.logits(product) / temperature, labels[part])
+    return found
 
 
 def whole_rows(found: Tensor, inputs: Inputs) -> Tensor:

@@ -1,6 +1,6 @@
 """Steps on one GPU whose passes and updates are recorded once, as CUDA graphs, and replayed."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -89,7 +89,9 @@ class RecordedSteps:
 
     def add(self, batch: Batch, divisor: Tensor) -> Tensor:
         """Adds a micro-batch's gradients to those of the model; returns the sums of its loss."""
-        inputs = self.built.inputs(batch)
+        # Logits of all tokens: those that are trained are of another number each time, and so each
+        # micro-batch would be of a kind of its own.
+        inputs = replace(self.built.inputs(batch), places=None)
         leaves, spec = tree_flatten((inputs.arguments, inputs.columns))
         # One tensor may be there twice, which compiled code knows.
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
