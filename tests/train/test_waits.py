@@ -23,6 +23,7 @@ from runs import environment
 
 RUNS = {
     "packed": [],
+    "padded, which the head leaves out": ["--packing.mode", "none", "--training.seq_len", "128"],
     "in micro-batches": ["--training.gradient_accumulation_steps", "2"],
     "recomputed": ["--activation_checkpoint.mode", "full"],
     "in pieces": ["--activation_checkpoint.mlp_chunks", "2"],
