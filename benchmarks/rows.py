@@ -162,6 +162,13 @@ ROWS = {
         WHOLE_ROWS | PRODUCTS,
         "torchtitan",
     ),
+    "llama-1b-moved": Row(
+        "llama-1b, all products kept, 0.33 of moments in CPU memory; torchtitan recomputes",
+        LLAMA_1B,
+        (2, 8192),
+        WHOLE_ROWS | _state_moved(0.33),
+        "torchtitan",
+    ),
     "half-8b": Row(
         "16 layers of Llama 3 8B, FSDP 2, rows of 8,192, all products kept, 0.41 in CPU memory",
         HALF_8B,

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lacuna.data import Batch
 from lacuna.data.packing import IGNORED
@@ -15,6 +16,8 @@ from lacuna.model.build import BuiltModel
 from lacuna.model.forward import loss_sums, sequence_logprobs
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
+from lacuna.model.layers.casting import compute_in
+from lacuna.model.layers.wrapping import stored_parameter
 from lacuna.model.loss import Columns, Loss, SequenceLoss, Sums
 from lacuna.objective.language_modelling import LanguageModelling
 from lacuna.objective.sample_batches import TokenLogprobs
@@ -128,3 +131,27 @@ def test_held_out_sums_are_those_of_all_tokens(loss: Loss, built: BuiltModel) ->
         )
     assert sum(NotedHead.made) == len(inputs.places) + PAIRS.columns["labels"].numel()
     torch.testing.assert_close(found, expected)
+
+
+class Casts(TorchDispatchMode):
+    """Notes the shapes of what becomes bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shapes: list[torch.Size] = []
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, given: Any = (), options: Any = None):
+        found = function(*given, **(options or {}))
+        if function is torch.ops.aten._to_copy.default and found.dtype == torch.bfloat16:
+            self.shapes.append(found.shape)
+        return found
+
+
+@pytest.mark.parametrize("reading", READINGS.values(), ids=READINGS.keys())
+def test_the_heads_weight_is_cast_once(reading: Callable[..., Tensor], built: BuiltModel) -> None:
+    """It is a large one, and a module casts its weight wherever it is asked for it."""
+    compute_in(built.model, torch.bfloat16)
+    head = stored_parameter(built.model.get_output_embeddings(), "weight")
+    with Casts() as casts:
+        built.model.run_forward(reading, built.head, built.inputs(PAIRS))
+    assert casts.shapes.count(head.shape) == 1

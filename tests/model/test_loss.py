@@ -11,8 +11,9 @@ from lacuna.data.packing import IGNORED
 from lacuna.model.head import Head
 from lacuna.model.loss import (
     TokenLoss,
-    _compiled_gradient_and_sums,
-    _gradient_and_sums,
+    _fastest,
+    _scaled,
+    _take_gradient,
     chunked_logprobs,
     chunked_sums,
     logprobs_of,
@@ -288,9 +289,14 @@ def test_one_compiled_loss_serves_chunks_of_many_lengths() -> None:
     Of trained tokens there may be any number.
     """
     torch._dynamo.reset()
-    step = _compiled_gradient_and_sums()
+    take_gradient, scaled = (_fastest(one, True) for one in (_take_gradient, _scaled))
     for tokens in (64, 128, 192, 256, 97, 51, 3, 2, 255, 1024):
-        product = torch.randn(tokens, WORDS)
-        given = product, {"labels": torch.arange(tokens) % WORDS}, Head(), LanguageModelling.loss
-        for ours, theirs in zip(step(*given), _gradient_and_sums(*given), strict=True):
-            torch.testing.assert_close(ours, theirs)
+        ours, theirs = (torch.randn(tokens, WORDS) for _ in range(2))
+        theirs.copy_(ours)
+        given = {"labels": torch.arange(tokens) % WORDS}, Head(), LanguageModelling.loss
+        torch.testing.assert_close(take_gradient(ours, *given), _take_gradient(theirs, *given))
+        torch.testing.assert_close(ours, theirs)
+        scale = torch.tensor(0.3)
+        torch.testing.assert_close(
+            scaled(ours, scale, torch.bfloat16), _scaled(theirs, scale, torch.bfloat16)
+        )

@@ -99,7 +99,8 @@ def test_steps_are_torchs(change: Callable[[int, AdamW], None], unaligned: bool)
 @pytest.mark.skipif(not ON_GPU, reason="Triton's interpreter cuts bfloat16 off")
 def test_weights_in_bfloat16_are_rounded_as_torchs_on_a_gpu() -> None:
     for ours, theirs in zip(*steps_beside_torchs(torch.bfloat16, False, scales), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=1e-6)
+        # What is rounded otherwise in one step is found in the sums of the next ones.
+        torch.testing.assert_close(ours, theirs, rtol=2**-7, atol=2**-10)
 
 
 def test_a_skipped_step_leaves_all_as_it_is_whatever_the_gradients() -> None:

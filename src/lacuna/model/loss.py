@@ -1,7 +1,6 @@
 """Losses of tokens and of sequences, made from hidden states chunk by chunk.
 
-A matrix of (tokens × vocabulary) never exists. Where it is known which tokens are trained, logits
-of others are not made at all.
+A matrix of (tokens × vocabulary) never exists, nor logits of tokens known not to be trained.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -69,13 +68,13 @@ def stacked(sums: Sums, names: tuple[str, ...]) -> Tensor:
     return torch.stack([sums[name].float() for name in names])
 
 
-def chunk_size(linear: nn.Linear) -> int:
-    """The number of tokens whose logits exist at once.
+def chunk_size(weight: Tensor) -> int:
+    """The number of tokens whose logits exist at once, by a head's weight [vocabulary, width].
 
     A frozen head takes fewer, since it has no gradient to accumulate.
     """
-    size = CHUNK_BYTES if linear.weight.requires_grad else CHUNK_BYTES // 4
-    return max(256, size // (4 * len(linear.weight)) // 256 * 256)
+    size = CHUNK_BYTES if weight.requires_grad else CHUNK_BYTES // 4
+    return max(256, size // (4 * len(weight)) // 256 * 256)
 
 
 def chunks_of(tokens: int, chunk: int, places: Tensor | None) -> Parts:
@@ -103,13 +102,14 @@ def chunked_sums(
     elementwise work on a GPU. Gradients are computed in the forward pass, as in Liger (arXiv
     2410.10989).
     """
-    is_score = len(linear.weight) == 1  # of which near ones would be the same in bfloat16
-    dtype = torch.float32 if is_score else linear.weight.dtype
-    weight = linear.weight.to(dtype)
-    bias = None if linear.bias is None else linear.bias.to(dtype)
-    hidden = hidden.to(dtype)  # some models keep their head in float32
+    weight: Tensor = linear.weight  # which may be cast when it is read
+    is_score = len(weight) == 1
+    if is_score:  # near ones would be the same in bfloat16
+        weight = weight.float()
+    bias = None if linear.bias is None else linear.bias.to(weight.dtype)
+    hidden = hidden.to(weight.dtype)  # some models keep their head in float32
     # A score costs less than picking out the states that it is made of.
-    parts = chunks_of(len(hidden), chunk or chunk_size(linear), None if is_score else places)
+    parts = chunks_of(len(hidden), chunk or chunk_size(weight), None if is_score else places)
     if torch.is_grad_enabled():
         sums: Tensor = _ChunkedTokenLoss.apply(  # type: ignore[no-untyped-call]
             hidden, weight, bias, columns, head, loss, parts
@@ -136,10 +136,11 @@ def chunked_logprobs(
     [places], if these are given. Logits exist for `chunk` tokens at a time, in the forward pass and
     once more in the backward pass.
     """
-    hidden = hidden.to(linear.weight.dtype)
-    parts = chunks_of(len(hidden), chunk or chunk_size(linear), places)
+    weight = linear.weight  # which may be cast when it is read
+    hidden = hidden.to(weight.dtype)
+    parts = chunks_of(len(hidden), chunk or chunk_size(weight), places)
     logprobs: Tensor = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden, linear.weight, linear.bias, labels, head, parts
+        hidden, weight, linear.bias, labels, head, parts
     )
     return logprobs
 
@@ -157,23 +158,31 @@ def _of_chunk(columns: Columns, part: slice | Tensor) -> Columns:
     return {name: column[part] for name, column in columns.items()}
 
 
-def _gradient_and_sums(
-    product: Tensor, columns: Columns, head: Head, loss: TokenLoss
-) -> tuple[Tensor, Tensor]:
-    """The gradient of a chunk's loss with respect to the head's product, and the sums."""
+def _take_gradient(product: Tensor, columns: Columns, head: Head, loss: TokenLoss) -> Tensor:
+    """Puts the gradient of a chunk's loss in the place of the head's product; returns the sums.
+
+    It is the gradient of the first sum with respect to that product.
+    """
 
     def with_sums(product: Tensor) -> tuple[Tensor, Tensor]:
         sums = stacked(loss.of(head.logits(product), columns), loss.names)
         return sums[0], sums
 
+    sums: Tensor
     gradient, (_, sums) = torch.func.grad_and_value(with_sums, has_aux=True)(product)
-    return gradient, sums
+    product.copy_(gradient)
+    return sums
+
+
+def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """A gradient times a scalar, rounded once to `dtype`."""
+    return (gradient.float() * scale).to(dtype)
 
 
 @cache
-def _compiled_gradient_and_sums() -> Callable[..., tuple[Tensor, Tensor]]:
-    """The same, compiled. Made when it is asked for, because this imports torch's compiler."""
-    return torch.compile(_gradient_and_sums, fullgraph=True)
+def _fastest(function: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:
+    """A function of elementwise work, or compiled; only then torch's compiler is imported."""
+    return torch.compile(function, fullgraph=True) if compiled else function
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -198,8 +207,7 @@ def _gradients_by_chunk(
     are float32, and None where they are not `needed`. That of states in none of the `parts` is 0.
     """
     hidden, weight, bias = tensors
-    is_compiled = head.compiled and hidden.is_cuda
-    step = _compiled_gradient_and_sums() if is_compiled else _gradient_and_sums
+    take_gradient = _fastest(_take_gradient, head.compiled and hidden.is_cuda)
     total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
     # Without a part there is no token to be trained.
     is_whole = bool(parts) and isinstance(parts[0], slice)
@@ -210,8 +218,8 @@ def _gradients_by_chunk(
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32)
     for part in parts:
         states = hidden[part]
-        gradient, sums = step(F.linear(states, weight, bias), _of_chunk(columns, part), head, loss)
-        total += sums
+        gradient = F.linear(states, weight, bias)  # the product, until the next line
+        total += take_gradient(gradient, _of_chunk(columns, part), head, loss)
         if is_whole:
             torch.mm(gradient, weight, out=hidden_gradient[part])
         else:
@@ -245,15 +253,14 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         )
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight.dtype
+        ctx.scaled = _fastest(_scaled, head.compiled and hidden.is_cuda)
         return total
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         # Scaled in float32 and rounded once; not in place: zero-bubble pipelines come here twice.
         scaled = (
-            None
-            if gradient is None
-            else torch.mul(gradient, upstream[0], out=torch.empty_like(gradient, dtype=ctx.dtype))
+            None if gradient is None else ctx.scaled(gradient, upstream[0], ctx.dtype)
             for gradient in ctx.saved_tensors
         )
         return (*scaled, None, None, None, None)

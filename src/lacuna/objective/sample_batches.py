@@ -103,9 +103,10 @@ def _logprobs_by_chunk(
     places: Tensor | None,
     temperature: float,
 ) -> Tensor:
+    weight, bias = linear.weight, linear.bias  # each of which may be cast when it is read
     found = torch.zeros(len(states), device=states.device)
-    for part in chunks_of(len(states), chunk_size(linear), places):
-        product = F.linear(states[part].to(linear.weight.dtype), linear.weight, linear.bias)
+    for part in chunks_of(len(states), chunk_size(weight), places):
+        product = F.linear(states[part].to(weight.dtype), weight, bias)
         found[part] = logprobs_of(head.logits(product) / temperature, labels[part])
     return found
 
