@@ -21,6 +21,7 @@ HI, YES, BYE = (
     {"role": role, "content": text}
     for role, text in (("user", "Hi"), ("assistant", "Yes"), ("user", "Bye"))
 )
+TEXT = {"type": "text", "text": "Hi"}
 TALK = [HI, YES, BYE, {"role": "assistant", "content": "So long"}]
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
 CALL = {
@@ -502,7 +503,23 @@ def test_renamed_columns_are_read(tokenizer: PreTrainedTokenizerFast) -> None:
         ),
         (
             {"messages": [HI, YES | {"content": [{"type": "text"}]}]},
-            "message 2, content: should be text, not [{'type'",
+            "message 2, content, text: should be text, not None",
+        ),
+        (
+            {"messages": [HI | {"content": [TEXT, {"type": "image"}]}, YES]},
+            "message 1, content: of parts there may be one, a text, not text, image; write",
+        ),
+        (
+            {"messages": [HI, YES | {"content": [TEXT, TEXT]}]},
+            "message 2, content: of parts there may be one, a text, not text, text; write",
+        ),
+        (
+            {"messages": [HI | {"content": []}, YES]},
+            "message 1, content: of parts there may be one, a text, not none; write",
+        ),
+        (
+            {"messages": [HI | {"content": ["Hi"]}, YES]},
+            "message 1, content: should be a table, not 'Hi'",
         ),
         (
             {"messages": [HI, YES | {"content": None}]},

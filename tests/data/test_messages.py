@@ -88,3 +88,19 @@ def test_no_calls_are_none_however_they_are_written(
         [{"messages": [HI, message], "tools": [{"function": {"name": "f"}}]}],
     )
     assert texts(path)[0].endswith("Yes<|im_end|>\n")
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_a_text_in_parts_is_the_text(ending: str, tmp_path: Path) -> None:
+    answer = {"role": "assistant", "content": "Yes"}
+    rows = [
+        [HI, answer],
+        [one | {"content": [{"type": "text", "text": one["content"]}]} for one in (HI, answer)],
+    ]
+    given = [{"messages": row, "tools": [{"function": {"name": "f"}}]} for row in rows]
+    plain, parts = (
+        texts(written(tmp_path / f"{number}.{ending}", [row])) for number, row in enumerate(given)
+    )
+    assert plain == parts
+    if ending == "jsonl":  # tables have one type
+        assert texts(written(tmp_path / "mixed.jsonl", given)) == [*plain, *parts]

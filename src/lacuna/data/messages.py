@@ -223,10 +223,27 @@ def _read_message(value: Any, where: str, roles: dict[str, str]) -> dict[str, An
         message["tool_calls"] = [
             _read_call(read(call, dict, f"{where}, tool_calls"), where) for call in calls
         ]
+    if isinstance(message.get("content"), list):
+        message["content"] = _text_of_parts(message["content"], f"{where}, content")
     read(message.get("content", "" if calls else None), str, f"{where}, content")
     for key in REASONING:
         read(message.get(key, ""), str, f"{where}, {key}")
     return message
+
+
+def _text_of_parts(parts: list[Any], where: str) -> str:
+    """The text of a message that is written in parts, as OpenAI's data have it, of which it is one.
+
+    Raises UserError for other parts, and for several: programs differ in what they put between.
+    """
+    kinds = [read(part, dict, where).get("type") for part in parts]
+    if kinds != ["text"]:
+        raise UserError(
+            f"{where}: of parts there may be one, a text, not "
+            f"{', '.join(map(str, kinds)) or 'none'}; write the message as one text"
+        )
+    text: str = read(parts[0].get("text"), str, f"{where}, text")
+    return text
 
 
 def _of_sharegpt(message: dict[str, Any], where: str, roles: dict[str, str]) -> dict[str, Any]:
