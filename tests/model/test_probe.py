@@ -139,6 +139,15 @@ def test_a_model_that_runs_in_float32_alone_is_refused_in_another_precision_by_t
         find_attention(("eager",), own, "padded", 64, CPU, torch.bfloat16)
 
 
+def test_a_model_for_other_rows_in_float32_alone_is_told_both() -> None:
+    own = small_config(configuration_class("openai-gpt"))
+    both = 'set training.mixed_precision_param = "float32", and set packing.mode = "none" to .*, or'
+    with pytest.raises(UserError, match=both):
+        find_attention(("eager",), own, "packed", 64, CPU, torch.bfloat16)
+    with pytest.raises(UserError, match=r'\): set packing.mode = "none" to .*, or set data'):
+        find_attention(("eager",), own, "packed", 64, CPU, torch.float32)
+
+
 def test_a_soft_cap_is_part_of_what_a_model_computes_by_itself(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -101,14 +101,13 @@ def find_attention(
         "padded": 'set packing.mode = "none" to give each document a row of its own',
         "whole": "set data.document_mask = false to have the documents of a row see each other",
     }
-    mend = [
-        way
-        for other, way in ways.items()
-        if other != rows and None in compared(other, dtype).values()
-    ]
-    if rows == "whole" or not mend:
-        raise UserError(f"model: {wrong}: choose another model, layout or model.attention.")
-    raise UserError(f"data.document_mask: in {rows} rows {wrong}: {', or '.join(mend)}.")
+    also = 'set training.mixed_precision_param = "float32", and '
+    for precision, first in ((dtype, ""), (torch.float32, also)):
+        fit = [one for one in ways if one != rows and None in compared(one, precision).values()]
+        if fit and rows != "whole":
+            mend = first + ", or ".join(ways[one] for one in fit)
+            raise UserError(f"data.document_mask: in {rows} rows {wrong}: {mend}.")
+    raise UserError(f"model: {wrong}: choose another model, layout or model.attention.")
 
 
 def _reasons_by_name(
