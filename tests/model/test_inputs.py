@@ -8,7 +8,7 @@ from torch import Tensor
 
 from lacuna.data import Batch
 from lacuna.data.packing import IGNORED
-from lacuna.model.inputs import Inputs, prepare_inputs, trained_places
+from lacuna.model.inputs import prepare_inputs, trained_places
 from lacuna.parallel.context import shard_sequence
 from lacuna.parallel.mesh import Layout
 from policies import batch_of
@@ -70,7 +70,3 @@ def test_ranks_know_the_places_of_their_share() -> None:
             assert torch.equal(labels, own)
             assert torch.equal(places, (own.flatten() != IGNORED).nonzero().flatten())
             assert labels.is_contiguous() and ids.is_contiguous()
-
-
-def test_inputs_made_by_hand_have_all_tokens_computed() -> None:
-    assert Inputs({}, {}).places is None

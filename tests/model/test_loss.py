@@ -11,9 +11,10 @@ from lacuna.data.packing import IGNORED
 from lacuna.model.head import Head
 from lacuna.model.loss import (
     TokenLoss,
-    _fastest,
+    _compiled,
+    _gradient_and_sums,
+    _gradient_in_place,
     _scaled,
-    _take_gradient,
     chunked_logprobs,
     chunked_sums,
     logprobs_of,
@@ -281,22 +282,45 @@ def test_logits_of_other_tokens_are_not_made(monkeypatch: pytest.MonkeyPatch) ->
     assert made == []
 
 
-@torch._dynamo.config.patch(recompile_limit=2)
+@torch._dynamo.config.patch(recompile_limit=3)
 @pytest.mark.slow
 def test_one_compiled_loss_serves_chunks_of_many_lengths() -> None:
     """Rows of one example each have many lengths, and torch compiles only so many graphs.
 
-    Of trained tokens there may be any number.
+    Of trained tokens there may be any number, and a single one is compiled for itself.
     """
     torch._dynamo.reset()
-    take_gradient, scaled = (_fastest(one, True) for one in (_take_gradient, _scaled))
-    for tokens in (64, 128, 192, 256, 97, 51, 3, 2, 255, 1024):
-        ours, theirs = (torch.randn(tokens, WORDS) for _ in range(2))
-        theirs.copy_(ours)
+    step = _compiled(_gradient_in_place)
+    for tokens in (64, 128, 192, 256, 97, 51, 3, 1, 2, 255, 1024):
+        product = torch.randn(tokens, WORDS)
         given = {"labels": torch.arange(tokens) % WORDS}, Head(), LanguageModelling.loss
-        torch.testing.assert_close(take_gradient(ours, *given), _take_gradient(theirs, *given))
-        torch.testing.assert_close(ours, theirs)
-        scale = torch.tensor(0.3)
-        torch.testing.assert_close(
-            scaled(ours, scale, torch.bfloat16), _scaled(theirs, scale, torch.bfloat16)
-        )
+        expected = _gradient_and_sums(product, *given)
+        gradient, sums = step(product, *given)
+        assert gradient.data_ptr() == product.data_ptr()
+        torch.testing.assert_close((gradient, sums), expected)
+
+
+@torch._dynamo.config.patch(recompile_limit=7)
+@pytest.mark.slow
+def test_one_compiled_product_scales_the_gradients_of_all_that_a_head_has() -> None:
+    torch._dynamo.reset()
+    scaled = _compiled(_scaled)
+    scale = torch.tensor(0.3)
+    of_weight, of_bias = torch.randn(WORDS, 8), torch.randn(WORDS)
+    for tokens in (64, 1, 128, 3, 97):
+        for gradient in (torch.randn(tokens, 8).bfloat16(), of_weight, of_bias):
+            given = gradient, scale, torch.bfloat16
+            assert torch.equal(scaled(*given), _scaled(*given))
+
+
+def test_logits_that_a_loss_keeps_stay_as_they_are() -> None:
+    kept: list[Tensor] = []
+
+    def keeping(logits: Tensor, columns: dict[str, Tensor]) -> dict[str, Tensor]:
+        kept.append(logits.detach())
+        return {"loss": logits.square().sum()}
+
+    tensors = with_gradients(problem(), torch.float32)
+    linear = linear_of(tensors, False)
+    chunked_sums(linear, Head(), TokenLoss(keeping), tensors["hidden"], {}).backward(torch.ones(1))
+    torch.testing.assert_close(torch.cat(kept), tensors["hidden"] @ tensors["weight"].t())

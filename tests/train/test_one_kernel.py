@@ -18,10 +18,13 @@ if importlib.util.find_spec("triton") is None or not (
 ):
     pytest.skip("needs triton and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
+from torch.distributed.fsdp import fully_shard
+
 from lacuna.config.optimizers import OptimizerConfig
+from lacuna.parallel.fsdp import local
 from lacuna.train.one_kernel import _BLOCK, OneKernelAdamW
-from lacuna.train.optimizer import build_optimizer
-from tiny import random_model, tiny_config
+from lacuna.train.optimizer import LocalAdamW, build_optimizer
+from tiny import random_model, run_ranks, tiny_config
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 SHAPES = [(3, _BLOCK), (100, 65), (7,), (), (0, 4), (2 * _BLOCK + 1,)]
@@ -65,7 +68,7 @@ def steps_beside_torchs(
         for optimizer in optimizers:
             change(step, optimizer)
             optimizer.step()
-    assert optimizers[0].places, "the kernel was not used"
+    assert optimizers[0].tables, "the kernel was not used"
     return tuple(
         [*(one.detach() for one in trained), *state_of(optimizer)]
         for trained, optimizer in zip((ours, theirs), optimizers, strict=True)
@@ -133,6 +136,49 @@ def test_tensors_are_found_where_they_have_gone() -> None:
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
 
 
+def shards_beside_torchs() -> tuple[list[Tensor], list[Tensor]]:
+    """All that this rank has after three steps of the kernel, and of torch's, of a sharded model.
+
+    One of three ranks has nothing of the keys' four rows.
+    """
+    found = []
+    for kind in (OneKernelAdamW, LocalAdamW):
+        model = random_model(tiny_config("llama", hidden_size=8, intermediate_size=33))
+        for layer in model.model.layers:
+            fully_shard(layer)
+        fully_shard(model)
+        optimizer = kind(model.parameters(), **SETTINGS)
+        for step in range(3):
+            for parameter in model.parameters():
+                parameter.grad = parameter.detach() * step + 0.01
+            optimizer.grad_scale = torch.tensor(1.5)
+            optimizer.step()
+        assert kind is LocalAdamW or optimizer.tables, "the kernel was not used"
+        found.append([local(one).detach() for one in [*model.parameters(), *state_of(optimizer)]])
+    return found[0], found[1]
+
+
+@pytest.mark.skipif(ON_GPU, reason="shards are on CPUs, which Triton's interpreter is for")
+def test_shards_are_updated_as_torch_does() -> None:
+    results = run_ranks(3, shards_beside_torchs)
+    assert any(not one.numel() for ours, _ in results for one in ours)
+    for ours, theirs in results:
+        torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_that_come_and_go_are_updated_and_asked_of_the_device_anew() -> None:
+    ours, theirs = parameters(), parameters()
+    optimizers = OneKernelAdamW(ours, **SETTINGS), AdamW(theirs, **SETTINGS)
+    for step in range(5):
+        give_gradients(step, ours, theirs)
+        if step % 2:
+            ours[1].grad = theirs[1].grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+    for one, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
 def test_gradients_stay_as_they_are() -> None:
     trained = parameters()
     optimizer = OneKernelAdamW(groups(trained), **SETTINGS)
@@ -153,7 +199,7 @@ def test_tensors_of_other_kinds_are_updated_by_torch() -> None:
         give_gradients(0, ours, theirs)
         optimizer.step()
         AdamW(theirs, **SETTINGS).step()
-        assert not optimizer.places
+        assert not optimizer.tables
         for one, expected in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, expected)
 

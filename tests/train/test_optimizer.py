@@ -289,6 +289,18 @@ def test_without_skip_nan_inf_nothing_is_hidden(model_config: Path) -> None:
     assert run_ranks(2, broken_step, model_config) == [(0.0, True)] * 2
 
 
+@pytest.mark.parametrize("scale", [torch.nan, 0.0])
+def test_allocating_state_changes_no_weight_whatever_the_last_update_was(scale: float) -> None:
+    model = random_model(tiny_config("llama"))
+    optimizer = build_optimizer(model, OptimizerConfig())
+    optimizer.grad_scale = torch.tensor(scale)  # as `update` leaves it
+    optimizer.found_inf = torch.zeros(())
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer_tensors(model, optimizer)
+    for parameter, old in zip(model.parameters(), before, strict=True):
+        assert torch.equal(parameter, old)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_allocated_state_is_what_a_first_step_makes(implementation: str) -> None:
     model = random_model(tiny_config("llama"))

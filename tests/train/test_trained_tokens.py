@@ -25,6 +25,7 @@ CASES = {
     ),
     "context": Case(Layout(cp=2), parallelism={"context_parallel_degree": 2}),
     "pipeline": pipelined(Layout(pp=2), 4),
+    "pipeline that goes backward twice": pipelined(Layout(pp=2), 4, "InterleavedZeroBubble"),
 }
 """Of the sequences some are trained wholly, and some not at all, so that a micro-batch, or what a
 rank has of it, may have nothing to train."""

@@ -3,7 +3,7 @@
 A matrix of (tokens × vocabulary) never exists, nor logits of tokens known not to be trained.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -13,15 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lacuna.data.packing import IGNORED
+from lacuna.model.chunks import Parts, chunk_size, chunks_of
 from lacuna.model.head import Head
-
-# Logits of a chunk take about this much memory in float32; larger chunks gain no speed.
-CHUNK_BYTES = 1024 * 2**20
 
 Columns = Mapping[str, Tensor]
 Sums = dict[str, Tensor]
-Parts = Sequence[slice | Tensor]
-"""What picks each chunk out of the tokens: from one to another, or at places, int64 [chunk]."""
 
 
 @dataclass(frozen=True)
@@ -66,22 +62,6 @@ Loss = TokenLoss | SequenceLoss
 def stacked(sums: Sums, names: tuple[str, ...]) -> Tensor:
     """The sums in the order of their names, float32 [names]."""
     return torch.stack([sums[name].float() for name in names])
-
-
-def chunk_size(weight: Tensor) -> int:
-    """The number of tokens whose logits exist at once, by a head's weight [vocabulary, width].
-
-    A frozen head takes fewer, since it has no gradient to accumulate.
-    """
-    size = CHUNK_BYTES if weight.requires_grad else CHUNK_BYTES // 4
-    return max(256, size // (4 * len(weight)) // 256 * 256)
-
-
-def chunks_of(tokens: int, chunk: int, places: Tensor | None) -> Parts:
-    """The chunks of so many tokens, or of those among them at `places`, int64 [places]."""
-    count = tokens if places is None else len(places)
-    parts = [slice(start, start + chunk) for start in range(0, count, chunk)]
-    return parts if places is None else [places[part] for part in parts]
 
 
 def chunked_sums(
@@ -158,31 +138,34 @@ def _of_chunk(columns: Columns, part: slice | Tensor) -> Columns:
     return {name: column[part] for name, column in columns.items()}
 
 
-def _take_gradient(product: Tensor, columns: Columns, head: Head, loss: TokenLoss) -> Tensor:
-    """Puts the gradient of a chunk's loss in the place of the head's product; returns the sums.
-
-    It is the gradient of the first sum with respect to that product.
-    """
+def _gradient_and_sums(
+    product: Tensor, columns: Columns, head: Head, loss: TokenLoss
+) -> tuple[Tensor, Tensor]:
+    """The gradient of a chunk's loss with respect to the head's product, and the sums."""
 
     def with_sums(product: Tensor) -> tuple[Tensor, Tensor]:
         sums = stacked(loss.of(head.logits(product), columns), loss.names)
         return sums[0], sums
 
-    sums: Tensor
     gradient, (_, sums) = torch.func.grad_and_value(with_sums, has_aux=True)(product)
-    product.copy_(gradient)
-    return sums
+    return gradient, sums
+
+
+def _gradient_in_place(product: Tensor, *given: Any) -> tuple[Tensor, Tensor]:
+    """The same, with the gradient in the place of the product: for code that keeps no logits."""
+    gradient, sums = _gradient_and_sums(product, *given)
+    return product.copy_(gradient), sums
 
 
 def _scaled(gradient: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """A gradient times a scalar, rounded once to `dtype`."""
-    return (gradient.float() * scale).to(dtype)
+    return torch.mul(gradient, scale, out=torch.empty_like(gradient, dtype=dtype))
 
 
 @cache
-def _fastest(function: Callable[..., Tensor], compiled: bool) -> Callable[..., Tensor]:
-    """A function of elementwise work, or compiled; only then torch's compiler is imported."""
-    return torch.compile(function, fullgraph=True) if compiled else function
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function, compiled when it is first asked for, because this imports torch's compiler."""
+    return torch.compile(function, fullgraph=True)
 
 
 def _accumulate_product(total: Tensor, left: Tensor, right: Tensor) -> None:
@@ -207,7 +190,8 @@ def _gradients_by_chunk(
     are float32, and None where they are not `needed`. That of states in none of the `parts` is 0.
     """
     hidden, weight, bias = tensors
-    take_gradient = _fastest(_take_gradient, head.compiled and hidden.is_cuda)
+    is_compiled = head.compiled and hidden.is_cuda
+    step = _compiled(_gradient_in_place) if is_compiled else _gradient_and_sums
     total = torch.zeros(len(loss.names), dtype=torch.float32, device=hidden.device)
     # Without a part there is no token to be trained.
     is_whole = bool(parts) and isinstance(parts[0], slice)
@@ -218,8 +202,8 @@ def _gradients_by_chunk(
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32)
     for part in parts:
         states = hidden[part]
-        gradient = F.linear(states, weight, bias)  # the product, until the next line
-        total += take_gradient(gradient, _of_chunk(columns, part), head, loss)
+        gradient, sums = step(F.linear(states, weight, bias), _of_chunk(columns, part), head, loss)
+        total += sums
         if is_whole:
             torch.mm(gradient, weight, out=hidden_gradient[part])
         else:
@@ -253,7 +237,7 @@ class _ChunkedTokenLoss(torch.autograd.Function):
         )
         ctx.save_for_backward(*gradients)
         ctx.dtype = weight.dtype
-        ctx.scaled = _fastest(_scaled, head.compiled and hidden.is_cuda)
+        ctx.scaled = _compiled(_scaled) if head.compiled and hidden.is_cuda else _scaled
         return total
 
     @staticmethod

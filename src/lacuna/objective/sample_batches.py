@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 from lacuna.data import Batch
 from lacuna.data.packing import IGNORED
 from lacuna.model.build import BuiltModel
+from lacuna.model.chunks import chunk_size, chunks_of
 from lacuna.model.forward import Reading, head_input, run_forward
 from lacuna.model.head import Head
 from lacuna.model.inputs import Inputs
-from lacuna.model.loss import chunk_size, chunks_of, logprobs_of
+from lacuna.model.loss import logprobs_of
 from lacuna.objective.sample_rows import LaidOut
 from lacuna.parallel.context import gather_sequence
 from lacuna.parallel.fsdp import inference

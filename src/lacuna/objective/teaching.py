@@ -33,8 +33,8 @@ from lacuna.data.teacher import (
 )
 from lacuna.data.tokenizer import rows_of_tokens
 from lacuna.model.build import BuiltModel
+from lacuna.model.chunks import CHUNK_BYTES
 from lacuna.model.forward import head_input
-from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.weights import weight_files
 from lacuna.objective.teacher import build_teacher, check_vocabulary, teacher_head
 from lacuna.objective.top_k import likeliest

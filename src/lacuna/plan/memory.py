@@ -14,11 +14,11 @@ from lacuna.data import BatchSizes
 from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
 from lacuna.model.build import build_meta_model
+from lacuna.model.chunks import CHUNK_BYTES
 from lacuna.model.layers.quantized import quantized_modules
 from lacuna.model.layers.quantized_stacks import quantized_stacks
 from lacuna.model.layers.stacks import LoraStacks
 from lacuna.model.layers.wrapping import stored_parameter
-from lacuna.model.loss import CHUNK_BYTES
 from lacuna.model.parameter_groups import state_bytes, used_groups
 from lacuna.model.vocabulary import embeddings_on_cpu
 from lacuna.objective.language_modelling import FrozenModel

@@ -19,21 +19,21 @@ _TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @dataclass(frozen=True)
-class _Places:
-    """Where the tensors of an update lie, known to the device.
+class _Table:
+    """What the device is told of the tensors of an update.
 
     Attributes:
-        known: the addresses and sizes of the tensors.
-        host: the same, int64 [5, tensors]: weights, gradients, both averages, and sizes.
-        device: a copy of that.
+        rows: addresses of weights, gradients and both averages, and sizes.
+        addresses: these rows, int64 [5, tensors].
         programs: the tensor that each program works on, and which block of it, int32 [2, programs].
+        sent: what those two are copies of, in the host's memory.
         is_aligned: whether all tensors begin at multiples of 16 bytes.
     """
 
-    known: tuple[int, ...]
-    host: Tensor
-    device: Tensor
+    rows: list[list[int]]
+    addresses: Tensor
     programs: Tensor
+    sent: tuple[Tensor, Tensor]
     is_aligned: bool
 
 
@@ -46,8 +46,8 @@ class OneKernelAdamW(LocalAdamW):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.places: dict[int, _Places] = {}
-        self.recorded: list[_Places] = []  # which graphs read
+        self.tables: dict[tuple[int, int], _Table] = {}
+        self.recorded: list[_Table] = []  # which graphs read
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
@@ -61,12 +61,15 @@ class OneKernelAdamW(LocalAdamW):
                 groups.append((group, [weights, gradients, means, squares], steps))
         if not all(_is_suitable(tensors) for _, tensors, _ in groups):
             return super().step(closure)
+        is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         for number, (group, tensors, steps) in enumerate(groups):
-            places = _places_of(tensors, self.places.get(number))
-            self.places[number] = places
-            if tensors[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
-                self.recorded.append(places)
-            self._advance(group, tensors, steps, places)
+            key = number, len(steps)
+            table = _table_of(tensors, self.tables.get(key))
+            if is_recorded:
+                self.recorded.append(table)  # only a replay fills a new one
+            else:
+                self.tables[key] = table
+            self._advance(group, tensors, steps, table)
         return None
 
     def _advance(
@@ -74,7 +77,7 @@ class OneKernelAdamW(LocalAdamW):
         group: dict[str, Any],
         tensors: list[list[Tensor]],
         steps: list[Tensor],
-        places: _Places,
+        table: _Table,
     ) -> None:
         """Makes the update of a group, in place."""
         weights = tensors[0]
@@ -93,11 +96,11 @@ class OneKernelAdamW(LocalAdamW):
         numbers = torch.stack([rate * group["weight_decay"], rate / first, second.sqrt()]).float()
         torch._foreach_sub_(steps, [skip] * len(steps))
         beta, beta_of_squares = group["betas"]
-        _advance_all[(places.programs.shape[1],)](
-            *(places.device, places.programs, numbers, scale, skip, len(weights)),
+        _advance_all[(table.programs.shape[1],)](
+            *(table.addresses, table.programs, numbers, scale, skip, len(weights)),
             *(1 - beta, beta_of_squares, 1 - beta_of_squares, group["eps"]),
             TYPE=_TYPES[weights[0].dtype],
-            ALIGNED=places.is_aligned,
+            ALIGNED=table.is_aligned,
             BLOCK=_BLOCK,
         )
 
@@ -110,25 +113,31 @@ def _is_suitable(tensors: list[list[Tensor]]) -> bool:
     )
 
 
-def _places_of(tensors: list[list[Tensor]], before: _Places | None) -> _Places:
-    """Where tensors lie; those of the last update, `before`, if they are still there."""
+def _table_of(tensors: list[list[Tensor]], before: _Table | None) -> _Table:
+    """What the device is told of tensors; `before`, if that is of the same ones where they are."""
     rows = [[one.data_ptr() for one in kind] for kind in tensors]
     rows.append([one.numel() for one in tensors[0]])
-    known = tuple(number for row in rows for number in row)
-    if before is not None and before.known == known:
+    if before is not None and before.rows == rows:
         return before
     device = tensors[0][0].device
-    host = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
-    if before is not None and torch.equal(before.host[-1], host[-1]):
-        programs = before.programs
-    else:
-        programs = _programs_for(rows[-1]).to(device)
+    addresses = _in_page_locked_memory(torch.tensor(rows), device)
     is_aligned = all(address % 16 == 0 for row in rows[:-1] for address in row)
-    return _Places(known, host, host.to(device, non_blocking=True), programs, is_aligned)
+    if before is not None and before.rows[-1] == rows[-1]:
+        programs, programs_there = before.sent[1], before.programs
+    else:
+        programs = _in_page_locked_memory(_programs_for(rows[-1]), device)
+        programs_there = programs.to(device, non_blocking=True)
+    there = addresses.to(device, non_blocking=True)
+    return _Table(rows, there, programs_there, (addresses, programs), is_aligned)
+
+
+def _in_page_locked_memory(tensor: Tensor, device: torch.device) -> Tensor:
+    """A tensor from where a GPU can take it without a wait."""
+    return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
 def _programs_for(sizes: list[int]) -> Tensor:
-    """The programs that update tensors of these sizes, as in `_Places`."""
+    """The programs that update tensors of these sizes, as in `_Table`."""
     blocks = torch.tensor([triton.cdiv(size, _BLOCK) for size in sizes])
     tensors = torch.arange(len(sizes)).repeat_interleave(blocks)
     before = (blocks.cumsum(0) - blocks).repeat_interleave(blocks)
@@ -137,7 +146,7 @@ def _programs_for(sizes: list[int]) -> Tensor:
 
 @triton.jit
 def _advance_all(
-    places,
+    addresses,
     programs,
     numbers,
     scale,
@@ -156,7 +165,7 @@ def _advance_all(
         program = tl.program_id(0)
         tensor = tl.load(programs + program)
         first = tl.load(programs + tl.num_programs(0) + program).to(tl.int64) * BLOCK
-        place = places + tensor
+        place = addresses + tensor
         left = tl.load(place + 4 * tensors) - first
         pointers = (
             _pointer(tl.load(place), first, TYPE, ALIGNED),

@@ -35,7 +35,7 @@ def build_optimizer(
     is_plain = settings.name == "AdamW" and not settings.groups
     if is_plain and settings.state_dtype is None:
         betas = settings.beta1, settings.beta2
-        optimizer: torch.optim.AdamW = _plain_adamw(model.device, settings)(
+        optimizer: torch.optim.AdamW = _plain_adamw(groups, settings)(
             groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels
         )
     elif settings.state_dtype is not None:
@@ -73,10 +73,11 @@ class LocalAdamW(torch.optim.AdamW):
         return is_complex
 
 
-def _plain_adamw(device: torch.device, settings: OptimizerConfig) -> type[LocalAdamW]:
-    """AdamW for weights on this device: with a kernel of lacuna's own, or as torch computes it."""
+def _plain_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> type[LocalAdamW]:
+    """AdamW for these groups: with a kernel of lacuna's own on a GPU, or as torch computes it."""
+    on_gpu = all(one.device.type == "cuda" for group in groups for one in group["params"])
     is_fused = settings.implementation == "fused" and not settings.early_step_in_backward
-    if device.type == "cuda" and is_fused and find_spec("triton") is not None:
+    if on_gpu and is_fused and find_spec("triton") is not None:
         from lacuna.train.one_kernel import OneKernelAdamW  # an extension
 
         return OneKernelAdamW
@@ -197,6 +198,8 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[st
     Before the first step it is made by a step that learns nothing, so that a checkpoint can be
     loaded into it. No parameter may have a gradient.
     """
+    # Of the last update, whose gradients may not have been finite.
+    optimizer.grad_scale = optimizer.found_inf = None  # type: ignore[attr-defined]
     for group in optimizer.param_groups:
         rate = group["lr"]
         group["lr"] = 0.0

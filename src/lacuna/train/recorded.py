@@ -89,9 +89,11 @@ class RecordedSteps:
 
     def add(self, batch: Batch, divisor: Tensor) -> Tensor:
         """Adds a micro-batch's gradients to those of the model; returns the sums of its loss."""
-        # Logits of all tokens: those that are trained are of another number each time, and so each
-        # micro-batch would be of a kind of its own.
-        inputs = replace(self.built.inputs(batch), places=None)
+        inputs = self.built.inputs(batch)
+        if self.is_wanted:
+            # Logits of all tokens: those that are trained are of another number each time, and so
+            # each micro-batch would be of a kind of its own.
+            inputs = replace(inputs, places=None)
         leaves, spec = tree_flatten((inputs.arguments, inputs.columns))
         # One tensor may be there twice, which compiled code knows.
         tensors = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
