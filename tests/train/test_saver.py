@@ -83,7 +83,7 @@ def kept(
     for run, output in zip((one, two), outputs, strict=True):
         assert f"starting from the weights in {checkpoint(run, 0)}" in " ".join(output.split())
     further = shutil.copytree(one, folder / "further")
-    train(world, further, *flags, "--optimizer.lr", 1.0, "--training.steps", 12)
+    train(world, further, *flags, "--optimizer.lr", 5.0, "--training.steps", 12)
     return {run.name: run for run in (one, two, further)}
 
 
