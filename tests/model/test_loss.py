@@ -71,7 +71,7 @@ def sums(
 ) -> Tensor:
     columns = {"labels": labels}
     linear = linear_of(tensors, bias)
-    return chunked_sums(linear, head, loss, tensors["hidden"], columns, chunk, places)
+    return chunked_sums(linear, head, loss, tensors["hidden"], columns, places, chunk)
 
 
 def linear_of(tensors: dict[str, Tensor], bias: bool) -> SimpleNamespace:
@@ -251,7 +251,7 @@ def test_log_probabilities_are_put_back_at_their_places(labels: Tensor, bias: bo
     wanted = gradients_of((expected * weights).sum(), exact)
     given = with_gradients(tensors, torch.float32)
     linear, places = linear_of(given, bias), places_of(labels)
-    found = chunked_logprobs(linear, head, given["hidden"], labels, 7, places)
+    found = chunked_logprobs(linear, head, given["hidden"], labels, places, 7)
     torch.testing.assert_close(found, expected.float())
     gradients = gradients_of((found * weights).sum(), given)
     assert gradients.keys() == wanted.keys()
@@ -275,7 +275,7 @@ def test_logits_of_other_tokens_are_not_made(monkeypatch: pytest.MonkeyPatch) ->
     assert made == [16, 16, 1]
     made.clear()
     hidden = given["hidden"]
-    chunked_logprobs(linear_of(given, True), Head(), hidden, labels, 16, places).sum().backward()
+    chunked_logprobs(linear_of(given, True), Head(), hidden, labels, places, 16).sum().backward()
     assert made == [16, 16, 1] * 2, "forward, and once more backward"
     made.clear()
     chunked(given, LABELS["none"], True, Head(), 16, places_of(LABELS["none"])).backward()

@@ -1,4 +1,4 @@
-"""Of which tokens logits exist at once: as many as fit in memory, and trained ones alone."""
+"""Of which tokens logits are made at once: as many as fit in memory, of all or of chosen ones."""
 
 from collections.abc import Sequence
 

@@ -95,7 +95,7 @@ def loss_sums(
             sums = sums / inputs.split.size()
     elif head.chunked:
         linear = model.get_output_embeddings()
-        sums = run_forward(linear, chunked_sums, head, loss, states, columns, 0, inputs.places)
+        sums = run_forward(linear, chunked_sums, head, loss, states, columns, inputs.places)
     else:
         sums = stacked(loss.of(head.logits(states), columns), loss.names)
     if inputs.gather is not None:
@@ -146,7 +146,7 @@ def _sums_by_sequence(
         targets = torch.where(targets == IGNORED, columns["prompt_labels"], targets)
     if head.chunked:
         linear = model.get_output_embeddings()
-        logprobs = run_forward(linear, chunked_logprobs, head, states, targets, 0, inputs.places)
+        logprobs = run_forward(linear, chunked_logprobs, head, states, targets, inputs.places)
     else:
         logprobs = logprobs_of(head.logits(states), targets)
     values = {}

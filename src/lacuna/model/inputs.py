@@ -172,7 +172,7 @@ def _columns_of_rank(
         cut = {"input_ids"} if is_gathered else columns.keys() - {"position_ids"}
         tp, rank = mesh.layout.tp, mesh.rank("tp")
         # What is not contiguous would be copied to a GPU with a wait.
-        own = {name: columns[name].chunk(tp, dim=1)[rank].contiguous() for name in sorted(cut)}
+        own = {name: columns[name].chunk(tp, dim=1)[rank].contiguous() for name in cut}
         columns = columns | own
     return columns
 

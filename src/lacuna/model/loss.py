@@ -1,6 +1,6 @@
 """Losses of tokens and of sequences, made from hidden states chunk by chunk.
 
-A matrix of (tokens × vocabulary) never exists, nor logits of tokens known not to be trained.
+A matrix of (tokens × vocabulary) never exists.
 """
 
 from collections.abc import Callable, Mapping
@@ -70,8 +70,8 @@ def chunked_sums(
     loss: TokenLoss,
     hidden: Tensor,
     columns: Columns,
-    chunk: int = 0,
     places: Tensor | None = None,
+    chunk: int = 0,
 ) -> Tensor:
     """The sums of `loss`, float32 [names], over all tokens, or those at `places`, int64 [places].
 
@@ -107,8 +107,8 @@ def chunked_logprobs(
     head: Head,
     hidden: Tensor,
     labels: Tensor,
-    chunk: int = 0,
     places: Tensor | None = None,
+    chunk: int = 0,
 ) -> Tensor:
     """The log-probability of each label [tokens] by the logits `head.logits(linear(hidden))`.
 

@@ -101,11 +101,12 @@ def find_attention(
         "padded": 'set packing.mode = "none" to give each document a row of its own',
         "whole": "set data.document_mask = false to have the documents of a row see each other",
     }
-    also = 'set training.mixed_precision_param = "float32", and '
-    for precision, first in ((dtype, ""), (torch.float32, also)):
-        fit = [one for one in ways if one != rows and None in compared(one, precision).values()]
-        if fit and rows != "whole":
-            mend = first + ", or ".join(ways[one] for one in fit)
+    others = [one for one in ways if one != rows and rows != "whole"]
+    for precision in dict.fromkeys([dtype, torch.float32]):
+        fit = [ways[one] for one in others if None in compared(one, precision).values()]
+        also = "" if precision == dtype else 'set training.mixed_precision_param = "float32", and '
+        if fit:
+            mend = also + ", or ".join(fit)
             raise UserError(f"data.document_mask: in {rows} rows {wrong}: {mend}.")
     raise UserError(f"model: {wrong}: choose another model, layout or model.attention.")
 

@@ -63,7 +63,7 @@ class OneKernelAdamW(LocalAdamW):
             return super().step(closure)
         is_recorded = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         for number, (group, tensors, steps) in enumerate(groups):
-            key = number, len(steps)
+            key = number, len(steps)  # state is made by steps of one weight each, in between
             table = _table_of(tensors, self.tables.get(key))
             if is_recorded:
                 self.recorded.append(table)  # only a replay fills a new one
@@ -82,13 +82,8 @@ class OneKernelAdamW(LocalAdamW):
         """Makes the update of a group, in place."""
         weights = tensors[0]
         device = weights[0].device
-        scale, skip = (
-            torch.full((), default, device=device) if given is None else given.to(device)
-            for given, default in (
-                (getattr(self, "grad_scale", None), 1.0),
-                (getattr(self, "found_inf", None), 0.0),
-            )
-        )
+        scale = self._told("grad_scale", 1.0, device)
+        skip = self._told("found_inf", 0.0, device)
         torch._foreach_add_(steps, 1.0)
         count = torch.stack(steps).double()
         first, second = (1 - torch.pow(beta, count) for beta in group["betas"])
@@ -103,6 +98,11 @@ class OneKernelAdamW(LocalAdamW):
             ALIGNED=table.is_aligned,
             BLOCK=_BLOCK,
         )
+
+    def _told(self, name: str, default: float, device: torch.device) -> Tensor:
+        """The scalar that the loop has set as an attribute of this name, or the default."""
+        given = getattr(self, name, None)
+        return torch.full((), default, device=device) if given is None else given.to(device)
 
 
 def _is_suitable(tensors: list[list[Tensor]]) -> bool:
@@ -132,7 +132,10 @@ def _table_of(tensors: list[list[Tensor]], before: _Table | None) -> _Table:
 
 
 def _in_page_locked_memory(tensor: Tensor, device: torch.device) -> Tensor:
-    """A tensor from where a GPU can take it without a wait."""
+    """A tensor from where a GPU can take it without a wait.
+
+    `to_device` would let go of it, and a copy that is recorded reads it at every replay.
+    """
     return tensor.pin_memory() if device.type == "cuda" else tensor
 
 
