@@ -212,6 +212,7 @@ def _gradients_by_chunk(
             _accumulate_product(weight_gradient, gradient.t(), states)
         if bias_gradient is not None:
             bias_gradient += gradient.sum(0, dtype=torch.float32)
+        del gradient  # of which the next chunk makes another
     return total, (hidden_gradient, weight_gradient, bias_gradient)
 
 
