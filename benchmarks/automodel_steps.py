@@ -118,8 +118,8 @@ def recipe_settings(task: Task) -> dict[str, Any]:
     layout = settings["layout"]
     recomputed = settings["activation_checkpoint"]["mode"]
     option = settings["activation_checkpoint"]["selective_ac_option"]
-    if recomputed == "selective" and option == "products":
-        recomputed = "none"  # it computes no product again but by keeping everything
+    if recomputed == "selective" and option != "op":
+        recomputed = "none"  # it keeps all products but by keeping everything
     adapters = settings["lora"]
     peft = {}
     if adapters["rank"]:

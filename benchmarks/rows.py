@@ -39,6 +39,9 @@ def _moved(share: float) -> Settings:
     return {"activation_checkpoint": PRODUCTS["activation_checkpoint"] | moved}
 
 
+FEW_AGAIN = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op/4"}}
+
+
 def _state_moved(share: float) -> Settings:
     """All products kept, a share of the optimizer's state in CPU memory between updates."""
     return PRODUCTS | {"optimizer": {"state_offload_share": share}}
@@ -167,6 +170,13 @@ ROWS = {
         LLAMA_1B,
         (2, 8192),
         WHOLE_ROWS | _state_moved(0.33),
+        "torchtitan",
+    ),
+    "llama-1b-few-again": Row(
+        "llama-1b-moved, half of the products of every fourth layer computed again",
+        LLAMA_1B,
+        (2, 8192),
+        WHOLE_ROWS | _state_moved(0.33) | FEW_AGAIN,
         "torchtitan",
     ),
     "half-8b": Row(

@@ -234,7 +234,7 @@ def job_config(task: Task) -> JobConfig:
     config.activation_checkpoint.mode = recomputed["mode"]
     option = recomputed["selective_ac_option"]
     # It cannot keep all products; by operation is what comes next.
-    config.activation_checkpoint.selective_ac_option = "op" if option == "products" else option
+    config.activation_checkpoint.selective_ac_option = option if option.isdecimal() else "op"
     if settings["float8"]["enable_float8_linear"]:
         use_float8(config, settings["float8"])
     return config

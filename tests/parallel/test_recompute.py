@@ -33,6 +33,7 @@ FULL = ActivationCheckpointConfig(mode="full")
 EVERY_SECOND = ActivationCheckpointConfig(mode="selective", selective_ac_option="2")
 BY_OPERATION = ActivationCheckpointConfig(mode="selective", selective_ac_option="op")
 ALL_PRODUCTS = ActivationCheckpointConfig(mode="selective", selective_ac_option="products")
+HALF_OF_EVERY_THIRD = ActivationCheckpointConfig(mode="selective", selective_ac_option="op/3")
 PRODUCTS_MOVED = ALL_PRODUCTS.model_copy(update={"offload": True, "offload_share": 0.6})
 BUDGET = ActivationCheckpointConfig(mode="memory_budget", memory_budget=0.2)
 
@@ -51,7 +52,10 @@ def model_config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
     ids=["adapters", "whole"],
 )
 def test_a_recomputed_step_is_the_same_step(model_config: Path, adapters: LoraConfig) -> None:
-    modes = (ActivationCheckpointConfig(), FULL, EVERY_SECOND, BY_OPERATION, ALL_PRODUCTS)
+    modes = (
+        *(ActivationCheckpointConfig(), FULL, EVERY_SECOND),
+        *(BY_OPERATION, ALL_PRODUCTS, HALF_OF_EVERY_THIRD),
+    )
     modes += (OFFLOADED,)
     plain, *recomputed = outcomes(
         model_config, [Case(Layout(1, 2), 2, recompute=mode, lora=adapters) for mode in modes]
@@ -202,6 +206,21 @@ def wide_products(settings: ActivationCheckpointConfig | None, rank: int) -> int
         output: Any = model(input_ids=torch.arange(32)[None] % 60, use_cache=False)
         output.logits.sum().backward()
     return counting.count
+
+
+def test_op_with_a_number_computes_products_of_every_so_manieth_layer_again() -> None:
+    counts = {
+        option: wide_products(
+            ActivationCheckpointConfig(mode="selective", selective_ac_option=option), 0
+        )
+        for option in ("products", "op", "op/1", "op/2", "op/4", "op/5")
+    }
+    of_four_layers = counts["op"] - counts["products"]
+    assert of_four_layers > 0
+    assert counts["op/1"] == counts["op"]
+    assert counts["op/2"] - counts["products"] == of_four_layers / 2
+    assert counts["op/4"] - counts["products"] == of_four_layers / 4
+    assert counts["op/5"] == counts["products"], "there is no fifth layer"
 
 
 class CountingGroupedProducts(TorchDispatchMode):

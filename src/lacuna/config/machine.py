@@ -95,10 +95,10 @@ class ActivationCheckpointConfig(Section):
     """What is recomputed: all, some by selective_ac_option, or as much as memory_budget asks."""
 
     selective_ac_option: Annotated[
-        str, BeforeValidator(str), Field(pattern="^(op|products|[1-9][0-9]*)$")
+        str, BeforeValidator(str), Field(pattern="^(op(/[1-9][0-9]*)?|products|[1-9][0-9]*)$")
     ] = "2"
-    """With mode selective: k recomputes every k-th layer; op keeps attention, communication and
-    every second wide matrix product; products keeps all, and of experts as many as op."""
+    """With mode selective: k recomputes every k-th layer; op keeps attention, communication, half
+    the wide matrix products; products all, but half of experts'; op/4 is op in every 4th layer."""
 
     memory_budget: float = Field(default=0.5, ge=0, le=1)
     """With mode memory_budget: share of the activations that torch.compile may keep."""

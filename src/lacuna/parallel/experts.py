@@ -113,8 +113,8 @@ def prepare_mixtures(
         _spread_experts(layers, model, mesh, training, quantization)
     if not is_by_operation(recomputed):
         return
-    kept = keeping_operations(recomputed)
-    for layer in layers:
+    for number, layer in enumerate(layers):
+        kept = keeping_operations(recomputed, number)
         if _apart([layer], mesh):
             setattr(layer, "recomputes_parts", True)  # noqa: B010
             for part in _parts_with_products(layer, stacks_of([layer])):

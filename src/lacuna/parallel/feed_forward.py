@@ -22,13 +22,15 @@ def compile_feed_forward(layers: Sequence[nn.Module], settings: ActivationCheckp
     norm is computed again instead of kept. Where operations are kept (`is_by_operation`), nothing
     else of such layers is recomputed: fla's kernels would take long for the memory that they spare.
     """
-    for layer in layers:
+    for number, layer in enumerate(layers):
+        by_operation = is_by_operation(settings)
+        kept = {"context_fn": keeping_operations(settings, number)} if by_operation else {}
         for block in layer.modules():
             feed_forward: Any = getattr(block, "mlp", None)
             if _is_swiglu(feed_forward):
                 norm = getattr(block, "mlp_norm", None)
-                _compile_block(feed_forward, norm if _is_rms_norm(norm) else None, settings)
-                if is_by_operation(settings):
+                _compile_block(feed_forward, norm if _is_rms_norm(norm) else None, kept)
+                if by_operation:
                     setattr(layer, "recomputes_parts", True)  # noqa: B010
 
 
@@ -40,11 +42,11 @@ def _is_rms_norm(module: nn.Module | None) -> bool:
     return type(module).__name__ == "RMSNorm" and not isinstance(module, nn.RMSNorm)
 
 
-def _compile_block(
-    feed_forward: nn.Module, norm: nn.Module | None, settings: ActivationCheckpointConfig
-) -> None:
-    """Has a block be compiled, in place, and the `norm` before it leave its work to the block."""
-    kept = {"context_fn": keeping_operations(settings)} if is_by_operation(settings) else {}
+def _compile_block(feed_forward: nn.Module, norm: nn.Module | None, kept: dict[str, Any]) -> None:
+    """Has a block be compiled, in place, and the `norm` before it leave its work to the block.
+
+    What is `kept` is for `with_checkpointing`.
+    """
     compute = _compiled(**kept)
     # What the norm was given last, for the block to compute.
     left: list[Tensor] = []

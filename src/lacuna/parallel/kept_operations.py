@@ -7,6 +7,7 @@ from typing import Any
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.parallel.recompute import halved_every
 
 # The names of operations, or how these begin.
 _GROUPED = ("aten::_grouped_mm", "aten::_scaled_grouped_mm")
@@ -22,9 +23,14 @@ KEPT = (  # attention and communication
 )
 
 
-def keeping_operations(settings: ActivationCheckpointConfig) -> Callable[[], Any]:
-    """The `context_fn` that keeps what takes longest to compute again."""
-    return _all_products if settings.selective_ac_option == "products" else _half_of_products
+def keeping_operations(settings: ActivationCheckpointConfig, layer: int) -> Callable[[], Any]:
+    """The `context_fn` by which a layer keeps what takes longest to compute again.
+
+    Layers are counted from 0; `op/4` keeps half of the products of every fourth layer.
+    """
+    every = halved_every(settings)
+    is_halved = every > 0 and (layer + 1) % every == 0
+    return _half_of_products if is_halved else _all_products
 
 
 # Functions, since of nothing else the compiler makes one graph.

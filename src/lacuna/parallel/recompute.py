@@ -27,12 +27,12 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
         return
     by_number = settings.mode == "selective" and not is_by_operation(settings)
     every = int(settings.selective_ac_option) if by_number else 1
-    kept = {}
-    if is_by_operation(settings):
-        from lacuna.parallel.kept_operations import keeping_operations  # an extension
+    for number, layer in [*enumerate(layers)][every - 1 :: every]:
+        kept = {}
+        if is_by_operation(settings):
+            from lacuna.parallel.kept_operations import keeping_operations  # an extension
 
-        kept = {"context_fn": keeping_operations(settings)}
-    for layer in layers[every - 1 :: every]:
+            kept = {"context_fn": keeping_operations(settings, number)}
         if not hasattr(layer, "recomputes_parts"):
             layer.forward = with_checkpointing(layer.forward, **kept)
 
@@ -59,6 +59,12 @@ def _drops_out(module: nn.Module) -> bool:
 def is_by_operation(settings: ActivationCheckpointConfig) -> bool:
     """Whether the results of some operations are kept, and all others computed again."""
     return settings.mode == "selective" and not settings.selective_ac_option.isdecimal()
+
+
+def halved_every(settings: ActivationCheckpointConfig) -> int:
+    """Of how many layers one keeps half of its products alone: 4 by `op/4`; 0 if none does."""
+    option, _, every = settings.selective_ac_option.partition("/")
+    return int(every or 1) if option == "op" else 0
 
 
 def with_checkpointing(forward: Callable[..., Any], **kept: Any) -> Callable[..., Any]:

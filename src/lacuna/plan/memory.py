@@ -28,7 +28,7 @@ from lacuna.parallel.mesh import Layout
 from lacuna.parallel.mixtures import mixtures_in
 from lacuna.parallel.parallelize import compile_enabled
 from lacuna.parallel.precision import compute_dtype, frozen_training
-from lacuna.parallel.recompute import is_by_operation
+from lacuna.parallel.recompute import halved_every, is_by_operation
 from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
 
 
@@ -68,8 +68,8 @@ def _kept_values(
     more where these are normed; the feed-forward part its input, normed input and three (gated) or
     two wide tensors. Uncompiled code also keeps the intermediate results of norms, rotations and
     activations, about as much again. By operation a layer keeps its input, attention's output and
-    every second product. Of what is recomputed, the layers' inputs and one layer remain, with its
-    gradients where nothing else is kept; of inputs in CPU memory two are back at a time. Of wide
+    products (`halved_every`). Of what is recomputed, the layers' inputs and one layer remain, with
+    its gradients where nothing else is kept; of inputs in CPU memory two are back. Of wide
     tensors computed in pieces, one piece's remain. Tensor parallelism divides all of it but the
     normed inputs, which it gathers.
     """
@@ -96,7 +96,7 @@ def _kept_values(
     kept = (1 - recomputed) * layer + recomputed * hidden / tp
     if is_by_operation(settings):
         products = turned + key_value * head_dim(widest) + hidden + 2 * wide
-        share = 1 if settings.selective_ac_option == "products" else 1 / 2
+        share = 1 - 1 / (2 * halved_every(settings) or float("inf"))
         kept = (hidden + heads * head_dim(widest) + products * share) / tp
     # Keys and values of grouped heads are narrower than what is moved.
     narrow = 0.0 if settings.mode == "full" else 2 * key_value * head_dim(widest) / tp
