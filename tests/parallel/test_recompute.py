@@ -208,7 +208,7 @@ def wide_products(settings: ActivationCheckpointConfig | None, rank: int) -> int
     return counting.count
 
 
-def test_op_with_a_number_computes_products_of_every_so_manieth_layer_again() -> None:
+def test_op_with_a_number_computes_products_of_every_nth_layer_again() -> None:
     counts = {
         option: wide_products(
             ActivationCheckpointConfig(mode="selective", selective_ac_option=option), 0
