@@ -119,7 +119,7 @@ def recipe_settings(task: Task) -> dict[str, Any]:
     recomputed = settings["activation_checkpoint"]["mode"]
     option = settings["activation_checkpoint"]["selective_ac_option"]
     if recomputed == "selective" and option != "op":
-        recomputed = "none"  # it keeps all products but by keeping everything
+        recomputed = "none"  # it can keep most products only by keeping everything
     adapters = settings["lora"]
     peft = {}
     if adapters["rank"]:

@@ -30,6 +30,7 @@ PACKED = {
     "training": {"context_len": 4096, "varlen": True},
 }
 BY_OPERATION = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op"}}
+FEW_AGAIN = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op/4"}}
 PRODUCTS = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "products"}}
 
 
@@ -37,9 +38,6 @@ def _moved(share: float) -> Settings:
     """All products kept, a share of what layers keep in CPU memory."""
     moved = {"offload": True, "offload_share": share}
     return {"activation_checkpoint": PRODUCTS["activation_checkpoint"] | moved}
-
-
-FEW_AGAIN = {"activation_checkpoint": {"mode": "selective", "selective_ac_option": "op/4"}}
 
 
 def _state_moved(share: float) -> Settings:

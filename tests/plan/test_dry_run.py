@@ -259,6 +259,18 @@ def test_the_peak_is_near_what_gpus_reserved() -> None:
     )
     assert found == pytest.approx(46.6, rel=0.1), "docs/log.md, two H100s"
     products = by_operation | {"selective_ac_option": "products"}
+    options = ("op", "op/4", "products")
+    op, few, most = (
+        peak_of(
+            half_of_llama_8b,
+            Layout(dp_shard=2),
+            2,
+            8192,
+            activation_checkpoint=by_operation | {"selective_ac_option": option},
+        )
+        for option in options
+    )
+    assert few == pytest.approx(most - (most - op) / 4)
     moved = products | {"offload": True, "offload_share": 0.41}
     for settings, reserved in ((products, 56.4), (moved, 50.9)):
         found = peak_of(

@@ -28,8 +28,7 @@ def keeping_operations(settings: ActivationCheckpointConfig, layer: int) -> Call
 
     Layers are counted from 0; `op/4` keeps half of the products of every fourth layer.
     """
-    every = halved_every(settings)
-    is_halved = every > 0 and (layer + 1) % every == 0
+    is_halved = (layer + 1) % halved_every(settings) == 0
     return _half_of_products if is_halved else _all_products
 
 

@@ -1,5 +1,6 @@
 """Activation checkpointing: what the forward pass forgets and the backward pass computes again."""
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -61,10 +62,10 @@ def is_by_operation(settings: ActivationCheckpointConfig) -> bool:
     return settings.mode == "selective" and not settings.selective_ac_option.isdecimal()
 
 
-def halved_every(settings: ActivationCheckpointConfig) -> int:
-    """Of how many layers one keeps half of its products alone: 4 by `op/4`; 0 if none does."""
+def halved_every(settings: ActivationCheckpointConfig) -> float:
+    """Of how many layers one keeps half of its products alone: 4 by `op/4`; infinity if none."""
     option, _, every = settings.selective_ac_option.partition("/")
-    return int(every or 1) if option == "op" else 0
+    return int(every or 1) if option == "op" else math.inf
 
 
 def with_checkpointing(forward: Callable[..., Any], **kept: Any) -> Callable[..., Any]:

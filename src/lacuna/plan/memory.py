@@ -96,7 +96,7 @@ def _kept_values(
     kept = (1 - recomputed) * layer + recomputed * hidden / tp
     if is_by_operation(settings):
         products = turned + key_value * head_dim(widest) + hidden + 2 * wide
-        share = 1 - 1 / (2 * halved_every(settings) or float("inf"))
+        share = 1 - 1 / (2 * halved_every(settings))
         kept = (hidden + heads * head_dim(widest) + products * share) / tp
     # Keys and values of grouped heads are narrower than what is moved.
     narrow = 0.0 if settings.mode == "full" else 2 * key_value * head_dim(widest) / tp
