@@ -55,7 +55,7 @@ GIVEN_ALL_SETTINGS = {
     "formats/opening.py": ("_model_with_empty_adapters",),
     # They make other settings of a whole run: of a stage, of a teacher, of what is measured.
     "parallel/batch.py": ("curriculum_batches",),
-    "train/resume.py": ("files_of_frozen", "way_to_start_anew"),
+    "train/resume.py": ("inputs_of", "files_of_frozen", "way_to_start_anew"),
     "objective/teacher.py": ("build_teacher", "teacher_config"),
     "train/bench.py": ("measured_config", "measure"),
     # An objective may be a user's own, and read anything (docs/objectives.md).

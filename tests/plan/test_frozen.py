@@ -16,7 +16,7 @@ from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.batch import resolve_batch
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.mesh import Layout
-from lacuna.plan.memory import frozen_memory
+from lacuna.plan.frozen import frozen_memory
 from runs import lacuna
 from tiny import CPU, mesh_of, random_model, run_ranks, tiny_config, tokenizer_of_words
 

@@ -158,7 +158,7 @@ EXTENSIONS = {
     "moved-state": ("train/moved_state.py",),
     "adamw-kernel": ("train/one_kernel.py",),
     "small-state": ("train/small_state.py", "train/eight_bits.py"),
-    "plans": ("commands/plan.py", "plan/dry_run.py", "plan/memory.py"),
+    "plans": ("commands/plan.py", "plan/dry_run.py", "plan/frozen.py", "plan/memory.py"),
     "shown-rows": ("commands/data.py", "plan/examples.py"),
     "rollouts": (
         "commands/generate.py",

@@ -33,7 +33,8 @@ from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.processes import device_type
 from lacuna.parallel.recompute import require_no_dropout
 from lacuna.parallel.stages import stage_ranges
-from lacuna.plan.memory import estimate_memory, frozen_memory, peak_memory
+from lacuna.plan.frozen import frozen_memory
+from lacuna.plan.memory import estimate_memory, peak_memory
 
 _CPU = torch.device("cpu")
 _AXES = ("dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")

@@ -1,7 +1,6 @@
 """How much memory a run will take on the rank that needs most."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -11,23 +10,20 @@ from transformers import PreTrainedModel
 from lacuna.config import Config
 from lacuna.config.machine import ActivationCheckpointConfig, ParallelismConfig
 from lacuna.data import BatchSizes
-from lacuna.data.tokenizer import grown_tokenizer
 from lacuna.model.architecture import attention_heads, decoder_layers, head_dim, layer_settings
-from lacuna.model.build import build_meta_model
 from lacuna.model.chunks import CHUNK_BYTES
 from lacuna.model.layers.quantized import quantized_modules
 from lacuna.model.layers.quantized_stacks import quantized_stacks
 from lacuna.model.layers.stacks import LoraStacks
 from lacuna.model.layers.wrapping import stored_parameter
-from lacuna.model.parameter_groups import state_bytes, used_groups
+from lacuna.model.parameter_groups import state_bytes
 from lacuna.model.vocabulary import embeddings_on_cpu
-from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.fsdp import is_alone, reshard_after_forward
 from lacuna.parallel.mesh import Layout
 from lacuna.parallel.mixtures import mixtures_in
 from lacuna.parallel.parallelize import compile_enabled
-from lacuna.parallel.precision import compute_dtype, frozen_training
+from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.recompute import halved_every, is_by_operation
 from lacuna.parallel.schedule import held_stages, most_unfinished, pipeline_order
 
@@ -198,6 +194,16 @@ def _unreduced_bytes(
     return found
 
 
+def _loss_bytes(model: PreTrainedModel, tokens: float) -> float:
+    """Bytes of a chunk's logits and their gradients, and of the head's gradient in float32."""
+    text = model.config.get_text_config()
+    learns: bool = cast(Any, model).get_output_embeddings().weight.requires_grad
+    chunk = CHUNK_BYTES if learns else CHUNK_BYTES // 4
+    head: float = 4 * text.vocab_size * text.hidden_size
+    logits: float = min(chunk, 4 * tokens * text.vocab_size)
+    return 3 * logits + head * learns
+
+
 def estimate_memory(
     config: Config, layout: Layout, batch: BatchSizes, model: PreTrainedModel, device: str
 ) -> dict[str, float]:
@@ -234,9 +240,6 @@ def estimate_memory(
     weights = sizes.shard * (learns * master + (1 - learns) * stored)
     if embeddings_on_cpu(model, config.quantization.base, alone, device):
         weights -= head * stored
-    learns_head = cast(Any, model).get_output_embeddings().weight.requires_grad
-    chunk = CHUNK_BYTES if learns_head else CHUNK_BYTES // 4
-    loss = 3 * min(chunk, 4 * tokens / layout.tp * text.vocab_size) + 4 * head * learns_head
     held = _held_gradients(sizes, layout, config.optimizer.early_step_in_backward)
     on_device = device == "cpu" or not config.training.enable_cpu_offload
     state = state_bytes(model, config.optimizer, master) * learns * sizes.shard
@@ -246,7 +249,7 @@ def estimate_memory(
         "optimizer": state * on_device,
         "gathered": at_once * (learns * gathered + (1 - learns) * compute) + dequantised,
         "activations": tokens * kept * compute,
-        "loss": loss,
+        "loss": _loss_bytes(model, tokens / layout.tp),
     }
 
 
@@ -264,37 +267,3 @@ def peak_memory(parts: Mapping[str, float], accumulation: int, moved: float = 0.
         passes += gradients
     always = sum(parts.values()) - gradients - state - parts["activations"] - parts["loss"]
     return always + max(passes, gradients + state)
-
-
-def frozen_memory(
-    frozen: FrozenModel, layout: Layout, batch: BatchSizes, device: str, here: torch.device | None
-) -> float:
-    """Bytes that a second model takes on the rank that needs most; one that is trained, to learn.
-
-    It is spread over the ranks by `layout`, and its layers are gathered when the other's are not.
-    Its attention is tried out where there is a device `here` to try it on. Raises `UserError` for a
-    model that cannot be spread or quantised so.
-    """
-    config = frozen.config
-    layout = replace(layout, ep=config.parallelism.expert_parallel_degree)
-    if not frozen.is_trained:
-        training = frozen_training(config.training, device)
-        config = config.model_copy(update={"training": training})
-    model = build_meta_model(config, grown_tokenizer(config.model), layout, device, here)
-    if frozen.is_trained:
-        # Groups of parameters are the first model's, of which this one need not have all.
-        optimizer = config.optimizer.model_copy(
-            update={"groups": used_groups(model, config.optimizer)}
-        )
-        config = config.model_copy(update={"optimizer": optimizer})
-        estimate = estimate_memory(config, layout, batch, model, device)
-        return sum(estimate[part] for part in ("weights", "gradients", "optimizer"))
-    weights = estimate_memory(config, layout, batch, model, device)["weights"]
-    if not frozen.keeps_states:
-        return weights
-    text = model.config.get_text_config()
-    whole_head = 0 if is_alone(config.training, layout) else text.vocab_size
-    rows = batch.micro_batch * batch.accumulation * frozen.rows
-    tokens = rows * config.training.seq_len / layout.cp
-    states: float = (tokens + whole_head) * text.hidden_size
-    return weights + states * compute_dtype(config.training, device).itemsize

@@ -79,17 +79,12 @@ def changes_of(before: Mapping[str, str], now: Mapping[str, str]) -> dict[str, s
 
 
 def inputs_of(
-    sources: Sequence[Documents],
+    config: Config,
+    objective: Objective,
     tokenizer: PreTrainedTokenizerBase,
-    template: object,
-    base: str | None,
-    frozen: Mapping[str, Sequence[Path]],
+    sources: Sequence[Documents],
 ) -> dict[str, str]:
-    """A fingerprint of each content that a run is trained with, by what users call it.
-
-    `template` is that of the conversations, `base` the model beside adapters; None where there are
-    none. `frozen` are the files of further models, by the setting that asks for each.
-    """
+    """A fingerprint of each content that a run is trained with, by what users call it."""
     found = {
         f"the files of {source.name}": fingerprint(source.files)
         for source in sources
@@ -99,11 +94,13 @@ def inputs_of(
         found["the tokenizer"] = Hasher.hash(tokenizer_fingerprint(tokenizer))
     else:
         found["the tokenizer"] = Hasher.hash(sorted(tokenizer.get_vocab().items()))
-    if template is not None:
-        found["the chat template"] = Hasher.hash(template)
+    if config.conversations is not None and tokenizer.chat_template is not None:
+        found["the chat template"] = Hasher.hash(tokenizer.chat_template)
         found[_SPECIAL] = Hasher.hash(sorted(tokenizer.special_tokens_map.items()))
-    if base:
+    base = config.model.name_or_path
+    if config.lora.rank and base:
         found["the weights in model.name_or_path"] = fingerprint(weight_files(base))
+    frozen = files_of_frozen(objective, config)
     return found | {f"{_FROZEN}{name}": fingerprint(files) for name, files in frozen.items()}
 
 

@@ -1,7 +1,7 @@
 """Everything a run needs, made in the right order from its configuration, its batches first."""
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,7 +13,6 @@ from lacuna.config import Config, to_toml
 from lacuna.config.learning_rate import learning_rate
 from lacuna.data import Batch, build_loader, build_validation, merge_states, run_tokenizer
 from lacuna.data.disk import replace_text
-from lacuna.data.sources import Documents
 from lacuna.formats.checkpoint import RUN, model_tensors, prepare_folder
 from lacuna.formats.huggingface import save_model_description
 from lacuna.formats.reader import read_tensors
@@ -26,7 +25,6 @@ from lacuna.parallel.processes import Process, gather_objects, on_first
 from lacuna.train.metrics import MetricWriter, peak_flops
 from lacuna.train.optimizer import build_optimizer, optimizer_tensors
 from lacuna.train.resume import (
-    files_of_frozen,
     inputs_of,
     log_changes,
     require_same_inputs,
@@ -125,7 +123,8 @@ class Run:
         self.objective.check(config, self.tokenizer)
         self.loader = build_loader(config, self.tokenizer, self.batch, self.data_rank)
         sources = self.loader.plan.sources  # of all stages of the curriculum
-        inputs = on_first(self.process, lambda: self.inputs(sources))
+        parts = config, self.objective, self.tokenizer, sources
+        inputs = on_first(self.process, lambda: inputs_of(*parts))
         settings = shown_settings(config.model_dump())
         self.started_with: dict[str, Any] = {"settings": settings, "inputs": inputs, "day": day}
         self.state = TrainState([0] * len(config.data.resolved_sources()))
@@ -154,14 +153,6 @@ class Run:
             require_same_base(start, self.config.lora, base, self.config.training.seed)
         model_config = load_model_config(self.config.model, self.tokenizer)
         require_same_attention(start, self.config.model.attention, model_config, is_resumed)
-
-    def inputs(self, sources: Sequence[Documents]) -> dict[str, str]:
-        """Fingerprints of the contents that the run is trained with."""
-        config = self.config
-        template = None if config.conversations is None else self.tokenizer.chat_template
-        base = config.model.name_or_path if config.lora.rank else None
-        frozen = files_of_frozen(self.objective, config)
-        return inputs_of(sources, self.tokenizer, template, base, frozen)
 
     def write_settings(self) -> None:
         """Writes every resolved setting to the run folder, and prints them if that is asked for."""

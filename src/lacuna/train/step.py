@@ -4,15 +4,16 @@ import random
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lacuna.config import UserError
 from lacuna.config.documents import PackingConfig
-from lacuna.data import Batch
+from lacuna.data import Batch, HeldOut
 from lacuna.data.document import Span
 from lacuna.data.plan import RowPlan
 from lacuna.model.build import BuiltModel
@@ -49,6 +50,15 @@ def total_counts(built: BuiltModel, batches: Sequence[Batch], **votes: bool) -> 
     dist.all_reduce(summed)
     # Ranks that share sequences or layers all count the same.
     return dict(zip(totals, summed / built.mesh.layout.sharing, strict=True))
+
+
+def require_counted(objective: Objective, batch: Batch, task: str) -> None:
+    """Raises `UserError` where batches do not count what the objective of a task divides by."""
+    if objective.denominator not in batch.counts:
+        raise UserError(
+            f"job.task: {task} divides the loss by {objective.denominator!r}, and its batches "
+            f"count {', '.join(batch.counts)}; name one of these as the denominator"
+        )
 
 
 def sums_of(built: BuiltModel, batch: Batch, loss: Loss) -> Tensor:
@@ -151,3 +161,17 @@ def document_losses(
             losses[place : place + 1] = loss
     dist.all_reduce(losses)
     return losses.cpu().numpy()
+
+
+def measure_held_out(
+    built: BuiltModel, objective: Objective, held_out: HeldOut
+) -> tuple[dict[str, float | None], float]:
+    """What the log has of held-out data, and the number of it that is better the lower it is."""
+    measure = getattr(objective, "measure_held_out", None)
+    if measure is not None:
+        return cast(tuple[dict[str, float | None], float], measure(built, held_out))
+    sums, counts = evaluate(built, held_out(), objective)
+    measured = objective.report_held_out(sums, counts)
+    loss = measured["val_loss"]
+    assert loss is not None, "an objective measures a loss"
+    return measured, loss

@@ -4,17 +4,16 @@ import gc
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import cast
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lacuna.config import OutageError, UserError, logger
+from lacuna.config import OutageError, logger
 from lacuna.config.documents import CurriculumConfig
 from lacuna.config.learning_rate import learning_rate
-from lacuna.data import Batch, HeldOut
+from lacuna.data import Batch
 from lacuna.data.mixture import random_key
 from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import tighten_timeout
@@ -23,7 +22,13 @@ from lacuna.train.numbers import act_on_numbers, send_to_host
 from lacuna.train.optimizer import optimizer_tensors, update
 from lacuna.train.setup import Run
 from lacuna.train.state import Interval
-from lacuna.train.step import accumulate_gradients, evaluate, seed_draws, total_counts
+from lacuna.train.step import (
+    accumulate_gradients,
+    measure_held_out,
+    require_counted,
+    seed_draws,
+    total_counts,
+)
 
 
 def train(run: Run, stop: list[int]) -> bool:
@@ -96,12 +101,7 @@ def train_step(run: Run, stop: bool) -> None:
     objective = run.objective
     batches = objective.annotate(run.built, _next_batches(run), objective.loss)
     totals = total_counts(run.built, batches, stop=stop, save=_save_is_overdue(run))
-    counted = batches[0].counts
-    if objective.denominator not in counted:
-        raise UserError(
-            f"job.task: {config.job.task} divides the loss by {objective.denominator!r}, and its "
-            f"batches count {', '.join(counted)}; name one of these as the denominator"
-        )
+    require_counted(objective, batches[0], config.job.task)
     divisor = totals[objective.denominator]
     rate = learning_rate(config.optimizer.lr, config.lr_scheduler, state.step, run.total_steps)
     for group in run.optimizer.param_groups:  # before the backward pass, which may update weights
@@ -224,7 +224,7 @@ def _validate(run: Run) -> None:
     state = run.state
     settings = run.config.validation
     if run.validation is not None:
-        measured, loss = _measure_held_out(run, run.validation)
+        measured, loss = measure_held_out(run.built, run.objective, run.validation)
         run.metrics.write({"step": state.step} | measured)
         state.worse_validations += 1
         if loss < state.best_loss:
@@ -239,18 +239,6 @@ def _validate(run: Run) -> None:
     if settings.prompts:
         _sample_text(run)
     state.validated = state.step
-
-
-def _measure_held_out(run: Run, held_out: HeldOut) -> tuple[dict[str, float | None], float]:
-    """What the log has of held-out data, and the number of it that is better the lower it is."""
-    measure = getattr(run.objective, "measure_held_out", None)
-    if measure is not None:
-        return cast(tuple[dict[str, float | None], float], measure(run.built, held_out))
-    sums, counts = evaluate(run.built, held_out(), run.objective)
-    measured = run.objective.report_held_out(sums, counts)
-    loss = measured["val_loss"]
-    assert loss is not None, "an objective measures a loss"
-    return measured, loss
 
 
 def _sample_text(run: Run) -> None:
