@@ -184,17 +184,19 @@ def test_state_leaves_and_comes_back_layer_by_layer(mode: str) -> None:
         there[way].append(bytes_there(optimizer))
 
     for number, layer in enumerate(decoder_layers(model)):
-        layer.register_forward_hook(lambda *_: note("forward"))
+        layer.mlp.register_forward_hook(lambda *_: note("forward"))
         if number:
             layer.register_full_backward_hook(lambda *_: note("backward"))
     for _ in range(2):
         for list_of_way in there.values():
             list_of_way.clear()
         output: Any = model(input_ids=torch.arange(32)[None], use_cache=False)
+        note("forward")
         output.logits.square().mean().backward()
         optimizer.step()
-    forward, backward = there["forward"][:LAYERS], there["backward"]
+    forward, backward = there["forward"][: LAYERS + 1], there["backward"]
     assert forward == sorted(forward, reverse=True) and forward[0] > forward[-1]
+    assert forward[-2] > forward[-1], "copies have the time of the last layer, too"
     assert backward == sorted(backward) and backward[0] < backward[-1]
 
 

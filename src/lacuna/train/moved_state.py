@@ -1,6 +1,6 @@
 """The optimizer's state in CPU memory while gradients are computed, with copies beside that."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,7 +30,8 @@ class _Part:
     Attributes:
         values: that memory, uint8.
         host: holds its values while they are away.
-        layer: the number of the layer before which it leaves; it comes back after that one.
+        layer: the number of the layer before which it leaves, or how many there are if it does
+            after the last; it comes back when the layer has gone backward.
         is_home: whether the tensors have memory.
         is_copied: whether `host` has the values since the last update, or will have.
         copied: happens when the last copy, out or back, is done.
@@ -164,7 +165,7 @@ class _Mover:
         before = 0
         for tensor in chosen:
             before += tensor.nbytes
-            of_layers.setdefault(-(-before * (self.layers - 1) // total), []).append(tensor)
+            of_layers.setdefault(-(-before * self.layers // total), []).append(tensor)
         parts = []
         for layer, tensors in of_layers.items():
             values = _joined(tensors)
@@ -212,5 +213,25 @@ def move_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, share: 
                 "pass that would tell when its state is wanted again: leave it out."
             )
 
+    def after_last() -> None:
+        if layers[-1].training and torch.is_grad_enabled():
+            mover.leave(len(layers))
+
     for number, layer in enumerate(layers):
         call_before(layer, partial(before_layer, number, layer))
+    _call_after(layers[-1], after_last)
+
+
+def _call_after(layer: nn.Module, function: Callable[[], None]) -> None:
+    """Has a function be called after a layer, in place, and outside of what is compiled."""
+    compiled: Any = layer._compiled_call_impl
+    if compiled is None:
+        layer.register_forward_hook(lambda *_: function())
+        return
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        made = compiled(*arguments, **named)
+        function()
+        return made
+
+    layer._compiled_call_impl = call
