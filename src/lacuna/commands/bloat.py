@@ -156,7 +156,7 @@ EXTENSIONS = {
     ),
     "early-step": ("train/early_step.py",),
     "moved-state": ("train/moved_state.py",),
-    "adamw-kernel": ("train/one_kernel.py",),
+    "adamw-kernel": ("train/one_kernel.py", "train/split_weights.py"),
     "small-state": ("train/small_state.py", "train/eight_bits.py"),
     "plans": ("commands/plan.py", "plan/dry_run.py", "plan/frozen.py", "plan/memory.py"),
     "shown-rows": ("commands/data.py", "plan/examples.py"),

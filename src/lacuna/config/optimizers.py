@@ -92,6 +92,12 @@ class OptimizerConfig(Section):
         """The names of all optimizers that are asked for."""
         return {self.name, *(group.name for group in self.groups)}
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether a fused AdamW updates all weights once their gradients are complete."""
+        others = self.groups, self.state_dtype, self.early_step_in_backward
+        return self.name == "AdamW" and self.implementation == "fused" and not any(others)
+
 
 class LRSchedulerConfig(Section):
     """How the learning rate rises and falls."""

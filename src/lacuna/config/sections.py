@@ -211,6 +211,16 @@ class Config(Section):
         return suits and self.compile.cuda_graphs is not False
 
     @property
+    def may_halve_weights(self) -> bool:
+        """Whether weights may be kept in halves (`SplitWeights`), if the device is for it."""
+        others = (
+            *(self.lora.rank, self.model.train_new_tokens_only, self.float8.enable_float8_linear),
+            self.activation_checkpoint.mlp_chunks > 1,  # each uses the weights
+        )
+        is_whole = self.training.dtype == "float32" and not any(others)
+        return is_whole and self.optimizer.is_plain
+
+    @property
     def gives_scores(self) -> bool:
         """Whether the model gives scores to sequences, and no text."""
         return self.job.task == "reward"

@@ -241,6 +241,8 @@ def estimate_memory(
     if embeddings_on_cpu(model, config.quantization.base, alone, device):
         weights -= head * stored
     held = _held_gradients(sizes, layout, config.optimizer.early_step_in_backward)
+    if alone and device == "cuda" and batch.accumulation == 1 and config.may_halve_weights:
+        held = (held * compute + head * (master - compute)) / master  # all but the embedding's
     on_device = device == "cpu" or not config.training.enable_cpu_offload
     state = state_bytes(model, config.optimizer, master) * learns * sizes.shard
     return {

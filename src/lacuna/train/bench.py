@@ -200,8 +200,10 @@ def _memory_parts(run: Run) -> dict[str, float]:
         for value in state.values()
         if isinstance(value, Tensor)
     ]
+    # Of weights in halves the models' parameters are the upper ones.
+    lower = getattr(run.optimizer, "rests", {}).values()
     return {
-        "parameters": stored_gib(list(run.built.model.parameters()), device),
+        "parameters": stored_gib([*run.built.model.parameters(), *lower], device),
         "gradients": max(seen),
         "optimizer": stored_gib(states, device),
     }

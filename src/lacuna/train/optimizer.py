@@ -1,5 +1,6 @@
 """Updates the weights: clipping and AdamW over a sharded model, without waiting for the device."""
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from lacuna.parallel.pipeline import tied_weights
 
 if TYPE_CHECKING:  # an extension
     from lacuna.train.recorded import RecordedSteps
+    from lacuna.train.split_weights import SplitWeights
 
 
 def build_optimizer(
@@ -76,8 +78,7 @@ class LocalAdamW(torch.optim.AdamW):
 def _plain_adamw(groups: list[dict[str, Any]], settings: OptimizerConfig) -> type[LocalAdamW]:
     """AdamW for these groups: with a kernel of lacuna's own on a GPU, or as torch computes it."""
     on_gpu = all(one.device.type == "cuda" for group in groups for one in group["params"])
-    is_fused = settings.implementation == "fused" and not settings.early_step_in_backward
-    if on_gpu and is_fused and find_spec("triton") is not None:
+    if on_gpu and settings.is_plain and find_spec("triton") is not None:
         from lacuna.train.one_kernel import OneKernelAdamW  # an extension
 
         return OneKernelAdamW
@@ -112,9 +113,14 @@ def _norm_dtype(device: torch.device) -> torch.dtype:
 
 def _norm_of_all(gradients: list[Tensor]) -> Tensor:
     """The norm of all these gradients together, which are whole or lie on one mesh."""
-    dtype = _norm_dtype(gradients[0].device)
-    norms = torch._foreach_norm(gradients, 2.0, dtype=dtype)
-    return whole_tensor(torch.linalg.vector_norm(torch.stack(norms)))
+    norms: dict[int, Tensor] = {}  # by place: added in one order, whatever dtypes there are
+    for kind in {one.dtype for one in gradients}:  # of which torch takes one in few kernels
+        places = [place for place, one in enumerate(gradients) if one.dtype == kind]
+        alike = [gradients[place] for place in places]
+        dtype = _norm_dtype(alike[0].device)
+        norms |= zip(places, torch._foreach_norm(alike, 2.0, dtype=dtype), strict=True)
+    in_order = [norms[place] for place in sorted(norms)]
+    return whole_tensor(torch.linalg.vector_norm(torch.stack(in_order)))
 
 
 def gradient_norm(built: BuiltModel) -> Tensor:
@@ -122,9 +128,8 @@ def gradient_norm(built: BuiltModel) -> Tensor:
 
     It is 0 when the backward pass has used the gradients up.
     """
-    counted_elsewhere: set[int] = set()
-    if built.mesh.rank("pp") > 0:
-        counted_elsewhere = {id(weight) for weight in tied_weights(built.model, built.mesh)}
+    tied = tied_weights(built.model, built.mesh) if built.mesh.rank("pp") > 0 else ()
+    counted_elsewhere = {id(weight) for weight in tied}
     # Parameters inside and outside the layers lie on different meshes: torch takes one at a time.
     parts: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in built.model.parameters():
@@ -190,6 +195,11 @@ def update(
     optimizer.zero_grad(set_to_none=True)
     built.after_update()
     return norm, skip
+
+
+def whole_weights(halves: "SplitWeights | None") -> AbstractContextManager[None]:
+    """Within it weights are as a checkpoint has them, also those that are kept in halves."""
+    return nullcontext() if halves is None else halves.joined()
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:

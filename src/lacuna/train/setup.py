@@ -56,6 +56,7 @@ class Run:
     router_load: Any = None  # a `RouterLoad` where the load of experts is counted
     looks: Any = None  # `Looks` where attention is looked at
     recorded: Any = None  # `RecordedSteps` where steps are recorded
+    halves: Any = None  # `SplitWeights` where weights are kept in halves
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.process = process
@@ -144,13 +145,13 @@ class Run:
 
     def refuse_another_model(self, start: str, is_resumed: bool) -> None:
         """Refuses the checkpoint `start` with other attention or base than it was trained with."""
-        from lacuna.train.same_attention import require_same_attention  # an extension
-
         if self.config.lora.rank and not is_resumed:
             from lacuna.formats.adapter import require_same_base  # an extension
 
             base = self.config.model.name_or_path
             require_same_base(start, self.config.lora, base, self.config.training.seed)
+        from lacuna.train.same_attention import require_same_attention  # an extension
+
         model_config = load_model_config(self.config.model, self.tokenizer)
         require_same_attention(start, self.config.model.attention, model_config, is_resumed)
 
@@ -267,6 +268,11 @@ class Run:
             counts = self.router_load is not None
             masks = self.config.data.document_mask
             self.recorded = recorded_steps(wanted, *how, masks, counts)
+        can_halve = hasattr(self.optimizer, "rests") and self.recorded is None
+        if can_halve and self.config.may_halve_weights:
+            from lacuna.train.split_weights import split_weights  # an extension
+
+            self.halves = split_weights(self.built, self.optimizer)  # type: ignore[arg-type]
 
     def say_what_changed(self, started_with: dict[str, Any] | None) -> None:
         """Logs what a resumed run goes on with that differs from what it was `started_with`."""

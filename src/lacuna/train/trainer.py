@@ -19,7 +19,7 @@ from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import tighten_timeout
 from lacuna.train.metrics import peak_memory
 from lacuna.train.numbers import act_on_numbers, send_to_host
-from lacuna.train.optimizer import optimizer_tensors, update
+from lacuna.train.optimizer import optimizer_tensors, update, whole_weights
 from lacuna.train.setup import Run
 from lacuna.train.state import Interval
 from lacuna.train.step import (
@@ -108,6 +108,8 @@ def train_step(run: Run, stop: bool) -> None:
         group["lr"] = rate * group.get("lr_ratio", 1.0)
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
     seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
+    if run.halves is not None:
+        run.halves.expect(len(batches))
     sums = accumulate_gradients(run.built, batches, objective.loss, divisor, run.recorded)
     norm, skip = update(run.built, run.optimizer, divisor, run.recorded)
     if run.router_load is not None:
@@ -276,13 +278,14 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
     model = run.built.model
-    if weights_only:
-        tensors = model_tensors(model, getattr(torch, settings.export_dtype))
-        saved = {"loop": run.loop_state()}
-    else:
-        tensors = model_tensors(model) | optimizer_tensors(model, run.optimizer)
-        saved = run.state_dict()
-        if run.second is not None:
-            tensors |= run.second.tensors()
-    run.saver.save(state.step, tensors, saved, wait)
+    with whole_weights(run.halves):
+        if weights_only:
+            tensors = model_tensors(model, getattr(torch, settings.export_dtype))
+            saved = {"loop": run.loop_state()}
+        else:
+            tensors = model_tensors(model) | optimizer_tensors(model, run.optimizer)
+            saved = run.state_dict()
+            if run.second is not None:
+                tensors |= run.second.tensors()
+        run.saver.save(state.step, tensors, saved, wait)
     run.saved_step = state.step

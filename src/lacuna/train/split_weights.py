@@ -1,0 +1,169 @@
+"""Weights kept in two halves: the bfloat16 numbers that are computed with, and what these lack."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+from lacuna.config import logger
+from lacuna.model.build import BuiltModel
+from lacuna.model.layers.casting import Cast, compute_in
+from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
+from lacuna.parallel.precision import compute_dtype
+from lacuna.train.one_kernel import OneKernelAdamW
+from lacuna.train.optimizer import optimizer_tensors
+
+_LARGEST = torch.iinfo(torch.int16).max
+
+
+def halves_of(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """The nearest bfloat16 numbers to a float32 weight, and what its bits are beyond them, int16.
+
+    Where two numbers are as near, and the even one is the smaller, the weight's last bit changes.
+    """
+    near = weight.to(torch.bfloat16)
+    rest = weight.view(torch.int32) - (near.view(torch.int16).int() << 16)
+    return near, rest.clamp_(-_LARGEST - 1, _LARGEST).short()
+
+
+def whole_of(near: Tensor, rest: Tensor) -> Tensor:
+    """The float32 weight of which these are the halves."""
+    return ((near.view(torch.int16).int() << 16) + rest).view(torch.float32)
+
+
+class SplitWeights:
+    """Keeps a model's weights in halves while it computes, which spares a cast at each use.
+
+    Both halves are where the whole weight was. What is computed stays the same: the gradient of a
+    weight that one micro-batch uses once is rounded to bfloat16 either way (`weights_to_split`).
+    Those of several micro-batches are added up in float32.
+
+    Attributes:
+        memory: the weights that are split -> where each is, as float32.
+        gradient_dtype: that of their gradients while they are split.
+    """
+
+    def __init__(
+        self, model: PreTrainedModel, weights: list[nn.Parameter], optimizer: OneKernelAdamW
+    ) -> None:
+        optimizer_tensors(model, optimizer)  # state is made in the dtype that weights have
+        self.optimizer = optimizer
+        self.gradient_dtype = torch.bfloat16
+        self.memory = {weight: weight.data for weight in weights}
+        self._split()
+
+    def expect(self, micro_batches: int) -> None:
+        """Must be called before gradients of a step of so many micro-batches are computed."""
+        wanted = torch.bfloat16 if micro_batches == 1 else torch.float32
+        if wanted != self.gradient_dtype:
+            self.gradient_dtype = wanted
+            for weight in self.memory:
+                weight.grad_dtype = wanted
+
+    @contextmanager
+    def joined(self) -> Iterator[None]:
+        """Within it weights are whole, in place; none may have a gradient."""
+        self._join()
+        yield
+        self._split()
+
+    @torch.no_grad()
+    def _split(self) -> None:
+        for weight, memory in self.memory.items():
+            near, rest = halves_of(memory)
+            upper, lower = memory.flatten().view(torch.int16).chunk(2)
+            upper.copy_(near.flatten().view(torch.int16))
+            lower.copy_(rest.flatten())
+            weight.data = upper.view(torch.bfloat16).view_as(memory)
+            weight.grad_dtype = self.gradient_dtype
+            self.optimizer.rests[weight] = lower
+
+    @torch.no_grad()
+    def _join(self) -> None:
+        for weight, memory in self.memory.items():
+            rest = self.optimizer.rests.pop(weight).view_as(memory)
+            memory.copy_(whole_of(weight, rest))
+            weight.data = memory
+            weight.grad_dtype = torch.float32
+
+
+class _Casts(TorchFunctionMode):
+    """Within it, counts how often tensors are cast, by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: Counter[int] = Counter()
+
+    def __torch_function__(
+        self, function: Callable[..., Any], _: Any, given: Any = (), named: Any = None
+    ) -> Any:
+        if function is torch.Tensor.to:
+            self.times[id(given[0])] += 1
+        return function(*given, **(named or {}))
+
+
+def _kind_of(name: str) -> str:
+    """A weight's name without the numbers of layers and experts."""
+    return re.sub(r"\.\d+\.", ".*.", name)
+
+
+def _used_once(model_config: PretrainedConfig, device: torch.device) -> set[str]:
+    """The kinds of weights that a forward pass of such a model casts once each, by their names.
+
+    A model in small tells, of which layers share their weights. What is cast to be asked for its
+    shape alone counts as if it were used.
+    """
+    model = specimen(model_config, device=device).train()
+    compute_in(model, torch.bfloat16)
+    tokens = tokens_to_try(model_config)
+    ids = torch.arange(LENGTH, device=device)[None] % len(tokens) + tokens.start
+    with torch.no_grad(), _Casts() as casts:
+        model(input_ids=ids, use_cache=False)
+    named = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
+    names = Counter(weight for _, weight in named)
+    used = {_kind_of(name) for name, weight in named if casts.times[weight]}
+    return used - {_kind_of(name) for name, weight in named if casts.times[weight] > names[weight]}
+
+
+def weights_to_split(model: PreTrainedModel, device: torch.device) -> list[nn.Parameter]:
+    """The weights of a model that computes in bfloat16 that may be kept in halves on a `device`.
+
+    They are learnt, and cast once in a pass: gradients of several uses are added up in float32 only
+    while a weight is whole. So are those of an embedding's rows.
+    """
+    names = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
+    found = {
+        f"{path}.{name}": weight
+        for path, module in model.named_modules()
+        if isinstance(module, Cast)
+        for name, weight in module.named_parameters(recurse=False)
+        if names[id(weight)] == 1 and _can_be_split(weight)
+    }
+    once = _used_once(model.config, device) if found else set()
+    return [weight for name, weight in found.items() if _kind_of(name) in once]
+
+
+def _can_be_split(weight: nn.Parameter) -> bool:
+    return weight.requires_grad and not isinstance(weight, DTensor) and weight.numel() > 0
+
+
+def split_weights(built: BuiltModel, optimizer: OneKernelAdamW) -> SplitWeights | None:
+    """Keeps in halves, in place, the weights of a model that can be; None if none can."""
+    trained = [weight for group in optimizer.param_groups for weight in group["params"]]
+    # torch's own kernel updates others, and all with them.
+    suits = all(one.dtype == torch.float32 and one.is_contiguous() for one in trained)
+    if not suits or compute_dtype(built.training, built.device.type) != torch.bfloat16:
+        return None
+    weights = weights_to_split(built.model, built.device)
+    if not weights:
+        return None
+    numbers = sum(weight.numel() for weight in weights)
+    logger.info("weights: %.1f M are kept as bfloat16 and the bits that it lacks", numbers / 1e6)
+    return SplitWeights(built.model, weights, optimizer)

@@ -1,0 +1,183 @@
+"""Weights in halves are trained as whole ones, and are whole wherever they are kept."""
+
+# ruff: noqa: E402
+
+import importlib.util
+import os
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+ON_GPU = torch.cuda.is_available()
+# The variable must be there before anything imports Triton.
+if importlib.util.find_spec("triton") is None or not (
+    ON_GPU or os.environ.get("TRITON_INTERPRET") == "1"
+):
+    pytest.skip("needs triton and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
+
+from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
+from lacuna.config.sections import TrainingConfig
+from lacuna.model.build import BuiltModel
+from lacuna.model.layers.casting import compute_in
+from lacuna.train.one_kernel import OneKernelAdamW
+from lacuna.train.split_weights import (
+    SplitWeights,
+    halves_of,
+    split_weights,
+    weights_to_split,
+    whole_of,
+)
+from tiny import random_model, tiny_config
+
+DEVICE = "cuda" if ON_GPU else "cpu"
+SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+
+
+def all_kinds_of_numbers() -> Tensor:
+    torch.manual_seed(0)
+    bits = torch.randint(-(2**31), 2**31 - 1, (1_000_000,), dtype=torch.int32)
+    bits = torch.cat([bits, (bits << 16) | 0x8000, bits << 16])  # ties, and what bfloat16 has
+    special = torch.tensor([0.0, -0.0, torch.inf, -torch.inf, torch.nan, 3.4e38, -3.4e38, 1e-45])
+    return torch.cat([bits.view(torch.float32), special])
+
+
+def test_halves_are_what_a_cast_gives_and_the_rest() -> None:
+    numbers = all_kinds_of_numbers()
+    near, rest = halves_of(numbers)
+    joined = whole_of(near, rest)
+    is_number = ~numbers.isnan()
+    assert torch.equal(near[is_number], numbers[is_number].bfloat16())
+    assert near[~is_number].isnan().all()
+    assert joined[~is_number].isnan().all()
+    bits = (joined[is_number].view(torch.int32) - numbers[is_number].view(torch.int32)).abs()
+    assert bits.max() == 1, "only of ties the last bit changes"
+    again = whole_of(*halves_of(joined))
+    assert torch.equal(again[is_number].view(torch.int32), joined[is_number].view(torch.int32))
+
+
+def built(model: nn.Module) -> BuiltModel:
+    """As much of a built model as says in what it computes."""
+    training = TrainingConfig(mixed_precision_param="bfloat16")
+    return cast(Any, SimpleNamespace(model=model, training=training, device=torch.device(DEVICE)))
+
+
+def trained(split: bool, steps: int, micro_batches: int, tied: bool) -> dict[str, Tensor]:
+    """The weights and state after steps of a tiny model that computes in bfloat16."""
+    model = random_model(tiny_config("llama", tie_word_embeddings=tied)).to(DEVICE).train()
+    compute_in(model, torch.bfloat16)
+    optimizer = OneKernelAdamW(model.parameters(), **SETTINGS)
+    halves = split_weights(built(model), optimizer) if split else None
+    assert (halves is not None) == split
+    for step in range(steps):
+        if halves is not None:
+            halves.expect(micro_batches)
+        for micro_batch in range(micro_batches):
+            torch.manual_seed(10 * step + micro_batch)
+            ids = torch.randint(0, 60, (2, 16), device=DEVICE)
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if halves is not None and step == 1:
+            with halves.joined():
+                assert all(one.dtype == torch.float32 for one in model.parameters())
+    if halves is not None:
+        halves._join()
+    found = {name: one.detach() for name, one in model.named_parameters()}
+    for name, one in model.named_parameters():
+        found |= {f"{name} {key}": value for key, value in optimizer.state[one].items()}
+    return found
+
+
+@pytest.mark.parametrize(("micro_batches", "tied"), [(1, False), (1, True), (3, False)])
+def test_training_is_that_of_whole_weights(micro_batches: int, tied: bool) -> None:
+    whole, split = (trained(one, 4, micro_batches, tied) for one in (False, True))
+    assert whole.keys() == split.keys()
+    for name, expected in whole.items():
+        assert split[name].dtype == expected.dtype == torch.float32, name
+        torch.testing.assert_close(split[name], expected, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def split_model() -> tuple[nn.Module, OneKernelAdamW, SplitWeights]:
+    model = random_model(tiny_config("llama", tie_word_embeddings=False)).to(DEVICE)
+    compute_in(model, torch.bfloat16)
+    optimizer = OneKernelAdamW(model.parameters(), **SETTINGS)
+    weights = weights_to_split(model, torch.device(DEVICE))
+    return model, optimizer, SplitWeights(model, weights, optimizer)
+
+
+def test_all_but_embeddings_are_split_and_take_no_more_memory() -> None:
+    model, _, halves = split_model()
+    dtypes = {name: one.dtype for name, one in model.named_parameters()}
+    kept = [name for name, dtype in dtypes.items() if dtype != torch.bfloat16]
+    assert kept == ["model.embed_tokens.weight"]
+    before = [one.untyped_storage().nbytes() for one in model.parameters()]
+    assert before == [4 * one.numel() for one in model.parameters()]
+    places = [one.data_ptr() for one in model.parameters()]
+    with halves.joined():
+        assert [one.data_ptr() for one in model.parameters()] == places
+    assert [one.data_ptr() for one in model.parameters()] == places
+
+
+def test_joined_weights_come_back_to_the_bit() -> None:
+    model, _, halves = split_model()
+    found = []
+    for _ in range(2):
+        with halves.joined():
+            found.append([one.detach().clone() for one in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_weight_that_is_no_number_stays_none_in_both_halves() -> None:
+    model, optimizer, halves = split_model()
+    weight = model.lm_head._parameters["weight"]
+    weight.grad = torch.full_like(weight, torch.nan)
+    optimizer.step()
+    assert weight.isnan().all()
+    optimizer.zero_grad()
+    with halves.joined():
+        assert weight.isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["frozen", "float64"])
+def test_weights_that_do_not_suit_stay_whole(kind: str) -> None:
+    model = random_model(tiny_config("llama"))
+    if kind == "frozen":
+        model.requires_grad_(False)
+        model.model.embed_tokens.weight.requires_grad_(True)
+    else:
+        model.model.norm.double()
+    compute_in(model, torch.bfloat16)
+    learning = [one for one in model.parameters() if one.requires_grad]
+    assert split_weights(built(model), OneKernelAdamW(learning, **SETTINGS)) is None
+
+
+def gradients(kind: str, halve: bool) -> dict[str, Tensor]:
+    """Those of the weights of a model in small that computes in bfloat16."""
+    torch.manual_seed(0)
+    small = small_config(configuration_class(kind))
+    model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).to(DEVICE).train()
+    compute_in(model, torch.bfloat16)
+    if halve:
+        optimizer = OneKernelAdamW(model.parameters(), **SETTINGS)
+        assert split_weights(built(model), optimizer) is not None
+    ids = torch.arange(3, 27, device=DEVICE).view(2, 12)
+    torch.manual_seed(0)
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return {name: one.grad for name, one in model.named_parameters() if one.grad is not None}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", sorted({*model_types()} - NO_SPECIMEN))
+def test_every_model_has_the_gradients_of_whole_weights(kind: str) -> None:
+    try:
+        whole = gradients(kind, halve=False)
+    except Exception as fault:
+        pytest.skip(f"it does not train so without lacuna: {fault}")
+    split = gradients(kind, halve=True)
+    assert whole.keys() == split.keys()
+    wrong = [name for name in whole if not torch.equal(whole[name], split[name].float())]
+    assert not wrong, wrong
