@@ -155,6 +155,12 @@ def test_weights_that_do_not_suit_stay_whole(kind: str) -> None:
     assert split_weights(built(model), OneKernelAdamW(learning, **SETTINGS)) is None
 
 
+def test_a_model_that_does_not_run_by_itself_keeps_its_weights_whole() -> None:
+    model = AutoModelForCausalLM.from_config(small_config(configuration_class("prophetnet")))
+    compute_in(model.to(DEVICE), torch.bfloat16)
+    assert split_weights(built(model), OneKernelAdamW(model.parameters(), **SETTINGS)) is None
+
+
 def gradients(kind: str, halve: bool) -> dict[str, Tensor]:
     """Those of the weights of a model in small that computes in bfloat16."""
     torch.manual_seed(0)

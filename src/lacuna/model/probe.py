@@ -27,7 +27,7 @@ from lacuna.parallel.precision import store_in
 _EXACT = 1e-4
 
 # What other people's code may raise where a length, a layout or an attention does not suit it.
-_FAULTS = (
+FAULTS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -191,7 +191,7 @@ def runs_by_itself(model: PreTrainedModel) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError:
         raise
-    except _FAULTS as fault:
+    except FAULTS as fault:
         problem = f"{type(model).__name__} does not train by transformers' own code"
         length = f"tried on rows of {LENGTH} tokens"
         raise UserError(
@@ -278,7 +278,7 @@ def reason_against(
         ours = compute()
     except torch.OutOfMemoryError:
         raise
-    except _FAULTS as fault:
+    except FAULTS as fault:
         return in_one_line(fault)
     values = relative_difference(ours.states, own.states)
     if not values < tolerance:

@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lacuna.config import logger
 from lacuna.model.build import BuiltModel
 from lacuna.model.layers.casting import Cast, compute_in
+from lacuna.model.probe import FAULTS
 from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
 from lacuna.parallel.precision import compute_dtype
 from lacuna.train.one_kernel import OneKernelAdamW
@@ -111,21 +112,27 @@ class _Casts(TorchFunctionMode):
 
 def _kind_of(name: str) -> str:
     """A weight's name without the numbers of layers and experts."""
-    return re.sub(r"\.\d+\.", ".*.", name)
+    return re.sub(r"\.\d+(?=\.)", ".*", name)
 
 
 def _used_once(model_config: PretrainedConfig, device: torch.device) -> set[str]:
     """The kinds of weights that a forward pass of such a model casts once each, by their names.
 
     A model in small tells, of which layers share their weights. What is cast to be asked for its
-    shape alone counts as if it were used.
+    shape alone counts as if it were used. Of a model that does not run by itself none are known.
     """
     model = specimen(model_config, device=device).train()
     compute_in(model, torch.bfloat16)
     tokens = tokens_to_try(model_config)
     ids = torch.arange(LENGTH, device=device)[None] % len(tokens) + tokens.start
-    with torch.no_grad(), _Casts() as casts:
-        model(input_ids=ids, use_cache=False)
+    casts = _Casts()
+    try:
+        with torch.no_grad(), casts:
+            model(input_ids=ids, use_cache=False)
+    except torch.OutOfMemoryError:
+        raise
+    except FAULTS:
+        return set()
     named = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
     names = Counter(weight for _, weight in named)
     used = {_kind_of(name) for name, weight in named if casts.times[weight]}
