@@ -62,7 +62,8 @@ def test_one_rank_holds_everything() -> None:
     embedding = MODEL.vocab_size * MODEL.hidden_size
     assert alone["gradients"] == 2 * parameters + 2 * embedding, "nothing to reduce"
     assert estimate(Layout(), pieces=2)["gradients"] == 4 * parameters, "weights are used twice"
-    assert estimate(Layout(), compiled=False)["gathered"] == 2 * parameters, (
+    assert estimate(Layout(), compiled=False)["gathered"] == 0, "nothing is cast"
+    assert estimate(Layout(), compiled=False, pieces=2)["gathered"] == 2 * parameters, (
         "eager code keeps what it has cast"
     )
     assert estimate(Layout(dp_replicate=2))["gathered"] == 2 * parameters, (

@@ -4,6 +4,7 @@
 
 import importlib.util
 import os
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,10 +21,14 @@ if importlib.util.find_spec("triton") is None or not (
     pytest.skip("needs triton and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from every_model import NO_SPECIMEN, configuration_class, model_types, small_config
+from lacuna.config import Config
 from lacuna.config.sections import TrainingConfig
+from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import BuiltModel
 from lacuna.model.layers.casting import compute_in
+from lacuna.train.exports import exports_of
 from lacuna.train.one_kernel import OneKernelAdamW
+from lacuna.train.optimizer import WholeWeights
 from lacuna.train.split_weights import (
     SplitWeights,
     halves_of,
@@ -31,7 +36,7 @@ from lacuna.train.split_weights import (
     weights_to_split,
     whole_of,
 )
-from tiny import random_model, tiny_config
+from tiny import random_model, tiny_config, tokenizer_of_words
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
@@ -70,23 +75,24 @@ def trained(split: bool, steps: int, micro_batches: int, tied: bool) -> dict[str
     model = random_model(tiny_config("llama", tie_word_embeddings=tied)).to(DEVICE).train()
     compute_in(model, torch.bfloat16)
     optimizer = OneKernelAdamW(model.parameters(), **SETTINGS)
-    halves = split_weights(built(model), optimizer) if split else None
-    assert (halves is not None) == split
+    for layer in decoder_layers(model):
+        layer.compile(fullgraph=True, backend="eager")
+    halves = split_weights(built(model), optimizer) if split else WholeWeights()
+    assert isinstance(halves, SplitWeights) == split
     for step in range(steps):
-        if halves is not None:
-            halves.expect(micro_batches)
-        for micro_batch in range(micro_batches):
-            torch.manual_seed(10 * step + micro_batch)
-            ids = torch.randint(0, 60, (2, 16), device=DEVICE)
-            model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        with halves.accumulate(micro_batches):
+            for micro_batch in range(micro_batches):
+                torch.manual_seed(10 * step + micro_batch)
+                # Of other lengths the compiler compiles anew.
+                ids = torch.randint(0, 60, (2, 16 + 2 * micro_batch), device=DEVICE)
+                model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        if halves is not None and step == 1:
+        if step == 1:
             with halves.joined():
                 assert all(one.dtype == torch.float32 for one in model.parameters())
-    if halves is not None:
-        halves._join()
-    found = {name: one.detach() for name, one in model.named_parameters()}
+    with halves.joined():
+        found = {name: one.detach().clone() for name, one in model.named_parameters()}
     for name, one in model.named_parameters():
         found |= {f"{name} {key}": value for key, value in optimizer.state[one].items()}
     return found
@@ -109,11 +115,12 @@ def split_model() -> tuple[nn.Module, OneKernelAdamW, SplitWeights]:
     return model, optimizer, SplitWeights(model, weights, optimizer)
 
 
-def test_all_but_embeddings_are_split_and_take_no_more_memory() -> None:
+def test_matrices_but_the_embedding_are_split_and_take_no_more_memory() -> None:
     model, _, halves = split_model()
     dtypes = {name: one.dtype for name, one in model.named_parameters()}
-    kept = [name for name, dtype in dtypes.items() if dtype != torch.bfloat16]
-    assert kept == ["model.embed_tokens.weight"]
+    matrices = {name for name in dtypes if name.endswith("_proj.weight")}
+    halved = {name for name, dtype in dtypes.items() if dtype == torch.bfloat16}
+    assert halved == matrices | {"lm_head.weight"}
     before = [one.untyped_storage().nbytes() for one in model.parameters()]
     assert before == [4 * one.numel() for one in model.parameters()]
     places = [one.data_ptr() for one in model.parameters()]
@@ -129,6 +136,33 @@ def test_joined_weights_come_back_to_the_bit() -> None:
         with halves.joined():
             found.append([one.detach().clone() for one in model.parameters()])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_exports_have_whole_weights(tmp_path: Path) -> None:
+    model, _, halves = split_model()
+    with halves.joined():
+        whole = {name: one.detach().clone() for name, one in model.named_parameters()}
+    run: Any = SimpleNamespace(
+        config=Config(checkpoint={"export_dtype": "float32"}),
+        built=built(model),
+        tokenizer=tokenizer_of_words(),
+        halves=halves,
+    )
+    for write in exports_of(run, str(tmp_path)):
+        write()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    for name, one in exported.named_parameters():
+        assert torch.equal(one, whole[name].cpu()), name
+    assert model.lm_head._parameters["weight"].dtype == torch.bfloat16
+
+
+def test_weights_are_in_halves_again_after_a_failure() -> None:
+    model, optimizer, halves = split_model()
+    with pytest.raises(OSError), halves.joined():
+        raise OSError("the disk is full")
+    assert model.lm_head._parameters["weight"] in optimizer.rests
+    with halves.joined():
+        assert all(one.dtype == torch.float32 for one in model.parameters())
 
 
 def test_a_weight_that_is_no_number_stays_none_in_both_halves() -> None:
@@ -152,13 +186,15 @@ def test_weights_that_do_not_suit_stay_whole(kind: str) -> None:
         model.model.norm.double()
     compute_in(model, torch.bfloat16)
     learning = [one for one in model.parameters() if one.requires_grad]
-    assert split_weights(built(model), OneKernelAdamW(learning, **SETTINGS)) is None
+    optimizer = OneKernelAdamW(learning, **SETTINGS)
+    assert isinstance(split_weights(built(model), optimizer), WholeWeights)
 
 
 def test_a_model_that_does_not_run_by_itself_keeps_its_weights_whole() -> None:
     model = AutoModelForCausalLM.from_config(small_config(configuration_class("prophetnet")))
     compute_in(model.to(DEVICE), torch.bfloat16)
-    assert split_weights(built(model), OneKernelAdamW(model.parameters(), **SETTINGS)) is None
+    optimizer = OneKernelAdamW(model.parameters(), **SETTINGS)
+    assert isinstance(split_weights(built(model), optimizer), WholeWeights)
 
 
 def gradients(kind: str, halve: bool) -> dict[str, Tensor]:
@@ -169,7 +205,7 @@ def gradients(kind: str, halve: bool) -> dict[str, Tensor]:
     compute_in(model, torch.bfloat16)
     if halve:
         optimizer = OneKernelAdamW(model.parameters(), **SETTINGS)
-        assert split_weights(built(model), optimizer) is not None
+        assert isinstance(split_weights(built(model), optimizer), SplitWeights)
     ids = torch.arange(3, 27, device=DEVICE).view(2, 12)
     torch.manual_seed(0)
     model(input_ids=ids, labels=ids, use_cache=False).loss.backward()

@@ -95,8 +95,11 @@ class OptimizerConfig(Section):
     @property
     def is_plain(self) -> bool:
         """Whether a fused AdamW updates all weights once their gradients are complete."""
-        others = self.groups, self.state_dtype, self.early_step_in_backward
-        return self.name == "AdamW" and self.implementation == "fused" and not any(others)
+        return (
+            self.name == "AdamW"
+            and self.implementation == "fused"
+            and not (self.groups or self.state_dtype or self.early_step_in_backward)
+        )
 
 
 class LRSchedulerConfig(Section):

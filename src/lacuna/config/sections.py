@@ -217,8 +217,7 @@ class Config(Section):
             *(self.lora.rank, self.model.train_new_tokens_only, self.float8.enable_float8_linear),
             self.activation_checkpoint.mlp_chunks > 1,  # each uses the weights
         )
-        is_whole = self.training.dtype == "float32" and not any(others)
-        return is_whole and self.optimizer.is_plain
+        return self.training.dtype == "float32" and self.optimizer.is_plain and not any(others)
 
     @property
     def gives_scores(self) -> bool:

@@ -36,7 +36,7 @@ def frozen_memory(
             update={"groups": used_groups(model, config.optimizer)}
         )
         config = config.model_copy(update={"optimizer": optimizer})
-        estimate = estimate_memory(config, layout, batch, model, device)
+        estimate = estimate_memory(config, layout, batch, model, device, is_first=False)
         return sum(estimate[part] for part in ("weights", "gradients", "optimizer"))
     weights = estimate_memory(config, layout, batch, model, device)["weights"]
     if not frozen.keeps_states:

@@ -194,6 +194,12 @@ def _unreduced_bytes(
     return found
 
 
+def _embedded(model: PreTrainedModel) -> int:
+    """How many weights are in embeddings, and in heads tied to them."""
+    found = {one.weight for one in model.modules() if isinstance(one, nn.Embedding)}
+    return sum(weight.numel() for weight in found)
+
+
 def _loss_bytes(model: PreTrainedModel, tokens: float) -> float:
     """Bytes of a chunk's logits and their gradients, and of the head's gradient in float32."""
     text = model.config.get_text_config()
@@ -205,14 +211,19 @@ def _loss_bytes(model: PreTrainedModel, tokens: float) -> float:
 
 
 def estimate_memory(
-    config: Config, layout: Layout, batch: BatchSizes, model: PreTrainedModel, device: str
+    config: Config,
+    layout: Layout,
+    batch: BatchSizes,
+    model: PreTrainedModel,
+    device: str,
+    is_first: bool = True,
 ) -> dict[str, float]:
     """Bytes by what holds them on the rank that needs most, with an even share of the layers.
 
     Not all of it is taken at one time (`peak_memory`). The allocator's rounding, the CUDA context
-    (about 1 GiB) and what is in CPU memory are left out. `model` needs no memory itself.
+    (about 1 GiB) and what is in CPU memory are left out. `model` needs no memory itself; a run's
+    own `is_first`, and may have weights in halves.
     """
-    text = model.config.get_text_config()
     compute = compute_dtype(config.training, device).itemsize
     compiled = compile_enabled(config.compile, config.parallelism, device)
     master = getattr(torch, config.training.dtype).itemsize
@@ -222,27 +233,26 @@ def estimate_memory(
     reduced = getattr(torch, config.training.mixed_precision_reduce).itemsize
     gathered = compute if config.quantization.base == "none" else master  # for weights that learn
     alone = is_alone(config.training, layout)
-    unreduced = 0.0
-    if not alone:
-        zero_1 = config.parallelism.zero_stage == 1 and batch.accumulation > 1
-        unreduced = _unreduced_bytes(sizes, layout.pp, zero_1, gathered, reduced)
-    copies = not (alone and compiled) and (compute != stored or layout.dp_shard * layout.cp > 1)
+    zero_1 = config.parallelism.zero_stage == 1 and batch.accumulation > 1
+    unreduced = 0.0 if alone else _unreduced_bytes(sizes, layout.pp, zero_1, gathered, reduced)
+    halved = is_first and alone and device == "cuda" and config.may_halve_weights
     at_once = 0.0
-    if copies:
+    differs = compute != stored or layout.dp_shard * layout.cp > 1
+    if differs and not (alone and (compiled or halved)):
         resharded = reshard_after_forward(config.parallelism, config.training, layout)
         at_once = sizes.outside + (2 * sizes.layer if resharded else sizes.inside)
     dequantised = _dequantised_values(model, layout) * compute
     tokens = batch.micro_batch * config.training.seq_len / layout.cp
-    layer_count = len(decoder_layers(model))
-    in_flight = layers_in_flight(config.parallelism, layout.pp, batch.accumulation, layer_count)
+    layers = len(decoder_layers(model))
+    in_flight = layers_in_flight(config.parallelism, layout.pp, batch.accumulation, layers)
     kept = _kept_values(model, in_flight, layout.tp, compiled, config.activation_checkpoint)
-    head = text.vocab_size * text.hidden_size
     weights = sizes.shard * (learns * master + (1 - learns) * stored)
     if embeddings_on_cpu(model, config.quantization.base, alone, device):
-        weights -= head * stored
+        text = model.config.get_text_config()
+        weights -= text.vocab_size * text.hidden_size * stored
     held = _held_gradients(sizes, layout, config.optimizer.early_step_in_backward)
-    if alone and device == "cuda" and batch.accumulation == 1 and config.may_halve_weights:
-        held = (held * compute + head * (master - compute)) / master  # all but the embedding's
+    if halved and batch.accumulation == 1:
+        held -= (held - _embedded(model)) * (1 - compute / master)
     on_device = device == "cpu" or not config.training.enable_cpu_offload
     state = state_bytes(model, config.optimizer, master) * learns * sizes.shard
     return {

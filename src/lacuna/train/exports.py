@@ -25,4 +25,9 @@ def exports_of(run: Run, folder: str) -> list[Callable[[], None]]:
 
         inside = os.path.join(folder, "adapter")
         writers.append(partial(export_adapter, *parts, config.lora, name, inside))
-    return writers
+    return [partial(_write_whole, run, write) for write in writers]
+
+
+def _write_whole(run: Run, write: Callable[[], None]) -> None:
+    with run.halves.joined():
+        write()

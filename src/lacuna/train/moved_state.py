@@ -31,7 +31,7 @@ class _Part:
         values: that memory, uint8.
         host: holds its values while they are away.
         layer: the number of the layer before which it leaves, or how many there are if it does
-            after the last; it comes back when the layer has gone backward.
+            after the last; it comes back when the layer, or the last, has gone backward.
         is_home: whether the tensors have memory.
         is_copied: whether `host` has the values since the last update, or will have.
         copied: happens when the last copy, out or back, is done.

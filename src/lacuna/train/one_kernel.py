@@ -253,7 +253,7 @@ def _advance_block(pointers, known, within, mask, SPLIT: tl.constexpr):
     weight -= decay * weight
     weight -= rate * mean / (tl.sqrt(square) / root + eps)
     if SPLIT:
-        # As `halves` has it; what is no number stays none, also in the upper half alone.
+        # As `halves_of` has it; what is no number stays none, also in the upper half alone.
         bits = weight.to(tl.int32, bitcast=True)
         near = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         near = tl.where(weight == weight, near, 0x7FC0)

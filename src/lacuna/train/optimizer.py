@@ -1,6 +1,6 @@
 """Updates the weights: clipping and AdamW over a sharded model, without waiting for the device."""
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,6 @@ from lacuna.parallel.pipeline import tied_weights
 
 if TYPE_CHECKING:  # an extension
     from lacuna.train.recorded import RecordedSteps
-    from lacuna.train.split_weights import SplitWeights
 
 
 def build_optimizer(
@@ -34,8 +33,8 @@ def build_optimizer(
     """
     groups = _groups_by_decay(model, decay_head)
     kernels = {kind: settings.implementation == kind for kind in ("fused", "foreach")}
-    is_plain = settings.name == "AdamW" and not settings.groups
-    if is_plain and settings.state_dtype is None:
+    is_alone = settings.name == "AdamW" and not settings.groups
+    if is_alone and settings.state_dtype is None:
         betas = settings.beta1, settings.beta2
         optimizer: torch.optim.AdamW = _plain_adamw(groups, settings)(
             groups, settings.lr, betas, settings.eps, settings.weight_decay, **kernels
@@ -197,9 +196,11 @@ def update(
     return norm, skip
 
 
-def whole_weights(halves: "SplitWeights | None") -> AbstractContextManager[None]:
-    """Within it weights are as a checkpoint has them, also those that are kept in halves."""
-    return nullcontext() if halves is None else halves.joined()
+class WholeWeights:
+    """What `SplitWeights` is to a run whose weights are whole: nothing is to be done."""
+
+    joined = nullcontext
+    accumulate = nullcontext
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.AdamW) -> dict[str, Tensor]:

@@ -41,7 +41,6 @@ from lacuna.parallel.processes import (
     stop_process,
 )
 from lacuna.train.exports import exports_of
-from lacuna.train.optimizer import whole_weights
 from lacuna.train.resume import require_same_run, shown_settings
 from lacuna.train.setup import Run
 from lacuna.train.start import goes_back
@@ -142,7 +141,7 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
             f"{run.batch.global_batch} × {config.training.seq_len} tokens; writing to {folder}"
         )
         if config.checkpoint.create_seed_checkpoint:  # for runs in any layout to start from
-            with whole_weights(run.halves):
+            with run.halves.joined():
                 tensors = model_tensors(run.built.model)
                 run.saver.save(0, tensors, {"loop": run.loop_state()}, wait=True)
             console.print(f"Seed checkpoint written to {os.path.join(run.saver.folder, 'step-0')}.")
@@ -165,9 +164,8 @@ def _train_and_export(config: Config, process: Process, console: Console) -> int
             received = [number for numbers in gather_objects(process, stop) for number in numbers]
             return 128 + int(received[0])
         model = os.path.join(folder, "hf")
-        with whole_weights(run.halves):
-            for write in exports_of(run, model):
-                write()
+        for write in exports_of(run, model):
+            write()
         on_first(process, lambda: mark_finished(run))
         if uploads is not None:
             uploads.after_end(model)

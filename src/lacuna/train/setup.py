@@ -23,7 +23,7 @@ from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import Mesh, build_mesh, resolve_layout
 from lacuna.parallel.processes import Process, gather_objects, on_first
 from lacuna.train.metrics import MetricWriter, peak_flops
-from lacuna.train.optimizer import build_optimizer, optimizer_tensors
+from lacuna.train.optimizer import WholeWeights, build_optimizer, optimizer_tensors
 from lacuna.train.resume import (
     inputs_of,
     log_changes,
@@ -56,7 +56,7 @@ class Run:
     router_load: Any = None  # a `RouterLoad` where the load of experts is counted
     looks: Any = None  # `Looks` where attention is looked at
     recorded: Any = None  # `RecordedSteps` where steps are recorded
-    halves: Any = None  # `SplitWeights` where weights are kept in halves
+    halves: Any = WholeWeights()  # `SplitWeights` where they are in halves
 
     def __init__(self, config: Config, process: Process, console: Console) -> None:
         self.process = process
@@ -102,6 +102,7 @@ class Run:
         self.saver = CheckpointSaver(config.checkpoint, checkpoints, self.describe, process)
         self.peak_flops = peak_flops(process.device)
         self.watch_model()
+        self.halve_weights()
         self.open_metrics(console)
         self.first_step = self.state.step + 1
         self.saved_step = self.state.step
@@ -268,8 +269,11 @@ class Run:
             counts = self.router_load is not None
             masks = self.config.data.document_mask
             self.recorded = recorded_steps(wanted, *how, masks, counts)
-        can_halve = hasattr(self.optimizer, "rests") and self.recorded is None
-        if can_halve and self.config.may_halve_weights:
+
+    def halve_weights(self) -> None:
+        """Has weights kept in halves, in place, where AdamW's own kernel updates them."""
+        has_kernel = hasattr(self.optimizer, "rests")
+        if has_kernel and self.recorded is None and self.config.may_halve_weights:
             from lacuna.train.split_weights import split_weights  # an extension
 
             self.halves = split_weights(self.built, self.optimizer)  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from lacuna.model.probe import FAULTS
 from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
 from lacuna.parallel.precision import compute_dtype
 from lacuna.train.one_kernel import OneKernelAdamW
-from lacuna.train.optimizer import optimizer_tensors
+from lacuna.train.optimizer import WholeWeights, optimizer_tensors
 
 _LARGEST = torch.iinfo(torch.int16).max
 
@@ -27,7 +27,8 @@ _LARGEST = torch.iinfo(torch.int16).max
 def halves_of(weight: Tensor) -> tuple[Tensor, Tensor]:
     """The nearest bfloat16 numbers to a float32 weight, and what its bits are beyond them, int16.
 
-    Where two numbers are as near, and the even one is the smaller, the weight's last bit changes.
+    Where two numbers are as near, and the even one is the nearer to zero, the weight's last bit
+    changes.
     """
     near = weight.to(torch.bfloat16)
     rest = weight.view(torch.int32) - (near.view(torch.int16).int() << 16)
@@ -43,12 +44,14 @@ class SplitWeights:
     """Keeps a model's weights in halves while it computes, which spares a cast at each use.
 
     Both halves are where the whole weight was. What is computed stays the same: the gradient of a
-    weight that one micro-batch uses once is rounded to bfloat16 either way (`weights_to_split`).
-    Those of several micro-batches are added up in float32.
+    matrix that one micro-batch uses once is rounded to bfloat16 either way (`weights_to_split`).
+    Those of several micro-batches are added up in float32, beside the weights: the compiler refuses
+    weights that have gradients of another dtype.
 
     Attributes:
         memory: the weights that are split -> where each is, as float32.
-        gradient_dtype: that of their gradients while they are split.
+        sums: the weights -> their gradients of the micro-batches so far, float32.
+        is_adding: whether gradients go there.
     """
 
     def __init__(
@@ -56,24 +59,43 @@ class SplitWeights:
     ) -> None:
         optimizer_tensors(model, optimizer)  # state is made in the dtype that weights have
         self.optimizer = optimizer
-        self.gradient_dtype = torch.bfloat16
         self.memory = {weight: weight.data for weight in weights}
+        self.sums: dict[nn.Parameter, Tensor] = {}
+        self.is_adding = False
+        for weight in weights:
+            weight.register_post_accumulate_grad_hook(self._add)
         self._split()
 
-    def expect(self, micro_batches: int) -> None:
-        """Must be called before gradients of a step of so many micro-batches are computed."""
-        wanted = torch.bfloat16 if micro_batches == 1 else torch.float32
-        if wanted != self.gradient_dtype:
-            self.gradient_dtype = wanted
-            for weight in self.memory:
-                weight.grad_dtype = wanted
+    @contextmanager
+    def accumulate(self, micro_batches: int) -> Iterator[None]:
+        """Within it gradients of a step are computed, from none; after it the weights have them."""
+        for weight in self.memory:
+            weight.grad_dtype = torch.bfloat16
+        self.is_adding = micro_batches > 1
+        yield
+        for weight, total in self.sums.items():
+            weight.grad_dtype = torch.float32
+            weight.grad = total
+        self.sums.clear()
+
+    def _add(self, weight: Any) -> None:
+        """Moves the gradient that a weight has got to the sums, where there are to be several."""
+        if not self.is_adding or weight.grad is None:
+            return
+        if weight in self.sums:
+            self.sums[weight] += weight.grad
+        else:
+            self.sums[weight] = weight.grad.float()
+        weight.grad = None
 
     @contextmanager
     def joined(self) -> Iterator[None]:
         """Within it weights are whole, in place; none may have a gradient."""
         self._join()
-        yield
-        self._split()
+        try:
+            yield
+        finally:
+            self._split()
 
     @torch.no_grad()
     def _split(self) -> None:
@@ -83,7 +105,7 @@ class SplitWeights:
             upper.copy_(near.flatten().view(torch.int16))
             lower.copy_(rest.flatten())
             weight.data = upper.view(torch.bfloat16).view_as(memory)
-            weight.grad_dtype = self.gradient_dtype
+            weight.grad_dtype = torch.bfloat16
             self.optimizer.rests[weight] = lower
 
     @torch.no_grad()
@@ -143,7 +165,7 @@ def weights_to_split(model: PreTrainedModel, device: torch.device) -> list[nn.Pa
     """The weights of a model that computes in bfloat16 that may be kept in halves on a `device`.
 
     They are learnt, and cast once in a pass: gradients of several uses are added up in float32 only
-    while a weight is whole. So are those of an embedding's rows.
+    while a weight is whole. So are those of an embedding's rows, and of vectors in compiled code.
     """
     names = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     found = {
@@ -158,19 +180,21 @@ def weights_to_split(model: PreTrainedModel, device: torch.device) -> list[nn.Pa
 
 
 def _can_be_split(weight: nn.Parameter) -> bool:
-    return weight.requires_grad and not isinstance(weight, DTensor) and weight.numel() > 0
+    is_local_matrix = weight.ndim > 1 and not isinstance(weight, DTensor)
+    # The kernel is fastest where all tensors begin at multiples of 16 bytes.
+    return is_local_matrix and weight.requires_grad and weight.numel() % 8 == 0
 
 
-def split_weights(built: BuiltModel, optimizer: OneKernelAdamW) -> SplitWeights | None:
-    """Keeps in halves, in place, the weights of a model that can be; None if none can."""
+def split_weights(built: BuiltModel, optimizer: OneKernelAdamW) -> SplitWeights | WholeWeights:
+    """Keeps in halves, in place, the weights of a model that can be."""
     trained = [weight for group in optimizer.param_groups for weight in group["params"]]
     # torch's own kernel updates others, and all with them.
     suits = all(one.dtype == torch.float32 and one.is_contiguous() for one in trained)
     if not suits or compute_dtype(built.training, built.device.type) != torch.bfloat16:
-        return None
+        return WholeWeights()
     weights = weights_to_split(built.model, built.device)
     if not weights:
-        return None
+        return WholeWeights()
     numbers = sum(weight.numel() for weight in weights)
     logger.info("weights: %.1f M are kept as bfloat16 and the bits that it lacks", numbers / 1e6)
     return SplitWeights(built.model, weights, optimizer)

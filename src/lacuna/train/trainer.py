@@ -19,7 +19,7 @@ from lacuna.formats.checkpoint import model_tensors
 from lacuna.parallel.processes import tighten_timeout
 from lacuna.train.metrics import peak_memory
 from lacuna.train.numbers import act_on_numbers, send_to_host
-from lacuna.train.optimizer import optimizer_tensors, update, whole_weights
+from lacuna.train.optimizer import optimizer_tensors, update
 from lacuna.train.setup import Run
 from lacuna.train.state import Interval
 from lacuna.train.step import (
@@ -108,9 +108,8 @@ def train_step(run: Run, stop: bool) -> None:
         group["lr"] = rate * group.get("lr_ratio", 1.0)
     # By step, so that a resumed run draws the same; ranks differ, so that dropout does.
     seed_draws(random_key(config.training.seed, 1, state.step, run.process.rank) % 2**32)
-    if run.halves is not None:
-        run.halves.expect(len(batches))
-    sums = accumulate_gradients(run.built, batches, objective.loss, divisor, run.recorded)
+    with run.halves.accumulate(len(batches)):
+        sums = accumulate_gradients(run.built, batches, objective.loss, divisor, run.recorded)
     norm, skip = update(run.built, run.optimizer, divisor, run.recorded)
     if run.router_load is not None:
         run.router_load.after_step(skip)
@@ -278,7 +277,7 @@ def _save(run: Run, wait: bool = False, weights_only: bool = False) -> None:
     if run.saved_step == state.step or not settings.enable_checkpoint:
         return
     model = run.built.model
-    with whole_weights(run.halves):
+    with run.halves.joined():
         if weights_only:
             tensors = model_tensors(model, getattr(torch, settings.export_dtype))
             saved = {"loop": run.loop_state()}
