@@ -43,8 +43,8 @@ def frozen_of(folder: Path, task: str, layout: Layout, base: str = "none") -> Fr
         parallelism=ParallelismConfig(pipeline_parallel_degree=layout.pp),
         distillation=DistillationConfig(teacher=str(folder), teacher_base=base),
     )
-    [frozen] = find_objective(task).frozen_models(config).values()
-    return frozen
+    models = find_objective(task).frozen_models(config).values()
+    return next(one for one in models if one.is_trained == (task == "ppo"))
 
 
 def estimate(frozen: FrozenModel, layout: Layout, device: str = "cpu") -> float:
@@ -133,3 +133,8 @@ def test_a_plan_has_a_row_for_the_teacher(world: Path, tmp_path: Path) -> None:
     (teacher / "model.safetensors").unlink()
     words = ("plan", world / "run.toml", "--job.dump_folder", tmp_path / "run", *flags)
     assert "distillation.teacher: " in lacuna(*words, status=2)
+
+
+def test_a_critic_on_one_gpu_has_whole_weights_and_gradients(folder: Path) -> None:
+    critic = frozen_of(folder, "ppo", Layout())
+    assert estimate(critic, Layout(), "cuda") == estimate(critic, Layout(), "cpu")

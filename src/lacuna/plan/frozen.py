@@ -31,12 +31,12 @@ def frozen_memory(
         config = config.model_copy(update={"training": training})
     model = build_meta_model(config, grown_tokenizer(config.model), layout, device, here)
     if frozen.is_trained:
-        # Groups of parameters are the first model's, of which this one need not have all.
-        optimizer = config.optimizer.model_copy(
-            update={"groups": used_groups(model, config.optimizer)}
-        )
+        # Groups of parameters are the first model's, of which this one need not have all. Its
+        # weights are whole, as foreach has them.
+        changes = {"groups": used_groups(model, config.optimizer), "implementation": "foreach"}
+        optimizer = config.optimizer.model_copy(update=changes)
         config = config.model_copy(update={"optimizer": optimizer})
-        estimate = estimate_memory(config, layout, batch, model, device, is_first=False)
+        estimate = estimate_memory(config, layout, batch, model, device)
         return sum(estimate[part] for part in ("weights", "gradients", "optimizer"))
     weights = estimate_memory(config, layout, batch, model, device)["weights"]
     if not frozen.keeps_states:

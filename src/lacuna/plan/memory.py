@@ -211,18 +211,12 @@ def _loss_bytes(model: PreTrainedModel, tokens: float) -> float:
 
 
 def estimate_memory(
-    config: Config,
-    layout: Layout,
-    batch: BatchSizes,
-    model: PreTrainedModel,
-    device: str,
-    is_first: bool = True,
+    config: Config, layout: Layout, batch: BatchSizes, model: PreTrainedModel, device: str
 ) -> dict[str, float]:
     """Bytes by what holds them on the rank that needs most, with an even share of the layers.
 
     Not all of it is taken at one time (`peak_memory`). The allocator's rounding, the CUDA context
-    (about 1 GiB) and what is in CPU memory are left out. `model` needs no memory itself; a run's
-    own `is_first`, and may have weights in halves.
+    (about 1 GiB) and what is in CPU memory are left out. `model` needs no memory itself.
     """
     compute = compute_dtype(config.training, device).itemsize
     compiled = compile_enabled(config.compile, config.parallelism, device)
@@ -235,7 +229,7 @@ def estimate_memory(
     alone = is_alone(config.training, layout)
     zero_1 = config.parallelism.zero_stage == 1 and batch.accumulation > 1
     unreduced = 0.0 if alone else _unreduced_bytes(sizes, layout.pp, zero_1, gathered, reduced)
-    halved = is_first and alone and device == "cuda" and config.may_halve_weights
+    halved = alone and device == "cuda" and config.may_halve_weights
     at_once = 0.0
     differs = compute != stored or layout.dp_shard * layout.cp > 1
     if differs and not (alone and (compiled or halved)):
