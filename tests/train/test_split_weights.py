@@ -190,11 +190,15 @@ def test_weights_that_do_not_suit_stay_whole(kind: str) -> None:
     assert isinstance(split_weights(built(model), optimizer), WholeWeights)
 
 
-def test_a_model_that_does_not_run_by_itself_keeps_its_weights_whole() -> None:
+def test_a_model_that_does_not_run_by_itself_keeps_its_weights_whole_and_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="lacuna")
     model = AutoModelForCausalLM.from_config(small_config(configuration_class("prophetnet")))
     compute_in(model.to(DEVICE), torch.bfloat16)
     optimizer = OneKernelAdamW(model.parameters(), **SETTINGS)
     assert isinstance(split_weights(built(model), optimizer), WholeWeights)
+    assert "weights stay whole" in caplog.text
 
 
 def gradients(kind: str, halve: bool) -> dict[str, Tensor]:

@@ -15,7 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lacuna.config import logger
 from lacuna.model.build import BuiltModel
 from lacuna.model.layers.casting import Cast, compute_in
-from lacuna.model.probe import FAULTS
+from lacuna.model.probe import FAULTS, in_one_line
 from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
 from lacuna.parallel.precision import compute_dtype
 from lacuna.train.one_kernel import OneKernelAdamW
@@ -153,7 +153,8 @@ def _used_once(model_config: PretrainedConfig, device: torch.device) -> set[str]
             model(input_ids=ids, use_cache=False)
     except torch.OutOfMemoryError:
         raise
-    except FAULTS:
+    except FAULTS as fault:
+        logger.info("weights stay whole: a model in small does not run (%s)", in_one_line(fault))
         return set()
     named = [(name, id(one)) for name, one in model.named_parameters(remove_duplicate=False)]
     names = Counter(weight for _, weight in named)
