@@ -40,6 +40,8 @@ from tiny import random_model, tiny_config, tokenizer_of_words
 
 DEVICE = "cuda" if ON_GPU else "cpu"
 SETTINGS = {"lr": 1e-2, "weight_decay": 0.1, "fused": True}
+# Their own code takes no weights that are cast, or wants images.
+NOT_BY_THEMSELVES = {"git", "minimax", "openai-gpt", "prophetnet", "xglm", "xlstm"}
 
 
 def all_kinds_of_numbers() -> Tensor:
@@ -217,12 +219,9 @@ def gradients(kind: str, halve: bool) -> dict[str, Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", sorted({*model_types()} - NO_SPECIMEN))
+@pytest.mark.parametrize("kind", sorted({*model_types()} - NO_SPECIMEN - NOT_BY_THEMSELVES))
 def test_every_model_has_the_gradients_of_whole_weights(kind: str) -> None:
-    try:
-        whole = gradients(kind, halve=False)
-    except Exception as fault:
-        pytest.skip(f"it does not train so without lacuna: {fault}")
+    whole = gradients(kind, halve=False)
     split = gradients(kind, halve=True)
     assert whole.keys() == split.keys()
     wrong = [name for name in whole if not torch.equal(whole[name], split[name].float())]
