@@ -104,6 +104,14 @@ def test_texts_with_a_prompt_are_as_prompt_and_completion() -> None:
     assert sequences(document) == wanted and document.ends == (4, 9)
 
 
+@pytest.mark.parametrize("label", [True, 1, 1.0, False, 0])
+def test_a_label_may_be_a_number(label: float) -> None:
+    row = {"prompt": "a", "completion": "b", "label": label}
+    assert read_judged(row, "row 7", tokenizer_of_bytes(), ChatConfig(), "kto").labels == (
+        float(label),
+    )
+
+
 def test_the_common_beginning_of_texts_is_their_prompt() -> None:
     tokenizer = tokenizer_of_bytes()
     asked = "\n\nHuman: Hi\n\nAssistant: "
@@ -166,9 +174,14 @@ def test_the_common_beginning_of_texts_is_their_prompt() -> None:
             'answers with a label.*preference.loss = "kto"',
         ),
         (
-            {"prompt": "a", "completion": "b", "label": 1},
+            {"prompt": "a", "completion": "b", "label": -1},
             "kto",
-            "column label: should be true or false, not 1; mend the row",
+            "column label: should be true or false, or 1 or 0, not -1; mend the row",
+        ),
+        (
+            {"prompt": "a", "completion": "b", "label": "true"},
+            "kto",
+            "column label: should be true or false, or 1 or 0, not 'true'; mend the row",
         ),
         ({"prompt": "a", "completion": "", "label": True}, "kto", "an answer is empty"),
         ({"text": "a"}, "sigmoid", "no columns chosen and rejected .*chat.columns"),

@@ -113,10 +113,10 @@ def read_judged(
     where = f"{place}, column {' and '.join(found[ours] for ours in needed)}"
     if "label" in values:
         label = values["label"]
-        if not isinstance(label, bool):
+        if label not in (0, 1):  # which true and false are equal to
             raise UserError(
-                f"{place}, column {found['label']}: should be true or false, not {label!r:.60}; "
-                "mend the row, or leave it out"
+                f"{place}, column {found['label']}: should be true or false, or 1 or 0, not "
+                f"{label!r:.60}; mend the row, or leave it out"
             )
         labels: tuple[float, ...] = (float(label),)
         given = [values["completion"]]

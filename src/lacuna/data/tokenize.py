@@ -28,7 +28,7 @@ from lacuna.data.tokenizer import rows_of_tokens, tokenize_text, tokenizer_finge
 from lacuna.data.workers import pools_forked
 
 _CACHE_VERSION = 5
-_CHAT_VERSION = 2  # of how conversations are read
+_CHAT_VERSION = 3  # of how conversations are read
 _BYTES_PER_PROCESS = 8 * 2**20
 # The columns of a cache, beside those with a value for each sequence of a document.
 _FIELDS = {"tokens", "text_bytes", BROKEN, "trained", "ends"}
