@@ -20,6 +20,7 @@ from lacuna.model.build import build_model
 from lacuna.model.router_kinds import biases_of, check_routers
 from lacuna.model.router_load import RouterLoad
 from lacuna.objective.language_modelling import LanguageModelling
+from lacuna.parallel.around_layers import call_before
 from lacuna.parallel.expert_stacks import stacks_of
 from lacuna.parallel.mesh import Layout
 from lacuna.train.optimizer import build_optimizer, update
@@ -207,6 +208,28 @@ def test_one_process_moves_biases_as_a_plain_loop_does(kind: str, tmp_path: Path
 @pytest.mark.slow
 def test_compiled_layers_move_biases_as_a_plain_loop_does(tmp_path: Path) -> None:
     check_cases("glm4_moe", tmp_path, COMPILED)
+
+
+def calls_around_counted_layers(folder: Path) -> int:
+    """How many layers a pass calls before which something was to be called, while they count."""
+    case = Case(compiled=True)
+    mesh = mesh_of(case.layout)
+    with compiled_by("eager"):
+        built = build_model(configuration(folder, case), tokenizer_of_words(), mesh, CPU)
+        called: list[Tensor] = []
+        for layer in decoder_layers(built.model):
+            call_before(layer, called.append)
+        RouterLoad(built, rate=0.0, reported=True)
+        batches = own_batches(case, mesh, 0)
+        accumulate_gradients(built, batches, LOSS, total_counts(built, batches)["trained_tokens"])
+    assert called[0].shape[-1] == built.model.config.hidden_size
+    return len(called)
+
+
+def test_what_is_called_around_layers_is_called_where_these_count(tmp_path: Path) -> None:
+    folder = saved("qwen3_moe", tmp_path)
+    layers = len(decoder_layers(random_model(config_of("qwen3_moe"))))
+    assert run_ranks(1, calls_around_counted_layers, folder) == [layers]
 
 
 @pytest.mark.slow

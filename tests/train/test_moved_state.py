@@ -14,6 +14,7 @@ from every_model import NO_SPECIMEN, configuration_class, model_types, small_con
 from lacuna.config import Config, UserError
 from lacuna.config.optimizers import OptimizerConfig
 from lacuna.model.architecture import decoder_layers
+from lacuna.parallel.around_layers import leave_uncompiled
 from lacuna.parallel.recompute import recompute
 from lacuna.plan.memory import peak_memory
 from lacuna.train.optimizer import build_optimizer
@@ -198,6 +199,21 @@ def test_state_leaves_and_comes_back_layer_by_layer(mode: str) -> None:
     assert forward == sorted(forward, reverse=True) and forward[0] > forward[-1]
     assert forward[-2] > forward[-1], "copies have the time of the last layer, too"
     assert backward == sorted(backward) and backward[0] < backward[-1]
+
+
+def test_state_is_moved_beside_layers_that_are_left_uncompiled() -> None:
+    model = deep_model(backend="eager")
+    optimizer = build_optimizer(model, HALF)
+    for layer in decoder_layers(model):
+        leave_uncompiled(layer)
+    watch = check_share(HALF)
+    for _ in range(2):
+        output: Any = model(input_ids=torch.arange(32)[None], use_cache=False)
+        watch(optimizer, "forward")
+        output.logits.square().mean().backward()
+        watch(optimizer, "backward")
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def test_passes_that_learn_nothing_move_nothing() -> None:

@@ -85,6 +85,7 @@ EXTENSIONS = {
     "recurrent-rows": ("model/recurrent_flops.py", "model/recurrent_rows.py"),
     "kept-operations": ("parallel/kept_operations.py",),
     "offload": (
+        "parallel/around_layers.py",
         "parallel/movable.py",
         "parallel/offload.py",
     ),

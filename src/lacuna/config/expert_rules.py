@@ -36,6 +36,15 @@ EXPERT_RULES = (
         lambda config: config.activation_checkpoint.mlp_chunks > 1,
         "tokens of experts are not counted in pieces of a sequence; use one of the two",
     ),
+    *rule_for_each(
+        _COUNTED,
+        "activation_checkpoint.offload",
+        lambda config: (
+            config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full"
+        ),
+        "layers whose tokens are counted are not compiled, and of such only the inputs can be "
+        "moved: set activation_checkpoint.mode to full, or use one of the two",
+    ),
     Rule(
         ("metrics.router", "lora.parameters"),
         is_given("lora.parameters", lambda config: config.metrics.router),

@@ -15,6 +15,7 @@ from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import BuiltModel
 from lacuna.model.inputs import Inputs
 from lacuna.model.router_kinds import biases_of, logits_of, routers_of, scores_of
+from lacuna.parallel.around_layers import leave_uncompiled
 from lacuna.parallel.expert_stacks import stacks_of
 
 
@@ -44,7 +45,7 @@ class RouterLoad:
                 # A layer counts in Python, which would not compile as one graph. Where it is
                 # compiled in parts, counting is between them.
                 stack.register_forward_pre_hook(torch.compiler.disable(partial(self._count, place)))
-                layer._compiled_call_impl = None
+                leave_uncompiled(layer)
             for router, index in routers_of(built.model, layer):
                 if scores is not None:
                     measure = partial(self._measure, place, scores, index)

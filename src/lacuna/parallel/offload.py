@@ -1,7 +1,7 @@
 """Activations in CPU memory between the passes, with copies that run beside the computation."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from lacuna.config import UserError
 from lacuna.config.machine import ActivationCheckpointConfig
+from lacuna.parallel.around_layers import call_before, first_tensor
 from lacuna.parallel.backbone import backbone
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.movable import require_compiled
@@ -237,7 +238,7 @@ def offload_activations(
         # Else no backward pass is to come, though gradients may be recorded.
         if not (base.training and torch.is_grad_enabled()):
             return forward(*arguments, **named)
-        given = _first_tensor([*arguments, *named.values()])
+        given = first_tensor([*arguments, *named.values()])
         keeper.begin(given.shape[:2].numel())
         try:
             with torch.autograd.graph.saved_tensors_hooks(keeper.pack, keeper.unpack):
@@ -257,29 +258,3 @@ def widest(sizes: Sequence[int], share: float) -> set[int]:
             room -= sizes[place]
             chosen.add(place)
     return chosen
-
-
-def call_before(layer: nn.Module, function: Callable[[Tensor], None]) -> None:
-    """Has a function be called before a layer, in place, and outside of what is compiled.
-
-    It is given the first tensor that the layer is given, which are the hidden states.
-    """
-    compiled: Any = layer._compiled_call_impl
-
-    def call_first(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
-        function(_first_tensor([*arguments, *named.values()]))
-
-    if compiled is None:
-        layer.register_forward_pre_hook(call_first, with_kwargs=True)
-        return
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        call_first(layer, arguments, named)
-        return compiled(*arguments, **named)
-
-    layer._compiled_call_impl = call
-
-
-def _first_tensor(arguments: Sequence[Any]) -> Tensor:
-    """What a module is given to work on: numbers of tokens, or hidden states [B, T, width]."""
-    return next(one for one in arguments if isinstance(one, Tensor))

@@ -1,6 +1,6 @@
 """The optimizer's state in CPU memory while gradients are computed, with copies beside that."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 from lacuna.config import UserError, logger
 from lacuna.model.architecture import decoder_layers
+from lacuna.parallel.around_layers import call_after, call_before
 from lacuna.parallel.fsdp import local
 from lacuna.parallel.movable import require_several
-from lacuna.parallel.offload import call_before
 
 # Smaller tensors, as a share of the largest, stay.
 _SMALL = 1e-3
@@ -219,19 +219,4 @@ def move_state(model: PreTrainedModel, optimizer: torch.optim.Optimizer, share: 
 
     for number, layer in enumerate(layers):
         call_before(layer, partial(before_layer, number, layer))
-    _call_after(layers[-1], after_last)
-
-
-def _call_after(layer: nn.Module, function: Callable[[], None]) -> None:
-    """Has a function be called after a layer, in place, and outside of what is compiled."""
-    compiled: Any = layer._compiled_call_impl
-    if compiled is None:
-        layer.register_forward_hook(lambda *_: function())
-        return
-
-    def call(*arguments: Any, **named: Any) -> Any:
-        made = compiled(*arguments, **named)
-        function()
-        return made
-
-    layer._compiled_call_impl = call
+    call_after(layers[-1], after_last)
