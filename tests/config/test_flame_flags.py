@@ -157,7 +157,7 @@ REFUSED = [
     ("--memory_estimation.disable_fake_mode", "computed from shapes"),
     ("--checkpoint.keep_latest_k 1", "the only complete checkpoint would be deleted"),
     ("--checkpoint.hf_upload_enabled", "the second says where to"),
-    ("--checkpoint.hf_repo_base_name org/name", "nothing would be sent there"),
+    ("--checkpoint.hf_repo_base_name org/name", "nothing would be sent"),
     ("--checkpoint.convert_to_hf_on_save", "always exported"),
 ]
 

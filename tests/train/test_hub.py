@@ -162,7 +162,7 @@ def test_the_token_is_told_to_the_hub_alone(sent: Sent) -> None:
 def test_half_of_the_settings_is_refused(world: Path) -> None:
     for flags, part in (
         (("--checkpoint.hf_upload_enabled",), "hf_repo_base_name: the second says where to"),
-        (("--checkpoint.hf_repo_base_name", "org/model"), "nothing would be sent there"),
+        (("--checkpoint.hf_repo_base_name", "org/model"), "nothing would be sent"),
         (
             ("--checkpoint.hf_upload_enabled", "--checkpoint.hf_repo_base_name", "a b"),
             "hf_repo_base_name",

@@ -172,7 +172,7 @@ def test_training_goes_on_from_an_adapter_of_pefts(world: Path) -> None:
         ),
         (
             ("--lora.rank", "0", "--lora.targets", "q_proj"),
-            "lora.targets, lora.rank: without it there is no adapter",
+            "lora.targets, lora.rank: without the second there is no adapter",
         ),
         (
             ("--model.new_tokens", "<a>", "--model.train_new_tokens_only"),

@@ -6,10 +6,10 @@ from functools import partial
 from lacuna.config.attentions import is_own
 from lacuna.config.documents import READERS
 from lacuna.config.expert_rules import EXPERT_RULES
-from lacuna.config.float8_rules import FLOAT8_RULES
 from lacuna.config.folder_rules import FOLDER_RULES
 from lacuna.config.optimizer_rules import OPTIMIZER_RULES
 from lacuna.config.pass_rules import PASS_RULES
+from lacuna.config.precision_rules import PRECISION_RULES
 from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
 from lacuna.config.sections import Config
 from lacuna.config.task_rules import STORED, TASK_RULES
@@ -25,10 +25,8 @@ def contradictions_of(config: Config) -> Iterator[str]:
 _NEED_CACHE = ("training.epochs", "curriculum.difficulty_column", "curriculum.rank_every")
 _NO_CACHE = "needs the cache; drop either"
 _NEED_LOSS = ("checkpoint.keep_best", "validation.patience")
-_NEED_DATASET = tuple(
-    f"validation.{name}" for name in ("enable", "dataset_name", "data_dir", "data_files")
-)
-_NEED_ADAPTER = ("lora.dropout", "lora.parameters", "lora.modules", "lora.dora", "lora.rslora")
+_OF_DATASET = ("dataset_name", "dataset_split", "data_dir", "data_files", "steps")
+_OF_ADAPTER = ("alpha", "dropout", "targets", "parameters", "modules", "rslora", "dora")
 _UNAVAILABLE = {
     "parallelism.enable_compiled_autograd": (
         "torch's compiled autograd gives wrong gradients under FSDP2; leave it out"
@@ -89,6 +87,20 @@ RULES: tuple[Rule, ...] = (
         f"set the second to the files' reader: {', '.join(READERS)}",
     ),
     Rule(
+        ("data.text_column", "job.task"),
+        is_given("data.text_column", lambda config: config.conversations is not None),
+        "only texts are in one column; name those of this task by chat.columns",
+    ),
+    Rule(
+        ("packing.long_examples", "packing.mode"),
+        is_changed(
+            "packing.long_examples",
+            lambda config: config.row_form.packing.mode == "concatenate",
+        ),
+        "texts that lie end to end are cut where rows end, however long they are; set the second "
+        "to best_fit or none, or drop the first",
+    ),
+    Rule(
         ("data.streaming", "data.tokenization"),
         lambda config: config.data.streaming and config.data.tokenization == "cache",
         "a stream cannot be cached; keep one of them",
@@ -105,10 +117,17 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.validation.enable is False,
         "needs the validation; drop the second",
     ),
-    *rule_for_each(
-        _NEED_DATASET,
-        "validation.dataset",
-        lambda config: not config.validation.dataset,
+    *(
+        Rule(
+            (f"validation.{name}", "validation.dataset"),
+            is_changed(f"validation.{name}", lambda config: not config.validation.dataset),
+            "set the second, or drop it",
+        )
+        for name in _OF_DATASET
+    ),
+    Rule(
+        ("validation.enable", "validation.dataset"),
+        lambda config: config.validation.enable and not config.validation.dataset,
         "set the second, or drop it",
     ),
     Rule(
@@ -157,21 +176,13 @@ RULES: tuple[Rule, ...] = (
         ),
         "its weight_decay would change the rows that do not learn; leave it out of the tables",
     ),
-    *rule_for_each(
-        _NEED_ADAPTER,
-        "lora.rank",
-        lambda config: not config.lora.rank,
-        "without the second there is no adapter; set it",
-    ),
-    Rule(
-        ("lora.alpha", "lora.rank"),
-        is_changed("lora.alpha", lambda config: not config.lora.rank),
-        "without it there is no adapter; set it",
-    ),
-    Rule(
-        ("lora.targets", "lora.rank"),
-        is_changed("lora.targets", lambda config: not config.lora.rank),
-        "without it there is no adapter; set it",
+    *(
+        Rule(
+            (f"lora.{name}", "lora.rank"),
+            is_changed(f"lora.{name}", lambda config: not config.lora.rank),
+            "without the second there is no adapter; set it",
+        )
+        for name in _OF_ADAPTER
     ),
     Rule(
         ("lora.parameters", "lora.dropout"),
@@ -184,23 +195,6 @@ RULES: tuple[Rule, ...] = (
         "what dropout and DoRA do to layers cannot be done to stacks; drop one of them",
     ),
     *TASK_RULES,
-    Rule(
-        ("quantization.base", "lora.rank"),
-        lambda config: config.quantization.base != "none" and not config.lora.rank,
-        "quantised weights only learn through adapters; set the second",
-    ),
-    Rule(
-        ("quantization.base", "lora.dora"),
-        lambda config: config.quantization.base != "none" and config.lora.dora,
-        "DoRA measures weights, which are packed; drop one of them",
-    ),
-    Rule(
-        ("quantization.base", "parallelism.tensor_parallel_degree"),
-        lambda config: (
-            config.quantization.base != "none" and config.parallelism.tensor_parallel_degree != 1
-        ),
-        "packed weights do not split; keep one",
-    ),
     Rule(
         ("lora.init", "quantization.base"),
         lambda config: config.lora.init == "loftq" and config.quantization.base == "none",
@@ -249,12 +243,20 @@ RULES: tuple[Rule, ...] = (
         ),
         "the second says where to, as organisation/name",
     ),
-    Rule(
-        ("checkpoint.hf_repo_base_name", "checkpoint.hf_upload_enabled"),
-        lambda config: (
-            config.checkpoint.hf_repo_base_name and not config.checkpoint.hf_upload_enabled
-        ),
-        "nothing would be sent there; set the second",
+    *(
+        Rule(
+            (f"checkpoint.{name}", "checkpoint.hf_upload_enabled"),
+            is_changed(
+                f"checkpoint.{name}", lambda config: not config.checkpoint.hf_upload_enabled
+            ),
+            "nothing would be sent; set the second",
+        )
+        for name in (
+            "hf_repo_base_name",
+            "hf_upload_when",
+            "hf_upload_format",
+            "hf_upload_background",
+        )
     ),
     Rule(
         ("validation.steps",),
@@ -268,7 +270,7 @@ RULES: tuple[Rule, ...] = (
         "attention; train all weights, or begin with a model that has this attention and leave the "
         "first out",
     ),
-    *FLOAT8_RULES,
+    *PRECISION_RULES,
     *FOLDER_RULES,
     Rule(
         ("metrics.attention", "validation.dataset"),

@@ -9,6 +9,19 @@ OF_MUON = tuple(
 
 OPTIMIZER_RULES: tuple[Rule, ...] = (
     Rule(
+        ("training.max_skipped_steps", "training.skip_nan_inf"),
+        is_changed("training.max_skipped_steps", lambda config: not config.training.skip_nan_inf),
+        "without the second no step is skipped; set it, or drop the first",
+    ),
+    *(
+        Rule(
+            (setting, "lr_scheduler.decay_type"),
+            is_changed(setting, lambda config: config.lr_scheduler.decay_type == "constant"),
+            "constant does not fall; set the second to another, or drop the first",
+        )
+        for setting in ("lr_scheduler.decay_ratio", "lr_scheduler.lr_min")
+    ),
+    Rule(
         ("optimizer.early_step_in_backward", "training.max_norm"),
         lambda config: config.optimizer.early_step_in_backward and config.training.max_norm,
         "early steps leave nothing to clip; set max_norm = 0",

@@ -1,19 +1,22 @@
-"""What does not go together with float8 products: which settings, when, and why."""
+"""What does not go together with weights or products of few bits: settings, when, and why."""
 
-from lacuna.config.rules import Rule, is_given, rule_for_each
+from lacuna.config.rules import Rule, is_changed, is_given, rule_for_each
 
-FLOAT8_RULES: tuple[Rule, ...] = (
-    *rule_for_each(
-        (
-            "float8.recipe_name",
-            "float8.filter_fqns",
-            "float8.enable_fsdp_float8_all_gather",
-            "float8.precompute_float8_dynamic_scale_for_fsdp",
-            "float8.emulate",
-        ),
-        "float8.enable_float8_linear",
-        lambda config: not config.float8.enable_float8_linear,
-        "does nothing without the second; set it",
+PRECISION_RULES: tuple[Rule, ...] = (
+    *(
+        Rule(
+            (f"float8.{name}", "float8.enable_float8_linear"),
+            is_changed(f"float8.{name}", lambda config: not config.float8.enable_float8_linear),
+            "does nothing without the second; set it",
+        )
+        for name in (
+            "recipe_name",
+            "filter_fqns",
+            "filter_small",
+            "enable_fsdp_float8_all_gather",
+            "precompute_float8_dynamic_scale_for_fsdp",
+            "emulate",
+        )
     ),
     Rule(
         ("float8.precompute_float8_dynamic_scale_for_fsdp", "float8.enable_fsdp_float8_all_gather"),
@@ -48,6 +51,23 @@ FLOAT8_RULES: tuple[Rule, ...] = (
         ("float8.enable_float8_linear", "quantization.base"),
         lambda config: config.float8.enable_float8_linear and config.quantization.base != "none",
         "quantised weights have products of their own; drop one of them",
+    ),
+    Rule(
+        ("quantization.base", "lora.rank"),
+        lambda config: config.quantization.base != "none" and not config.lora.rank,
+        "quantised weights only learn through adapters; set the second",
+    ),
+    Rule(
+        ("quantization.base", "lora.dora"),
+        lambda config: config.quantization.base != "none" and config.lora.dora,
+        "DoRA measures weights, which are packed; drop one of them",
+    ),
+    Rule(
+        ("quantization.base", "parallelism.tensor_parallel_degree"),
+        lambda config: (
+            config.quantization.base != "none" and config.parallelism.tensor_parallel_degree != 1
+        ),
+        "packed weights do not split; keep one",
     ),
     Rule(
         ("float8.scaling_type_input",),
