@@ -102,7 +102,8 @@ def test_what_cannot_be_is_refused_before_anything_is_done(world: Path, tmp_path
     assert "--steps must be at least 1" in refused(*run, "--steps", 0)
     assert "choose from" in refused(*run, "--against", "megatron")
     (tmp_path / "file").touch()
-    assert "file" in refused("bench", world / "run.toml", "--output", tmp_path / "file")
+    said = refused("bench", world / "run.toml", "--output", tmp_path / "file")
+    assert "bench: --output: cannot write" in said and "is a file" in said
     against = (*run, "--against", "transformers")
     for setting in (
         ("--lora.rank", 4),

@@ -29,9 +29,20 @@ def test_what_it_cannot_read_is_refused(straight: Path, tmp_path: Path) -> None:
     assert "cannot read" in refused("inspect", straight, "--data", tmp_path / "bad.jsonl")
     (tmp_path / "short.txt").write_text("a")
     assert "has no two tokens" in refused("inspect", straight, "--data", tmp_path / "short.txt")
-    gone = tmp_path / "no" / "such" / "folder.json"
-    said = refused("inspect", straight, "--rows", "1", "--tokens", "16", "--json", gone)
-    assert "cannot write" in said
+
+
+def test_where_it_cannot_write_is_told_before_a_model_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for option, place in (("--json", "file/a.json"), ("--picture", "file/a.svg")):
+        said = refused("inspect", "no/such/model", option, tmp_path / place)
+        assert f"inspect: {option}: cannot write" in said and "is a file" in said
+    assert "name a file" in refused("inspect", "no/such/model", "--json", tmp_path)
+
+
+def test_folders_of_what_it_writes_are_made(straight: Path, tmp_path: Path) -> None:
+    file = tmp_path / "no" / "such" / "folder.json"
+    lacuna("inspect", straight, "--rows", 1, "--tokens", 16, "--json", file)
+    assert len(json.loads(file.read_text())) == 2
 
 
 def test_a_picture_of_another_kind_is_refused(trained: Path, tmp_path: Path) -> None:

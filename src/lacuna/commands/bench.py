@@ -79,7 +79,7 @@ def _check_words(given: Namespace) -> None:
             "bench: --balanced-experts, --against: the peer's routers would choose experts, and "
             "ours not: drop one of them."
         )
-    require_writable(given.output)
+    require_writable(given.output, "bench: --output")
 
 
 def _check_peer(peer: str, config: Config, processes: int) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from lacuna.commands.arguments import TRUST, CommandParser
 from lacuna.config import UserError, explained
+from lacuna.config.errors import require_writable
 
 if TYPE_CHECKING:
     from lacuna.rollout.inspection import Layer
@@ -43,6 +44,8 @@ def run(words: list[str]) -> None:
         raise UserError("inspect: --rows must be at least 1 and --tokens at least 2.")
     if given.picture and not given.picture.endswith(".svg"):
         raise UserError(f"inspect: --picture {given.picture}: name a file that ends in .svg.")
+    for option in ("picture", "json"):
+        _require_place(getattr(given, option), f"inspect: --{option}")
     text = _read_text(given.data)
     # torch takes seconds to import, so the arguments are checked first.
     import torch
@@ -81,8 +84,17 @@ def _read_text(file: str | None) -> str:
     return text
 
 
+def _require_place(file: str | None, option: str) -> None:
+    """Raises `UserError` where the file that an option names could not be written."""
+    if file and Path(file).is_dir():
+        raise UserError(f"{option}: {file} is a folder; name a file.")
+    if file:
+        require_writable(str(Path(file).parent), option)
+
+
 def _write(file: str, text: str) -> None:
     with explained(f"inspect: cannot write {file}", OSError, mend="choose another place"):
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
         Path(file).write_text(text)
 
 

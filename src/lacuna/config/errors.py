@@ -39,9 +39,9 @@ def explained(what: str, *kinds: type[Exception], mend: str) -> Iterator[None]:
         raise UserError(f"{what}: {' '.join(reason.split())}; {mend}") from error
 
 
-def require_writable(folder: str) -> None:
+def require_writable(folder: str, setting: str = "job.dump_folder") -> None:
     """Raises `UserError` if an output folder could not be made or written to, but makes nothing."""
-    wrong = f"job.dump_folder: cannot write to {folder!r}"
+    wrong = f"{setting}: cannot write to {folder!r}"
     with explained(wrong, OSError, mend="choose another folder"):
         path = Path(folder).absolute()
         there = next(one for one in (path, *path.parents) if one.exists())
