@@ -337,9 +337,17 @@ def test_what_is_in_cpu_memory_or_dropped_at_once_is_not_counted() -> None:
 def test_what_building_the_layers_would_refuse_is_refused(world: Path, tmp_path: Path) -> None:
     one = write_model(tmp_path / "one", num_hidden_layers=1)
     drops = write_model(tmp_path / "drops", attention_dropout=0.1)
+    recurrent = write_model(tmp_path / "recurrent")
+    small = small_config(configuration_class("qwen3_5_text"))
+    small.vocab_size = 257
+    small.save_pretrained(recurrent)
     points = "--parallelism.pipeline_parallel_split_points"
     cases: dict[str, tuple[object, ...]] = {
         "layers are not compiled as a whole": ("--activation_checkpoint.offload",),
+        "these layers are not compiled": (
+            *("--model.config", recurrent, "--packing.mode", "none"),
+            *("--activation_checkpoint.offload", "--compile.enable"),
+        ),
         "state leaves between layers, and this model has one": (
             *("--model.config", one, "--optimizer.state_offload_share", 0.5),
         ),

@@ -11,7 +11,6 @@ from lacuna.config.errors import require_writable
 from lacuna.config.learning_rate import learning_rate, peak_step, warmup_steps
 from lacuna.config.machine import (
     ActivationCheckpointConfig,
-    CompileConfig,
     MetricsConfig,
     ParallelismConfig,
 )
@@ -20,7 +19,7 @@ from lacuna.config.sections import ModelConfig
 from lacuna.data import BatchSizes, build_loader, build_validation, run_tokenizer
 from lacuna.model.architecture import decoder_layers
 from lacuna.model.build import build_meta_model
-from lacuna.model.checks import required_router
+from lacuna.model.checks import compiled_parts, required_router
 from lacuna.model.weights import weight_files
 from lacuna.objective.critic import layout_beside
 from lacuna.objective.find import find_objective
@@ -28,7 +27,7 @@ from lacuna.objective.language_modelling import FrozenModel
 from lacuna.parallel.batch import curriculum_batches, total_steps
 from lacuna.parallel.mesh import resolve_layout
 from lacuna.parallel.movable import require_compiled, require_several
-from lacuna.parallel.parallelize import compile_enabled
+from lacuna.parallel.parallelize import Compiled
 from lacuna.parallel.precision import compute_dtype
 from lacuna.parallel.processes import device_type
 from lacuna.parallel.recompute import require_no_dropout
@@ -56,17 +55,20 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     objective.check(config, tokenizer)
     here = torch.device(device) if device == device_type() else None
     model = build_meta_model(config, tokenizer, layout, device, here)
-    required_router(config.job.task, config.model, model.config, here or _CPU)
+    router = required_router(config.job.task, config.model, model.config, here or _CPU)
     _require_weights(config.model)
-    passes = (config.activation_checkpoint, config.compile, config.optimizer)
-    _require_passes(model, config.parallelism, layout.pp, *passes, device)
+    compute = compute_dtype(config.training, device)
+    pieces = 1 if router is None else config.activation_checkpoint.mlp_chunks
+    how = compute, model.config, pieces, device
+    compiled = compiled_parts(config.compile, config.parallelism, *how)
+    passes = config.activation_checkpoint, config.optimizer, compiled
+    _require_passes(model, config.parallelism, layout.pp, *passes)
     loader = build_loader(config, tokenizer, batch, dp_rank=0)
     steps = total_steps(config.training, config.lr_scheduler, loader.rows_left, batch.global_batch)
     sequences = steps * batch.global_batch if loader.rows_left is None else loader.rows_left
     _require_visible_attention(config.metrics, model.config)
     if config.validation.resolved_source() is not None:
         build_validation(config, tokenizer, batch, dp_rank=0)
-    compute = str(compute_dtype(config.training, device)).removeprefix("torch.")
     degrees = " × ".join(f"{axis} {getattr(layout, axis)}" for axis in _AXES)
     length = config.training.seq_len
     estimate = estimate_memory(config, layout, batch, model, device)
@@ -76,7 +78,8 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
     rows = {
         "model": f"{type(model).__name__}, {model.num_parameters():,} parameters",
         "processes": f"{processes} on {device}: {degrees}",
-        "precision": f"{config.training.dtype} weights, {compute} compute, "
+        "precision": f"{config.training.dtype} weights, "
+        f"{str(compute).removeprefix('torch.')} compute, "
         f"{model.config._attn_implementation} attention",
         "batch": f"{batch.global_batch} sequences = {batch.micro_batch} × {batch.accumulation} "
         f"accumulated × {layout.data_parallel} ranks",
@@ -85,10 +88,14 @@ def dry_run(config: Config, processes: int, device: str | None = None) -> None:
         "learning rate": _about_learning_rate(config.optimizer.lr, config.lr_scheduler, steps),
         "memory a rank": _about_memory(estimate, batch.accumulation, config.optimizer),
     }
+    open_console(config.metrics).print(_table_of(rows), "Nothing was started.")
+
+
+def _table_of(rows: dict[str, str]) -> Table:
     table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
     for name, value in rows.items():
         table.add_row(f"[bold]{name}", value)
-    open_console(config.metrics).print(table, "Nothing was started.")
+    return table
 
 
 def _require_passes(
@@ -96,16 +103,15 @@ def _require_passes(
     parallelism: ParallelismConfig,
     stages: int,
     recomputed: ActivationCheckpointConfig,
-    compiled: CompileConfig,
     optimizer: OptimizerConfig,
-    device: str,
+    compiled: Compiled,
 ) -> None:
     """Raises `UserError` for what building the run would refuse of a model's layers."""
     layers = decoder_layers(model)
     stage_ranges(parallelism.pipeline_parallel_split_points, stages, model, layers)
     require_no_dropout(layers, recomputed.mode)
     if recomputed.offload:
-        require_compiled(recomputed.mode, compile_enabled(compiled, parallelism, device))
+        require_compiled(recomputed.mode, compiled == "layers")
     if optimizer.state_offload_share:
         require_several(layers)
 
