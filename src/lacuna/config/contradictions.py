@@ -88,7 +88,7 @@ RULES: tuple[Rule, ...] = (
     ),
     Rule(
         ("data.text_column", "job.task"),
-        is_given("data.text_column", lambda config: config.conversations is not None),
+        is_given("data.text_column", lambda config: config.trains_on != "texts"),
         "only texts are in one column; name those of this task by chat.columns",
     ),
     Rule(
@@ -121,14 +121,14 @@ RULES: tuple[Rule, ...] = (
         Rule(
             (f"validation.{name}", "validation.dataset"),
             is_changed(f"validation.{name}", lambda config: not config.validation.dataset),
-            "set the second, or drop it",
+            f"set the second, or drop the first (--validation.{name} none takes the file's away)",
         )
         for name in _OF_DATASET
     ),
     Rule(
         ("validation.enable", "validation.dataset"),
         lambda config: config.validation.enable and not config.validation.dataset,
-        "set the second, or drop it",
+        "set the second, or drop the first",
     ),
     Rule(
         ("curriculum.stages", "training.epochs"),

@@ -33,7 +33,7 @@ class Source(Section):
     """One source of documents; the fields are those of `datasets.load_dataset`."""
 
     dataset: Path
-    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
+    """Hub id, local folder or file, or reader of local files (json, parquet, csv, text, arrow)."""
 
     name: str | None = None
     """Configuration of the dataset."""
@@ -65,8 +65,8 @@ class DataConfig(Section):
     """Which documents are trained on, and how they become batches."""
 
     dataset: Annotated[Paths, AfterValidator(lambda names: tuple(map(packaged, names)))] = ()
-    """Datasets: Hub ids, local folders, readers of local files (json, parquet, csv, text, arrow),
-    or a file that ships with lacuna."""
+    """Datasets: Hub ids, local folders or files (a text file is one document), readers of local
+    files (json, parquet, csv, text, arrow), or a file that ships with lacuna."""
 
     dataset_name: Names = ()
     """Configuration of each dataset; one value serves all."""
@@ -109,7 +109,7 @@ class DataConfig(Section):
     """Shuffle the documents, anew in each epoch."""
 
     text_column: str | None = None
-    """Column that holds the text. Unset: the first of text and content that exists."""
+    """Column that holds the text. Unset: the first of text, content and input_ids that exists."""
 
     tokenization: Literal["auto", "cache", "online"] = "auto"
     """Tokenise once into a cache on disk, or while training; auto decides by the data."""
@@ -177,7 +177,7 @@ class PackingConfig(Section):
 
     mode: Literal["auto", "concatenate", "best_fit", "none"] = "auto"
     """Lay texts end to end and cut rows out, fit whole examples into rows, or give each a row of
-    its own; auto is concatenate for pretrain and best_fit for sft."""
+    its own; auto is concatenate for texts and best_fit for all else."""
 
     long_examples: Literal["truncate", "drop", "split"] = "truncate"
     """What happens to examples longer than a row, unless texts are concatenated."""
@@ -194,7 +194,7 @@ class ValidationConfig(Section):
     """Measure the validation loss. Unset: yes when validation.dataset is given."""
 
     dataset: Path | None = None
-    """Hub id, local folder, or reader of local files (json, parquet, csv, text, arrow)."""
+    """Hub id, local folder or file, or reader of local files (json, parquet, csv, text, arrow)."""
 
     dataset_name: str | None = None
     """Configuration of the dataset."""
@@ -274,8 +274,8 @@ class CurriculumConfig(Section):
     or never (job.task = grpo or ppo)."""
 
     success_decay: float = Field(default=0.5, ge=0, le=1)
-    """What the completions of the draw before count, of those of a prompt's latest draw, for
-    by_success; 1 forgets nothing."""
+    """For by_success: the weight of each draw of a prompt's completions beside the draw after it,
+    which counts 1; 1 forgets nothing."""
 
     stages: tuple[CurriculumStage, ...] = Field(default=(), strict=False)
     """Tables [[curriculum.stages]], each with from_step or from_loss, and data_probs, seq_len,

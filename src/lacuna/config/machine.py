@@ -31,8 +31,8 @@ class ParallelismConfig(Section):
     """Free the gathered parameters between forward and backward pass: less memory, more traffic."""
 
     zero_stage: int | None = Field(default=None, ge=1, le=3)
-    """ZeRO's name for the same: 3 frees the gathered parameters, 2 keeps them, 1 keeps gradients
-    whole as well."""
+    """ZeRO's name for the same: 3 frees the gathered parameters (in pipelines only always does), 2
+    keeps them, 1 keeps gradients whole as well."""
 
     tensor_parallel_degree: PositiveInt = 1
     """Ranks that each matrix is split over, and each sequence in between."""
@@ -80,12 +80,12 @@ class ParallelismConfig(Section):
     """Not available: torch's compiled autograd gives wrong gradients under FSDP2's hooks."""
 
     expert_parallel_degree: PositiveInt = 1
-    """Ranks that the experts of a layer are spread over, of those that shard the model or its
-    sequences; tokens are sent to their experts, and none is dropped."""
+    """Ranks that the experts of a layer are spread over, of those that share a model, its matrices
+    or its sequences; tokens are sent to their experts, and none is dropped."""
 
 
 class CriticParallelismConfig(ParallelismConfig):
-    """How PPO's critic is spread: by the defaults as the model, else by these."""
+    """How PPO's critic is spread: as the model unless one of these is changed, else by these."""
 
 
 class ActivationCheckpointConfig(Section):
@@ -98,7 +98,8 @@ class ActivationCheckpointConfig(Section):
         str, BeforeValidator(str), Field(pattern="^(op(/[1-9][0-9]*)?|products|[1-9][0-9]*)$")
     ] = "2"
     """With mode selective: k recomputes every k-th layer; op keeps attention, communication, half
-    the wide matrix products; products all, but half of experts'; op/4 is op in every 4th layer."""
+    the wide matrix products; products keeps all products, of experts' every second; op/4 does what
+    op does in every 4th layer, and what products does in the others."""
 
     memory_budget: float = Field(default=0.5, ge=0, le=1)
     """With mode memory_budget: share of the activations that torch.compile may keep."""
@@ -283,8 +284,7 @@ class CommConfig(Section):
     """Longest wait after the first step, in seconds."""
 
     save_timeout_seconds: WholeSeconds = 7200
-    """Longest wait while checkpoints are written or read, and for news between steps, in
-    seconds."""
+    """Longest wait for checkpoints written or read, and for news between steps, in seconds."""
 
     trace_buf_size: NonNegativeInt = 20000
     """Collective operations that torch's flight recorder remembers; 0 turns it off."""

@@ -17,7 +17,8 @@ OPTIMIZER_RULES: tuple[Rule, ...] = (
         Rule(
             (setting, "lr_scheduler.decay_type"),
             is_changed(setting, lambda config: config.lr_scheduler.decay_type == "constant"),
-            "constant does not fall; set the second to another, or drop the first",
+            "constant does not fall; set the second to another, or drop the first "
+            f"(--{setting} none takes the file's away)",
         )
         for setting in ("lr_scheduler.decay_ratio", "lr_scheduler.lr_min")
     ),

@@ -104,7 +104,8 @@ class PolicyConfig(Section):
     """What the losses of all policies have that learn from their own completions."""
 
     dual_clip: float = Field(default=3.0, gt=1)
-    """Largest ratio that counts of tokens that are to become less likely; with 1e9 all do."""
+    """A token that is to become less likely is left out where its ratio is above this; 1e9 leaves
+    none out."""
     reference: Literal["auto", "base", "copy"] = "auto"
     """The reference: the model with its adapters switched off, or a frozen copy. auto is base where
     only new adapters are trained, else copy."""

@@ -103,7 +103,7 @@ class TrainingConfig(Section):
     """Optimizer steps. Unset: 10000, or as many as training.epochs takes."""
 
     batch_size: PositiveInt = 8
-    """Sequences per data-parallel rank and micro-batch; 1 with training.varlen."""
+    """Sequences per data-parallel rank and micro-batch; must be set to 1 with training.varlen."""
 
     gradient_accumulation_steps: PositiveInt | None = None
     """Micro-batches per optimizer step. Unset: what training.global_batch_size takes, else 1."""
