@@ -1,7 +1,7 @@
 """`lacuna bench RUN.toml [--against PEER]`: measures a few steps of a run on this machine.
 
 usage: lacuna bench [RUN.toml] [--section.key value ...] [--gpus N | --cpus N] [--steps N]
-                    [--windows N] [--output FOLDER] [--against PEER]
+                    [--windows N] [--output FOLDER] [--against PEER] [--balanced-experts]
 
 Trains the run of RUN.toml for a few steps in a folder of its own, which is removed again: nothing
 is read from or written to job.dump_folder, and nothing is saved, validated, exported or uploaded.

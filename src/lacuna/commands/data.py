@@ -5,6 +5,8 @@ usage: lacuna data [RUN.toml] [--section.key value ...] [--gpus N | --cpus N]
 Prints a few examples of the first step, trained tokens green and special tokens visible, then
 lengths, how full rows are, what is longer than a row, and tokens and steps an epoch. Nothing is
 trained.
+
+  --gpus N, --cpus N  processes that share a step (default: 1)
 """
 
 from lacuna.commands.arguments import parse_run

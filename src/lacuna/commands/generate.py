@@ -20,7 +20,9 @@ def _build_parser() -> CommandParser:
     """The parser of the command's arguments."""
     parser = CommandParser(prog="lacuna generate", description=ABOUT)
     parser.add_argument(
-        "model", metavar="MODEL", help="HF folder or Hub id, checkpoint step, or run folder"
+        "model",
+        metavar="MODEL",
+        help="folder of a model or an adapter, Hub id, checkpoint step, run folder or .gguf file",
     )
     parser.add_argument(
         "--prompt", help="the text to go on from; with --chat a question, or left out"

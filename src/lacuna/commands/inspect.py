@@ -21,7 +21,9 @@ _CELL = 16  # pixels
 def _build_parser() -> CommandParser:
     parser = CommandParser(prog="lacuna inspect", description=ABOUT)
     parser.add_argument(
-        "model", metavar="MODEL", help="HF folder or Hub id, checkpoint step, or run folder"
+        "model",
+        metavar="MODEL",
+        help="folder of a model or an adapter, Hub id, checkpoint step, run folder or .gguf file",
     )
     parser.add_argument(
         "--data",

@@ -10,6 +10,8 @@ With --answers the teacher answers the questions of the data instead: conversati
 answer it gives anew, or rows with a prompt. Its conversations are data for job.task = sft.
 Made again, an interrupted call with --answers goes on; one without starts over.
 
+  --gpus N         processes, one per GPU (default: all GPUs, or $NGPU); with --answers one
+  --cpus N         processes on the CPU instead (default without a GPU: 1)
   --top-k K        how many of the likeliest tokens to keep (default: 64); 8 K + 4 bytes a token
   --answers FILE   JSON lines to write, a conversation each
   --verifier M:F   your function of a row of the data and an answer: whether to keep it
