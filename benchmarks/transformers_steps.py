@@ -13,7 +13,7 @@ import time
 from typing import Any
 
 import torch
-from steps import Task, make_model
+from steps import Task, end_process, make_model
 from torch.utils.data import DataLoader
 from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
 
@@ -151,3 +151,4 @@ def arguments(task: Task) -> TrainingArguments:
 
 if __name__ == "__main__":
     main()
+    end_process()

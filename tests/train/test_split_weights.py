@@ -131,6 +131,22 @@ def test_matrices_but_the_embedding_are_split_and_take_no_more_memory() -> None:
     assert [one.data_ptr() for one in model.parameters()] == places
 
 
+@pytest.mark.parametrize(
+    ("kind", "whole"), [("cohere", "q_norm.weight"), ("mamba", "A_log"), ("gpt_oss", "_bias")]
+)
+def test_what_is_no_matrix_stays_whole_whatever_its_shape(kind: str, whole: str) -> None:
+    small = small_config(configuration_class(kind))
+    if kind == "cohere":
+        small.use_qk_norm = True
+    model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).to(DEVICE)
+    compute_in(model, torch.bfloat16)
+    split = {id(one) for one in weights_to_split(model, torch.device(DEVICE))}
+    named = dict(model.named_parameters())
+    of_kind = [one for name, one in named.items() if name.endswith(whole) and one.ndim > 1]
+    assert split and of_kind
+    assert not split & {*map(id, of_kind)}
+
+
 def test_joined_weights_come_back_to_the_bit() -> None:
     model, _, halves = split_model()
     found = []
@@ -163,8 +179,16 @@ def test_weights_are_in_halves_again_after_a_failure() -> None:
     with pytest.raises(OSError), halves.joined():
         raise OSError("the disk is full")
     assert model.lm_head._parameters["weight"] in optimizer.rests
+    # What a pass had found before a loss of somebody's own raised an error.
+    with pytest.raises(OSError), halves.accumulate(micro_batches=2):
+        ids = torch.arange(8, device=DEVICE)[None]
+        model(input_ids=ids, labels=ids).loss.backward()
+        model.lm_head._parameters["weight"].grad = model.lm_head.weight.detach().clone()
+        raise OSError("a server is gone")
     with halves.joined():
         assert all(one.dtype == torch.float32 for one in model.parameters())
+        assert not any(weight.grad is not None for weight in halves.memory)
+    assert not halves.sums
 
 
 def test_a_weight_that_is_no_number_stays_none_in_both_halves() -> None:

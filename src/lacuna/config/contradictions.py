@@ -22,11 +22,7 @@ def contradictions_of(config: Config) -> Iterator[str]:
             yield f"{', '.join(rule.settings)}: {rule.reason}"
 
 
-_NEED_CACHE = ("training.epochs", "curriculum.difficulty_column", "curriculum.rank_every")
-_NO_CACHE = "needs the cache; drop either"
 _NEED_LOSS = ("checkpoint.keep_best", "validation.patience")
-_OF_DATASET = ("dataset_name", "dataset_split", "data_dir", "data_files", "steps")
-_OF_ADAPTER = ("alpha", "dropout", "targets", "parameters", "modules", "rslora", "dora")
 _UNAVAILABLE = {
     "parallelism.enable_compiled_autograd": (
         "torch's compiled autograd gives wrong gradients under FSDP2; leave it out"
@@ -57,12 +53,16 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.training.steps and config.training.epochs,
         "both are given; keep one (--training.steps none takes the file's away)",
     ),
-    *rule_for_each((*_NEED_CACHE, STORED), "data.streaming", is_given("data.streaming"), _NO_CACHE),
-    *rule_for_each(
-        (*_NEED_CACHE, STORED),
-        "data.tokenization",
-        lambda config: config.data.tokenization == "online",
-        _NO_CACHE,
+    *(
+        Rule((setting, way), is_given(setting, has_no_cache), "needs the cache; drop either")
+        for way, has_no_cache in (
+            ("data.streaming", is_given("data.streaming")),
+            ("data.tokenization", lambda config: config.data.tokenization == "online"),
+        )
+        for setting in (
+            *("training.epochs", "curriculum.difficulty_column", "curriculum.rank_every"),
+            STORED,
+        )
     ),
     Rule(
         ("training.batch_size", "training.varlen"),
@@ -123,7 +123,7 @@ RULES: tuple[Rule, ...] = (
             is_changed(f"validation.{name}", lambda config: not config.validation.dataset),
             f"set the second, or drop the first (--validation.{name} none takes the file's away)",
         )
-        for name in _OF_DATASET
+        for name in ("dataset_name", "dataset_split", "data_dir", "data_files", "steps")
     ),
     Rule(
         ("validation.enable", "validation.dataset"),
@@ -182,7 +182,7 @@ RULES: tuple[Rule, ...] = (
             is_changed(f"lora.{name}", lambda config: not config.lora.rank),
             "without the second there is no adapter; set it",
         )
-        for name in _OF_ADAPTER
+        for name in ("alpha", "dropout", "targets", "parameters", "modules", "rslora", "dora")
     ),
     Rule(
         ("lora.parameters", "lora.dropout"),

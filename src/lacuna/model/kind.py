@@ -37,4 +37,12 @@ def new_model(
         from lacuna.model.scores import scoring_model  # an extension
 
         make = scoring_model
-    return make(model_config, dtype=dtype, attn_implementation=attention)
+    model = make(model_config, dtype=dtype, attn_implementation=attention)
+    # RWKV would divide stored weights where it does not learn, and checkpoints would have that.
+    if hasattr(model.base_model, "_rescale_layers"):
+        setattr(model.base_model, "_rescale_layers", _leave_as_they_are)  # noqa: B010
+    return model
+
+
+def _leave_as_they_are() -> None:
+    """Changes no weights."""

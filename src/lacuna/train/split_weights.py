@@ -15,6 +15,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from lacuna.config import logger
 from lacuna.model.build import BuiltModel
 from lacuna.model.layers.casting import Cast, compute_in
+from lacuna.model.layers.linear import is_matrix
 from lacuna.model.probe import FAULTS, in_one_line
 from lacuna.model.specimen import LENGTH, specimen, tokens_to_try
 from lacuna.parallel.precision import compute_dtype
@@ -90,7 +91,7 @@ class SplitWeights:
 
     @contextmanager
     def joined(self) -> Iterator[None]:
-        """Within it weights are whole, in place; none may have a gradient."""
+        """Within it weights are whole, in place; gradients that a failed step left are dropped."""
         self._join()
         try:
             yield
@@ -110,7 +111,9 @@ class SplitWeights:
 
     @torch.no_grad()
     def _join(self) -> None:
+        self.sums.clear()
         for weight, memory in self.memory.items():
+            weight.grad = None
             rest = self.optimizer.rests.pop(weight).view_as(memory)
             memory.copy_(whole_of(weight, rest))
             weight.data = memory
@@ -166,7 +169,8 @@ def weights_to_split(model: PreTrainedModel, device: torch.device) -> list[nn.Pa
     """The weights of a model that computes in bfloat16 that may be kept in halves on a `device`.
 
     They are learnt, and cast once in a pass: gradients of several uses are added up in float32 only
-    while a weight is whole. So are those of an embedding's rows, and of vectors in compiled code.
+    while a weight is whole. So are those of an embedding's rows, and in compiled code those of what
+    is no matrix.
     """
     names = Counter(id(one) for _, one in model.named_parameters(remove_duplicate=False))
     found = {
@@ -174,16 +178,18 @@ def weights_to_split(model: PreTrainedModel, device: torch.device) -> list[nn.Pa
         for path, module in model.named_modules()
         if isinstance(module, Cast)
         for name, weight in module.named_parameters(recurse=False)
-        if names[id(weight)] == 1 and _can_be_split(weight)
+        if names[id(weight)] == 1 and _can_be_split(module, name, weight)
     }
     once = _used_once(model.config, device) if found else set()
     return [weight for name, weight in found.items() if _kind_of(name) in once]
 
 
-def _can_be_split(weight: nn.Parameter) -> bool:
-    is_local_matrix = weight.ndim > 1 and not isinstance(weight, DTensor)
+def _can_be_split(module: nn.Module, name: str, weight: nn.Parameter) -> bool:
+    """Whether a weight of a module is a matrix of this process that is learnt, and cast there."""
+    is_cast = isinstance(getattr(type(module), name, None), property)
+    is_local_matrix = is_matrix(module, name, weight) and not isinstance(weight, DTensor)
     # The kernel is fastest where all tensors begin at multiples of 16 bytes.
-    return is_local_matrix and weight.requires_grad and weight.numel() % 8 == 0
+    return is_cast and is_local_matrix and weight.requires_grad and weight.numel() % 8 == 0
 
 
 def split_weights(built: BuiltModel, optimizer: OneKernelAdamW) -> SplitWeights | WholeWeights:
