@@ -85,7 +85,7 @@ class ParallelismConfig(Section):
 
 
 class CriticParallelismConfig(ParallelismConfig):
-    """How PPO's critic is spread: as the model unless one of these is changed, else by these."""
+    """How PPO's critic is spread: as the model, or by these where one is changed."""
 
 
 class ActivationCheckpointConfig(Section):
