@@ -71,12 +71,7 @@ def error_of(flags="", **kwargs):
             "lr_scheduler.decay_ratio",
             "lr_scheduler.decay_type",
         ),
-        ("--validation.freq 5", "validation.freq", "validation.prompts"),
-        ("--validation.steps 5", "validation.steps", "validation.dataset"),
-        ("--validation.dataset_split test", "validation.dataset_split", "validation.dataset"),
         ("--validation.enable", "validation.enable", "validation.dataset"),
-        ("--validation.max_new_tokens 5", "validation.max_new_tokens", "validation.prompts"),
-        ("--validation.temperature 0", "validation.temperature", "validation.prompts"),
         (
             "--checkpoint.hf_upload_when end",
             "checkpoint.hf_upload_when",

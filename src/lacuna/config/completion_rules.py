@@ -50,24 +50,6 @@ COMPLETION_RULES: tuple[Rule, ...] = (
         is_given("validation.prompts", has_divided_pieces),
         OF_DIVIDED_PIECES,
     ),
-    Rule(
-        ("validation.freq", "validation.dataset", "validation.prompts"),
-        is_changed(
-            "validation.freq",
-            lambda config: not config.validation.dataset and not config.validation.prompts,
-        ),
-        "without one of the others there is nothing to try the model on; set one, or drop the "
-        "first (--validation.freq none takes the file's away)",
-    ),
-    *(
-        Rule(
-            (setting, "validation.prompts"),
-            is_changed(setting, lambda config: not config.validation.prompts),
-            "without the second nothing is continued; set it, or drop the first "
-            f"(--{setting} none takes the file's away)",
-        )
-        for setting in ("validation.max_new_tokens", "validation.temperature")
-    ),
     *(
         Rule(
             (setting, "validation.dataset"),

@@ -117,17 +117,12 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.validation.enable is False,
         "needs the validation; drop the second",
     ),
-    *(
-        Rule(
-            (f"validation.{name}", "validation.dataset"),
-            is_changed(f"validation.{name}", lambda config: not config.validation.dataset),
-            f"set the second, or drop the first (--validation.{name} none takes the file's away)",
-        )
-        for name in ("dataset_name", "dataset_split", "data_dir", "data_files", "steps")
-    ),
-    Rule(
-        ("validation.enable", "validation.dataset"),
-        lambda config: config.validation.enable and not config.validation.dataset,
+    *rule_for_each(
+        tuple(
+            f"validation.{name}" for name in ("enable", "dataset_name", "data_dir", "data_files")
+        ),
+        "validation.dataset",
+        lambda config: not config.validation.dataset,
         "set the second, or drop the first",
     ),
     Rule(
