@@ -217,6 +217,7 @@ _BY_LAYER = (
 
 # What else a kind of configuration wants, for its parts to fit together.
 _OF_KIND: dict[str, dict[str, Any]] = {
+    "big_bird": {"attention_type": "original_full"},  # its blocks see later ones
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"] * 2,
         "rope_parameters": {

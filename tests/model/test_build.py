@@ -18,7 +18,7 @@ from lacuna.config.machine import ActivationCheckpointConfig, CompileConfig, Par
 from lacuna.config.sections import ModelConfig, TrainingConfig
 from lacuna.model.architecture import meta_model
 from lacuna.model.build import build_model
-from lacuna.model.checks import check_layout, check_lengths, check_ties
+from lacuna.model.checks import check_layers_stay, check_layout, check_lengths, check_ties
 from lacuna.model.layers.bits import dequantize, quantize
 from lacuna.model.layers.lora import add_adapters
 from lacuna.model.layers.wrapping import plain_tensor
@@ -291,3 +291,10 @@ def test_layers_that_share_weights_are_not_sharded(kind: str, shares: bool) -> N
             check_ties(model)
     else:
         check_ties(model)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("opt", "layerdrop"), ("bart", "decoder_layerdrop")])
+def test_layers_that_ranks_would_leave_out_at_random_are_refused(kind: str, name: str) -> None:
+    check_layers_stay(small_config(configuration_class(kind), **{name: 0.0}))
+    with pytest.raises(UserError, match="leaves out layers at random"):
+        check_layers_stay(small_config(configuration_class(kind), **{name: 0.1}))

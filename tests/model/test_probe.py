@@ -97,6 +97,23 @@ def test_a_model_whose_tokens_see_later_ones_is_refused() -> None:
         found("bert", is_decoder=False)
 
 
+def test_blocks_in_which_tokens_see_later_ones_are_refused() -> None:
+    said = "in BigBirdForCausalLM tokens see later ones.*original_full"
+    for block in (8, 64):
+        with pytest.raises(UserError, match=said):
+            found("big_bird", mode="none", attention_type="block_sparse", block_size=block)
+    assert found("big_bird", "eager", mode="none") == "eager"
+
+
+def test_blocks_that_are_chosen_by_their_positions_are_refused_in_packed_rows() -> None:
+    sparse = {"layer_types": ["full_attention", "minimax_m3_sparse"] * 2}
+    blocks = {"index_block_size": 128, "index_topk_blocks": 16}
+    with pytest.raises(UserError, match="data.document_mask: in packed rows .*packing.mode"):
+        found("minimax_m3_vl_text", **sparse, **blocks)
+    chosen = found("minimax_m3_vl_text", mode="none", **sparse, **blocks)
+    assert chosen in ("sdpa", "eager")
+
+
 def test_a_model_that_does_not_run_by_its_own_code_is_refused_with_what_it_says() -> None:
     with pytest.raises(
         UserError, match="model: ReformerModelWithLMHead does not train by .*AssertionError"

@@ -94,11 +94,20 @@ def test_activations_in_cpu_memory_change_no_step_of_any_layout(
     check_same(moved, plain)
 
 
-def test_a_memory_budget_is_refused_beside_dropout() -> None:
-    for drops in ({"resid_pdrop": 0.1}, {"attn_pdrop": 0.1}):
-        model = random_model(tiny_config("gpt2", **drops))
-        with pytest.raises(UserError, match="memory_budget torch would compute dropout again"):
-            recompute(decoder_layers(model), BUDGET)
+def model_that_draws(how: str) -> PreTrainedModel:
+    if how == "adapters":
+        model = random_model(tiny_config("llama"))
+        add_adapters(model, LoraConfig(rank=2, dropout=0.1), torch.float32)
+        return model
+    if how.endswith("pdrop"):
+        return random_model(tiny_config("gpt2", **{how: 0.1}))
+    return random_model(small_config(configuration_class(how)))
+
+
+@pytest.mark.parametrize("how", ["resid_pdrop", "attn_pdrop", "adapters", "phimoe"])
+def test_a_memory_budget_is_refused_beside_draws(how: str) -> None:
+    with pytest.raises(UserError, match="memory_budget torch would compute dropout again"):
+        recompute(decoder_layers(model_that_draws(how)), BUDGET)
 
 
 @pytest.mark.slow

@@ -1,7 +1,6 @@
 """Settings that do not go together, or that cannot be had at all: which, when, and why."""
 
 from collections.abc import Iterator
-from functools import partial
 
 from lacuna.config.attentions import is_own
 from lacuna.config.documents import READERS
@@ -20,21 +19,6 @@ def contradictions_of(config: Config) -> Iterator[str]:
     for rule in RULES:
         if rule.applies(config):
             yield f"{', '.join(rule.settings)}: {rule.reason}"
-
-
-_NEED_LOSS = ("checkpoint.keep_best", "validation.patience")
-_UNAVAILABLE = {
-    "parallelism.enable_compiled_autograd": (
-        "torch's compiled autograd gives wrong gradients under FSDP2; leave it out"
-    ),
-    "memory_estimation.disable_fake_mode": (
-        "the estimate is computed from shapes, nothing is faked; leave it out"
-    ),
-}
-
-
-def _is_shared(degree: str, config: Config) -> bool:
-    return bool(getattr(config.parallelism, f"{degree}_parallel_degree") > 1)
 
 
 RULES: tuple[Rule, ...] = (
@@ -105,17 +89,21 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.data.streaming and config.data.tokenization == "cache",
         "a stream cannot be cached; keep one of them",
     ),
-    *rule_for_each(
-        _NEED_LOSS,
-        "validation.dataset",
-        lambda config: not config.validation.dataset,
-        "needs the validation loss; set the second",
-    ),
-    *rule_for_each(
-        _NEED_LOSS,
-        "validation.enable",
-        lambda config: config.validation.enable is False,
-        "needs the validation; drop the second",
+    *(
+        rule
+        for setting in ("checkpoint.keep_best", "validation.patience")
+        for rule in (
+            Rule(
+                (setting, "validation.dataset"),
+                is_given(setting, lambda config: not config.validation.dataset),
+                "needs the validation loss; set the second",
+            ),
+            Rule(
+                (setting, "validation.enable"),
+                is_given(setting, lambda config: config.validation.enable is False),
+                "needs the validation; drop the second",
+            ),
+        )
     ),
     *rule_for_each(
         tuple(
@@ -283,10 +271,19 @@ RULES: tuple[Rule, ...] = (
     *(
         Rule(
             ("metrics.attention", f"parallelism.{degree}_parallel_degree"),
-            is_given("metrics.attention", partial(_is_shared, degree)),
+            is_changed(f"parallelism.{degree}_parallel_degree", is_given("metrics.attention")),
             "no rank sees a whole row of attention; use lacuna inspect on checkpoints instead",
         )
         for degree in ("tensor", "context", "pipeline")
     ),
-    *(Rule((setting,), is_given(setting), reason) for setting, reason in _UNAVAILABLE.items()),
+    Rule(
+        ("parallelism.enable_compiled_autograd",),
+        is_given("parallelism.enable_compiled_autograd"),
+        "torch's compiled autograd gives wrong gradients under FSDP2; leave it out",
+    ),
+    Rule(
+        ("memory_estimation.disable_fake_mode",),
+        is_given("memory_estimation.disable_fake_mode"),
+        "the estimate is computed from shapes, nothing is faked; leave it out",
+    ),
 )

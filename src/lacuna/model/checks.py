@@ -102,6 +102,16 @@ def check_dtypes(model: PreTrainedModel, training: TrainingConfig) -> None:
         )
 
 
+def check_layers_stay(model_config: PretrainedConfig) -> None:
+    """Raises `UserError` where layers are left out at random: each rank would leave out others."""
+    text_config = model_config.get_text_config()
+    if any(getattr(text_config, name, None) for name in ("layerdrop", "decoder_layerdrop")):
+        raise UserError(
+            "model: its configuration leaves out layers at random (layerdrop, decoder_layerdrop), "
+            "and every rank would leave out others: set that to 0 in it, or use one process."
+        )
+
+
 def check_ties(model: PreTrainedModel) -> None:
     """Raises `UserError` where layers share weights, since layers are sharded one by one."""
     layers = decoder_layers(model)

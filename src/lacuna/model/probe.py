@@ -171,8 +171,8 @@ def _require_causal(model_config: PretrainedConfig, longest: int) -> None:
     if relative_difference(*states) > _EXACT:
         raise UserError(
             f"model: in {type(model).__name__} tokens see later ones, so that it cannot learn to "
-            "predict them: set is_decoder in its configuration where it has that, or choose "
-            "another model."
+            "predict them: set is_decoder in its configuration where it has that (of BigBird also "
+            "attention_type = original_full), or choose another model."
         )
 
 

@@ -18,20 +18,23 @@ LENGTH = 28
 _VOCABULARY = 64
 _DRAWN = 1_000_003  # a prime number: no row of a matrix is another one's
 
-# Settings of a distance beyond which a token sees others differently, and the distance tried.
-_LIMITS = (
-    "sliding_window",
-    "sliding_window_size",
-    "attention_window_size",
-    "window_size",
-    "local_attention",
-    "attention_chunk_size",
-    "keep_window_size",
-    "index_topk",
-    "floor_scale",
-    "log_scaling_n_floor",
-)
-_LIMIT = 8
+# Settings of a distance beyond which a token sees others differently, or of how many it sees, and
+# the most that is tried: few enough that a specimen's tokens see others in several ways.
+_LIMITS = {
+    "sliding_window": 8,
+    "sliding_window_size": 8,
+    "attention_window_size": 8,
+    "window_size": 8,
+    "local_attention": 8,
+    "attention_chunk_size": 8,
+    "keep_window_size": 8,
+    "index_topk": 8,
+    "index_block_size": 4,
+    "index_topk_blocks": 2,
+    "block_size": 2,
+    "floor_scale": 8,
+    "log_scaling_n_floor": 8,
+}
 
 Found = TypeVar("Found")
 # What was found out about models, by all that it depends on.
@@ -130,10 +133,10 @@ def _shorten_config(model_config: PretrainedConfig) -> PretrainedConfig:
     padding = getattr(text_config, "pad_token_id", None)
     if padding is not None and padding >= text_config.vocab_size:  # which some insist on
         text_config.pad_token_id = text_config.vocab_size - 1
-    for name in _LIMITS:
+    for name, most in _LIMITS.items():
         limit = getattr(text_config, name, None)
-        if isinstance(limit, int) and limit > _LIMIT:
-            setattr(text_config, name, _LIMIT)
+        if isinstance(limit, int) and limit > most:
+            setattr(text_config, name, most)
     return small
 
 

@@ -45,15 +45,16 @@ def require_no_dropout(layers: Iterable[nn.Module], mode: str) -> None:
     ):
         raise UserError(
             "activation_checkpoint.mode: with memory_budget torch would compute dropout again from "
-            "other random numbers, and gradients would be wrong: set the dropout of the model's "
-            "configuration (and lora.dropout) to 0, or choose another mode."
+            "other random numbers, and gradients would be wrong: set the dropout and jitter of the "
+            "model's configuration (and lora.dropout) to 0, or choose another mode."
         )
 
 
 def _drops_out(module: nn.Module) -> bool:
-    """Whether a module, its parts left out, has a share of dropout, by torch's or its own name."""
-    shares = [value for name, value in vars(module).items() if "drop" in name]
+    """Whether a module, its parts left out, draws, as its own names or torch's and ours tell."""
+    shares = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
     shares += [module.p] if isinstance(module, _DropoutNd) else []
+    shares += [getattr(module, "adapter_dropout", 0.0)]
     return any(isinstance(share, float) and share > 0 for share in shares)
 
 
