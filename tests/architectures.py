@@ -340,8 +340,10 @@ def print_table(table: dict[str, dict[str, str]]) -> None:
     print(
         f"{libraries}, float32 on CPUs. Each model is tiny, made of its own configuration class, "
         f"with random weights. It trains {STEPS} steps of {SEQUENCES} rows of {LENGTH} tokens, "
-        "beyond every window. Beside it, a plain loop of transformers' own model and torch's AdamW "
-        "(with LoRA: peft's) trains on the same documents one by one.\n"
+        "beyond every window. BigBird has full attention, and MiniMax-M3 no layers that choose "
+        "blocks: these are refused in packed rows, BigBird's blocks everywhere. Beside it, a plain "
+        "loop of transformers' own model and torch's AdamW (with LoRA: peft's) trains on the same "
+        "documents one by one.\n"
     )
     print(
         "A cell is the largest relative difference of losses, gradient norms and the first step's "
