@@ -295,6 +295,9 @@ def test_layers_that_share_weights_are_not_sharded(kind: str, shares: bool) -> N
 
 @pytest.mark.parametrize(("kind", "name"), [("opt", "layerdrop"), ("bart", "decoder_layerdrop")])
 def test_layers_that_ranks_would_leave_out_at_random_are_refused(kind: str, name: str) -> None:
-    check_layers_stay(small_config(configuration_class(kind), **{name: 0.0}))
+    two = Layout(dp_shard=2)
+    check_layers_stay(small_config(configuration_class(kind), **{name: 0.0}), two)
+    dropping = small_config(configuration_class(kind), **{name: 0.1})
+    check_layers_stay(dropping, Layout())
     with pytest.raises(UserError, match="leaves out layers at random"):
-        check_layers_stay(small_config(configuration_class(kind), **{name: 0.1}))
+        check_layers_stay(dropping, two)

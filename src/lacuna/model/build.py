@@ -18,7 +18,6 @@ from lacuna.model import architecture
 from lacuna.model.attention_choice import attention_choices
 from lacuna.model.checks import (
     check_dtypes,
-    check_layers_stay,
     check_layout,
     check_lengths,
     check_mixture,
@@ -156,7 +155,6 @@ def build_meta_model(
     replace_layers(model, config, is_packed, unquantised, layout, device)
     if not is_alone(config.training, layout):
         check_dtypes(model, config.training)
-        check_layers_stay(model_config)
         check_ties(model)
     return model
 

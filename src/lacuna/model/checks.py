@@ -65,6 +65,7 @@ def check_layout(
             "validation.prompts: no text is sampled with pipeline parallelism; use lacuna generate "
             "on the run's folder."
         )
+    check_layers_stay(model_config, layout)
     if layout.tp > 1:
         check_tensor_parallel(model_config, layout.tp)
     if layout.pp > 1:
@@ -102,10 +103,12 @@ def check_dtypes(model: PreTrainedModel, training: TrainingConfig) -> None:
         )
 
 
-def check_layers_stay(model_config: PretrainedConfig) -> None:
+def check_layers_stay(model_config: PretrainedConfig, layout: Layout) -> None:
     """Raises `UserError` where layers are left out at random: each rank would leave out others."""
-    text_config = model_config.get_text_config()
-    if any(getattr(text_config, name, None) for name in ("layerdrop", "decoder_layerdrop")):
+    settings = vars(model_config.get_text_config())
+    if layout.data_parallel * layout.sharing > 1 and (
+        settings.get("layerdrop") or settings.get("decoder_layerdrop")
+    ):
         raise UserError(
             "model: its configuration leaves out layers at random (layerdrop, decoder_layerdrop), "
             "and every rank would leave out others: set that to 0 in it, or use one process."
