@@ -77,9 +77,8 @@ def test_texts_need_no_template_and_messages_do(
         talk = {one: [asked, {"role": "assistant", "content": said}] for one, said in text.items()}
     (tmp_path / "texts.jsonl").write_text(f"{json.dumps(text)}\n" * 8)
     (tmp_path / "talks.jsonl").write_text(f"{json.dumps(talk)}\n" * 8)
-    own = flags(data, "--job.task", task, "--training.steps", 1)
-    for setting in ("validation.dataset", "chat.template", "model.new_tokens"):
-        own += [f"--{setting}", "none"]
+    own = flags(data, "--job.task", task, "--training.steps", 1, "--validation.dataset", "none")
+    own += ["--chat.template", "none", "--model.new_tokens", "none"]
     train(world, tmp_path / "run", *own, "--data.dataset", tmp_path / "texts.jsonl")
     assert len(curve(tmp_path / "run", "loss")) == 1
     for words in ((), ("--dry-run",), ("--data.streaming",)):

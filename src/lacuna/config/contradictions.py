@@ -89,21 +89,17 @@ RULES: tuple[Rule, ...] = (
         lambda config: config.data.streaming and config.data.tokenization == "cache",
         "a stream cannot be cached; keep one of them",
     ),
-    *(
-        rule
-        for setting in ("checkpoint.keep_best", "validation.patience")
-        for rule in (
-            Rule(
-                (setting, "validation.dataset"),
-                is_given(setting, lambda config: not config.validation.dataset),
-                "needs the validation loss; set the second",
-            ),
-            Rule(
-                (setting, "validation.enable"),
-                is_given(setting, lambda config: config.validation.enable is False),
-                "needs the validation; drop the second",
-            ),
-        )
+    *rule_for_each(
+        ("checkpoint.keep_best", "validation.patience"),
+        "validation.dataset",
+        lambda config: not config.validation.dataset,
+        "needs the validation loss; set the second",
+    ),
+    *rule_for_each(
+        ("checkpoint.keep_best", "validation.patience"),
+        "validation.enable",
+        lambda config: config.validation.enable is False,
+        "needs the validation; drop the second",
     ),
     *rule_for_each(
         tuple(

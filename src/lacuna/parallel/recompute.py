@@ -41,7 +41,7 @@ def recompute(layers: Sequence[nn.Module], settings: ActivationCheckpointConfig)
 def require_no_dropout(layers: Iterable[nn.Module], mode: str) -> None:
     """Raises `UserError` where layers draw, and torch would draw anew in the backward pass."""
     if mode == "memory_budget" and any(
-        _drops_out(module) for layer in layers for module in layer.modules()
+        _draws(module) for layer in layers for module in layer.modules()
     ):
         raise UserError(
             "activation_checkpoint.mode: with memory_budget torch would compute dropout again from "
@@ -50,8 +50,11 @@ def require_no_dropout(layers: Iterable[nn.Module], mode: str) -> None:
         )
 
 
-def _drops_out(module: nn.Module) -> bool:
-    """Whether a module, its parts left out, draws, as its own names or torch's and ours tell."""
+def _draws(module: nn.Module) -> bool:
+    """Whether a module, its parts left out, draws: it has a share of dropout, or jitter, above 0.
+
+    That is known by the names of its settings, torch's, ours or its own.
+    """
     shares = [value for name, value in vars(module).items() if "drop" in name or "jitter" in name]
     shares += [module.p] if isinstance(module, _DropoutNd) else []
     shares += [getattr(module, "adapter_dropout", 0.0)]
